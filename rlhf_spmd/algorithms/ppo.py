@@ -1,0 +1,59 @@
+"""PPO as it is written in papers: the workflow of one iteration, and its options. No torch, no ranks.
+
+Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegler et al. 2019 (arXiv 1909.08593).
+The tensor math is in ppo_math.py; which rank does what is the strategy's business.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rlhf_spmd.plan.workflow import Workflow, trace
+
+
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class PPO:
+    """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
+
+    epochs: PositiveInt = 4
+    kl_coef: NonNegative = 0.05
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    kl_target: PositiveFloat = 6.0  # nats per response
+    kl_horizon: PositiveInt = 10_000  # sequences
+    gamma: Fraction01 = 1.0
+    lam: Fraction01 = 0.95
+    clip_ratio: PositiveFloat = 0.2
+    clip_value: PositiveFloat = 0.2
+    whiten: Literal["mini_batch", "batch"] = "mini_batch"
+    old_logprobs: Literal["generator", "recompute"] = "generator"
+    truncation: Literal["penalty", "bootstrap"] = "penalty"
+    truncation_penalty: float = -1.0
+    clip_score: PositiveFloat | None = None
+    normalize_scores: bool = False
+    kl_early_stop: PositiveFloat | None = None  # nats per token; skips the rest of the iteration's actor steps
+
+
+def workflow(options: PPO) -> Workflow:
+    """The graph of one PPO iteration."""
+
+    def ppo(model: Callable, compute: Callable, prompts) -> None:
+        actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
+        responses, logprobs = actor.generate(prompts)
+        if options.old_logprobs == "recompute":
+            logprobs = actor.infer("logprobs", prompts, responses, output="old_logprobs")
+        ref_logprobs = reference.infer("logprobs", prompts, responses, output="ref_logprobs")
+        scores = reward.infer("scores", prompts, responses)
+        values = critic.infer("values", prompts, responses)
+        advantages, returns = compute(
+            "estimate_advantages", (responses, logprobs, ref_logprobs, scores, values), ("advantages", "returns")
+        )
+        actor.train("policy_loss", prompts, responses, logprobs, advantages)
+        critic.train("value_loss", prompts, responses, values, returns)
+
+    return trace(ppo)

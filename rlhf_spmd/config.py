@@ -1,0 +1,308 @@
+"""What a run is: frozen dataclasses, presets as functions, dotted overrides (`ppo.kl_coef=0.02`); unknown keys are errors.
+
+Imports neither torch nor MPI, so that `check` starts at once.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+
+from rlhf_spmd.algorithms.ppo import PPO, NonNegative, workflow
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workload import ModelShape, Workload
+
+EMBEDDED = Path(__file__).parent / "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Checkpoint folders. An empty reference is the actor; an empty critic starts from the reward model if that has
+    the actor's tokenizer, otherwise from the actor with a head of zeros; an empty reward needs a reward_function."""
+
+    actor: str = ""
+    critic: str = ""
+    reference: str = ""
+    reward: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    prompts: str = ""  # .jsonl, .parquet or .txt
+    key: str = "prompt"  # field or column that holds the prompt
+    max_prompt: PositiveInt = 128  # tokens
+    long_prompts: Literal["error", "truncate", "drop"] = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    max_new_tokens: PositiveInt = 128
+    min_new_tokens: NonNegativeInt = 0
+    temperature: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """AdamW, linear warm-up, then a schedule."""
+
+    actor_lr: PositiveFloat = 1e-6
+    critic_lr: PositiveFloat = 5e-6
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    beta1: NonNegative = 0.9
+    beta2: NonNegative = 0.95
+    eps: PositiveFloat = 1e-5
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
+
+    preset: str
+    models: Models = Models()
+    shape: str = ""  # a preset without weights names a model shape instead (for check and plan)
+    device: str = "cpu"  # device type of the forecast of bytes, see plan/cluster.py
+    seed: NonNegativeInt = 0
+    iterations: PositiveInt = 10
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    rollout_batch: PositiveInt = 128  # prompts
+    samples_per_prompt: PositiveInt = 1
+    mini_batch: PositiveInt = 32
+    micro_batch: PositiveInt = 32
+    reward_function: str = ""  # module:function or file.py:function
+    reward_function_mode: Literal["replace", "add"] = "replace"  # instead of the reward model, or added to its score
+    parity_tolerance: NonNegative | None = None  # nats; None: 1e-4 in float32, 0.5 in bfloat16
+    deadline_s: PositiveFloat = 600.0  # of every wait for another rank
+    num_samples: NonNegativeInt = 3  # prompts whose responses before and after are shown
+    data: Data = Data()
+    generation: Generation = Generation()
+    ppo: PPO = PPO()
+    optimizer: Optimizer = Optimizer()
+    strategy: dict[str, Any] = field(default_factory=dict)  # options of the strategy's place()
+
+
+def tiny() -> Config:
+    """The embedded default: a model of about a million parameters, its reward model and prompts, all in the package."""
+    folder = EMBEDDED / "tiny"
+    return Config(
+        preset="tiny",
+        models=Models(actor=str(folder / "actor"), reward=str(folder / "reward")),
+        iterations=10,
+        rollout_batch=128,
+        mini_batch=32,
+        micro_batch=32,
+        data=Data(prompts=str(folder / "prompts.jsonl"), max_prompt=32),
+        generation=Generation(max_new_tokens=24),
+        ppo=PPO(epochs=2, kl_coef=0.05),
+        optimizer=Optimizer(actor_lr=3e-4, critic_lr=1e-3),
+    )
+
+
+def smollm2() -> Config:
+    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; the folder comes with --model."""
+    return Config(
+        preset="smollm2",
+        iterations=3,
+        dtype="bfloat16",
+        rollout_batch=16,
+        mini_batch=8,
+        micro_batch=4,
+        reward_function="rlhf_spmd.rewards:vader_positive",
+        data=Data(prompts=str(EMBEDDED / "sentiment_prompts.txt"), max_prompt=32),
+        generation=Generation(max_new_tokens=24),
+        ppo=PPO(epochs=1, kl_coef=0.05, truncation="bootstrap"),
+        optimizer=Optimizer(actor_lr=1e-5, critic_lr=1e-4),
+    )
+
+
+# Llama 1 and 2 (arXiv 2302.13971, 2307.09288): layers, hidden, intermediate, heads, kv heads.
+_LLAMA = {
+    "llama-7b": (32, 4096, 11008, 32, 32),
+    "llama-13b": (40, 5120, 13824, 40, 40),
+    "llama-33b": (60, 6656, 17920, 52, 52),
+    "llama-65b": (80, 8192, 22016, 64, 64),
+    "llama-70b": (80, 8192, 28672, 64, 8),
+}
+
+
+def _llama(name: str) -> Config:
+    """Four models of one Llama shape, without weights: for check, plan and bench."""
+    return Config(
+        preset=name,
+        shape=name,
+        device="a100-80g",
+        dtype="bfloat16",
+        rollout_batch=512,
+        mini_batch=128,
+        micro_batch=8,
+        data=Data(max_prompt=256),
+        generation=Generation(max_new_tokens=256),
+        ppo=PPO(epochs=1),
+    )
+
+
+PRESETS = {"tiny": tiny, "smollm2": smollm2} | {name: (lambda name=name: _llama(name)) for name in _LLAMA}
+
+
+def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -> Config:
+    """The resolved config of a preset, a checkpoint folder for the actor (and reference), and dotted overrides."""
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {preset!r}{_did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    config = PRESETS[preset]()
+    if model:
+        models = dataclasses.replace(config.models, actor=model, reference="", critic="")
+        config = dataclasses.replace(config, models=models, shape="")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02")
+        config = _override(config, key.split("."), text, key)
+    _check_sizes(config)
+    return config
+
+
+def _override(config: Any, path: list[str], text: str, full: str) -> Any:
+    """A copy of a (nested) dataclass with one leaf set from text."""
+    name, *rest = path
+    hints = get_type_hints(type(config), include_extras=True)
+    if name not in hints:
+        keys = [f"{full[: len(full) - len('.'.join(path))]}{known}" for known in hints]
+        raise UserError(f"unknown config key {full!r}{_did_you_mean(full, keys)}; known here: {', '.join(keys)}")
+    value = getattr(config, name)
+    if name == "strategy":
+        if len(rest) != 1:
+            raise UserError(f"{full}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy")
+        return dataclasses.replace(config, strategy={**value, rest[0]: text})
+    if dataclasses.is_dataclass(value):
+        if not rest:
+            keys = ", ".join(f"{full}.{f.name}" for f in dataclasses.fields(value))
+            raise UserError(f"{full!r} is a group of options; set one of {keys}")
+        return dataclasses.replace(config, **{name: _override(value, rest, text, full)})
+    if rest:
+        raise UserError(f"unknown config key {full!r}: {name} has no parts; set {name}=value")
+    return dataclasses.replace(config, **{name: parse_value(hints[name], text, full)})
+
+
+def parse_value(annotation: Any, text: Any, key: str) -> Any:
+    """Text to the annotated type: as it stands, else read as JSON ("none" is null). Raises UserError naming the key."""
+    adapter = TypeAdapter(annotation)
+    if not isinstance(text, str):
+        return adapter.validate_python(text)
+    candidates: list[Any] = [text]
+    try:
+        candidates.append(json.loads("null" if text.lower() == "none" else text))
+    except json.JSONDecodeError:
+        candidates.append([part.strip() for part in text.split(",")])
+    problem = None
+    for candidate in candidates:
+        try:
+            return adapter.validate_python(candidate)
+        except ValidationError as error:
+            problem = problem or error
+    detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
+    raise UserError(f"{key}={text}: {detail}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _check_sizes(config: Config) -> None:
+    sequences = config.rollout_batch * config.samples_per_prompt
+    if sequences % config.mini_batch:
+        raise UserError(
+            f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences} sequences "
+            f"are not a multiple of mini_batch {config.mini_batch}; change one of them"
+        )
+    if config.generation.min_new_tokens > config.generation.max_new_tokens:
+        raise UserError("generation.min_new_tokens is larger than generation.max_new_tokens")
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The config as plain JSON values."""
+    return dataclasses.asdict(config)
+
+
+def shape_of_folder(folder: str) -> ModelShape:
+    """Sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be read."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+        heads = raw["num_attention_heads"]
+        qwen2 = raw.get("model_type") == "qwen2"
+        return ModelShape(
+            num_layers=raw["num_hidden_layers"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            vocab_size=raw["vocab_size"],
+            tied=raw.get("tie_word_embeddings", False),
+            qkv_bias=qwen2 or raw.get("attention_bias", False),
+            output_bias=not qwen2 and raw.get("attention_bias", False),
+            mlp_bias=raw.get("mlp_bias", False),
+            qk_norm=raw.get("model_type") == "qwen3",
+        )
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; a checkpoint folder needs a config.json (Hugging Face format)") from error
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError, TypeError) as error:
+        raise UserError(f"{path} is not a Llama-family config.json: {error!r}") from error
+
+
+def make_workload(config: Config) -> Workload:
+    """The workload that strategies and the compiler see."""
+    scalar = {"scalar_head": True}
+    if config.shape:
+        layers, hidden, intermediate, heads, kv_heads = _LLAMA[config.shape]
+        base = ModelShape(layers, hidden, intermediate, heads, kv_heads, hidden // heads, 32000)
+        shapes = {"actor": base, "critic": base, "reference": base, "reward": base}
+    else:
+        if not config.models.actor:
+            raise UserError(f"preset {config.preset} has no actor; pass --model FOLDER")
+        actor = shape_of_folder(config.models.actor)
+        reference = shape_of_folder(config.models.reference) if config.models.reference else actor
+        needs_model = not config.reward_function or config.reward_function_mode == "add"
+        if needs_model and not config.models.reward:
+            raise UserError("there is no reward: give models.reward=FOLDER or reward_function=module:function")
+        reward = shape_of_folder(config.models.reward) if needs_model else None
+        critic = shape_of_folder(critic_folder(config))
+        shapes = {"actor": actor, "critic": critic, "reference": reference, "reward": reward}
+    for name in ("critic", "reward"):
+        if shapes[name]:
+            shapes[name] = dataclasses.replace(shapes[name], **scalar)
+    return Workload(
+        workflow=workflow(config.ppo),
+        models=shapes,
+        rollout_batch=config.rollout_batch,
+        samples_per_prompt=config.samples_per_prompt,
+        mini_batch=config.mini_batch,
+        micro_batch=config.micro_batch,
+        epochs=config.ppo.epochs,
+        max_prompt=config.data.max_prompt,
+        max_response=config.generation.max_new_tokens,
+        param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
+        whiten=config.ppo.whiten,
+    )
+
+
+def critic_folder(config: Config) -> str:
+    """Where the critic starts from; see Models."""
+    models = config.models
+    if models.critic:
+        return models.critic
+    return models.reward if models.reward and same_tokenizer(models.reward, models.actor) else models.actor
+
+
+def same_tokenizer(one: str, other: str) -> bool:
+    """Whether two folders hold the same tokenizer.json."""
+    files = [Path(folder) / "tokenizer.json" for folder in (one, other)]
+    return one == other or (all(f.is_file() for f in files) and files[0].read_bytes() == files[1].read_bytes())

@@ -1,0 +1,21 @@
+"""The embedded default: a small model, its reward model and a prompt set, so that `--preset tiny` needs no download.
+
+`make.py` made everything in `tiny/` from the text of `grammar.py`; `made.json` there says how well it came out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_spmd.errors import UserError
+
+ITEMS = ("actor", "reward", "prompts.jsonl", "made.json")
+
+
+def folder(name: str) -> Path:
+    """The path of an embedded item: "actor" or "reward" (model folders), "prompts.jsonl" or "made.json" (files)."""
+    assert name in ITEMS, f"no embedded '{name}'; there are {', '.join(ITEMS)}"
+    path = Path(__file__).parent / "tiny" / name
+    if not path.exists():
+        raise UserError(f"the embedded {name} is not at {path}: reinstall, or run python -m rlhf_spmd.embedded.make")
+    return path

@@ -1,0 +1,99 @@
+"""Rotary positions: the frequencies of every scaling that Llama, Qwen and Mistral checkpoints use.
+
+Rotary position embedding (arXiv:2104.09864) turns dimension pair i of a head by the angle position * frequency_i. The
+scalings stretch a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained length),
+yarn (arXiv:2309.00071, with its attention factor) and llama3 (long wavelengths divided by the factor, a smooth ramp
+between). Frequencies are computed in float32, as transformers does, unless the model is float64.
+"""
+
+# T tokens, f frequencies = head_dim / 2
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig
+
+
+def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+    """-> (frequencies_f in radians per position, the factor on cos and sin).
+
+    length: tokens in the longest sequence at hand; only `dynamic` looks at it.
+    """
+    scaling, rope_type = config.rope_scaling or {}, config.rope_type
+    if rope_type == "default":
+        return _plain(config.rope_theta, config.head_dim, dtype), 1.0
+    if rope_type == "linear":
+        return _plain(config.rope_theta, config.head_dim, dtype) / _get(scaling, "factor"), 1.0
+    if rope_type == "dynamic":
+        factor, trained, dim = _get(scaling, "factor"), config.max_position_embeddings, config.head_dim
+        stretch = factor * max(length, trained) / trained - (factor - 1)
+        return _plain(config.rope_theta * stretch ** (dim / max(dim - 2, 1)), dim, dtype), 1.0
+    if rope_type == "yarn":
+        return _yarn(config, scaling, dtype)
+    assert rope_type == "llama3", rope_type
+    return _llama3(config, scaling, dtype), 1.0
+
+
+def cos_sin(positions_BT: Tensor, frequencies_f: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the frequencies' own precision."""
+    angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
+    return (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
+
+
+def rotate(x_BTHd: Tensor, cos_BTf: Tensor, sin_BTf: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i + head_dim/2}) of every head by their angle (Hugging Face's order of dimensions)."""
+    cos, sin = cos_BTf.unsqueeze(-2), sin_BTf.unsqueeze(-2)  # the same for every head
+    a, b = x_BTHd.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _plain(theta: float, dim: int, dtype: torch.dtype) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2).to(dtype) / dim)
+
+
+def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """arXiv:2309.00071: fast pairs keep their frequency, slow ones are divided by the factor, a ramp lies between."""
+    dim, theta = config.head_dim, config.rope_theta
+    trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+    factor = scaling.get("factor") or config.max_position_embeddings / trained
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        weight, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention_factor = mscale(weight) / mscale(all_dim) if weight and all_dim else mscale(1.0)
+
+    def pair_with(num_turns: float) -> float:  # the pair that makes this many turns over the trained length
+        return dim * math.log(trained / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_with(scaling.get("beta_fast") or 32), pair_with(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    slow_f = ((torch.arange(dim // 2).to(dtype) - low) / (high - low)).clamp(0, 1)
+    fast_frequencies_f = _plain(theta, dim, dtype)
+    return fast_frequencies_f / factor * slow_f + fast_frequencies_f * (1 - slow_f), float(attention_factor)
+
+
+def _llama3(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> Tensor:
+    """Llama 3.1: wavelengths above trained/low are divided by the factor, those below trained/high are kept."""
+    factor, low, high = (_get(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+    plain_f = _plain(config.rope_theta, config.head_dim, dtype)
+    turns_f = trained * plain_f / (2 * math.pi)  # turns over the trained length
+    smooth_f = ((turns_f - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth_f) * plain_f / factor + smooth_f * plain_f
+
+
+def _get(scaling: dict, name: str) -> float:
+    value = scaling.get(name)
+    if not isinstance(value, int | float):
+        raise UserError(f"model config: rope scaling {scaling} needs a number {name!r}")
+    return value

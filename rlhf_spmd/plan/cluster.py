@@ -1,0 +1,61 @@
+"""The machines: nodes of devices, and what a device holds. A layout string `NxG` is N nodes of G devices each."""
+
+import re
+from dataclasses import dataclass
+
+from rlhf_spmd.errors import UserError
+
+# Device memory in bytes by device type; None where no limit is known (host memory is shared by the ranks of a node).
+DEVICE_BYTES: dict[str, int | None] = {"cpu": None, "a100-80g": 80 * 2**30, "h100-80g": 80 * 2**30, "h200-141g": 141 * 2**30}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine: how many devices (= ranks) it has and of which type."""
+
+    num_devices: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes in rank order: rank r is the r-th device, counted through the nodes."""
+
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def parse(cls, layout: str, device: str = "cpu") -> "Cluster":
+        """`Cluster.parse("2x8")`: two nodes of eight devices. Raises UserError for anything else."""
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", layout)
+        if not match:
+            raise UserError(f"layout {layout!r} is not of the form NxG (N nodes of G devices), e.g. 2x8")
+        if device not in DEVICE_BYTES:
+            raise UserError(f"unknown device type {device!r}; known: {', '.join(DEVICE_BYTES)}")
+        num_nodes, num_devices = int(match[1]), int(match[2])
+        return cls((Node(num_devices, device),) * num_nodes)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(node.num_devices for node in self.nodes)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.num_devices))
+
+    def node_of(self, rank: int) -> int:
+        """Index of the node that rank lives on."""
+        for index, node in enumerate(self.nodes):
+            if rank < node.num_devices:
+                return index
+            rank -= node.num_devices
+        raise AssertionError("rank outside the cluster")
+
+    def device_bytes(self, rank: int) -> int | None:
+        """Memory of the rank's device, None if no limit is known."""
+        return DEVICE_BYTES[self.nodes[self.node_of(rank)].device]
+
+    def __str__(self) -> str:
+        sizes = {node.num_devices for node in self.nodes}
+        if len(sizes) == 1:
+            return f"{len(self.nodes)}x{sizes.pop()}"
+        return "+".join(str(node.num_devices) for node in self.nodes)

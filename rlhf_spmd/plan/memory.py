@@ -1,0 +1,33 @@
+"""Bytes that a rank holds all through an iteration: weights, gradients and optimizer state by ZeRO stage.
+
+Mixed precision as runtime/train_engine.py lays it out (ZeRO, arXiv 1910.02054, section 3): with p parameters and c bytes
+per weight in the compute precision, a trained model holds c*p weights, gradients that are accumulated in float32, the
+two AdamW moments in float32, and, where c < 4, float32 master weights.
+"""
+
+from rlhf_spmd.plan.program import Program
+
+
+def forecast_bytes(program: Program, rank: int) -> dict[str, int]:
+    """Static bytes on a rank by what they are, plus the full copy that ZeRO 3 gathers to generate."""
+    total = {"weights": 0, "gradients": 0, "optimizer": 0, "gathered": 0}
+    workload = program.workload
+    for model in program.copies(rank):
+        shape = workload.models[model]
+        if shape is None:
+            continue
+        params, c = shape.num_params, workload.param_bytes
+        train = workload.workflow.train_call(model)
+        home = program.placement.layouts[train.name] if train else None
+        if home is None or rank not in home.ranks:
+            layouts = [program.placement.layouts[call.name] for call in workload.workflow.placed_calls if call.model == model]
+            shards = [layout.dp if layout.zero == 3 and train is None else 1 for layout in layouts if rank in layout.ranks]
+            total["weights"] += c * -(-params // min(shards))
+            continue
+        shard = -(-params // home.dp)
+        total["weights"] += c * (shard if home.zero == 3 else params)
+        total["gradients"] += 4 * (shard if home.zero >= 2 else params)
+        total["optimizer"] += (8 + (4 if c < 4 else 0)) * (shard if home.zero >= 1 else params)
+        if home.zero == 3:
+            total["gathered"] = max(total["gathered"], c * params)
+    return total

@@ -1,0 +1,113 @@
+"""A placement: call -> layout. Strategies return one; here are its checks and the helper for placement ratios."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The layout of every call of a workflow that has a model."""
+
+    layouts: Mapping[str, Layout]
+
+    @classmethod
+    def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
+        """One layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`."""
+        missing = [model for model in workload.workflow.models if model not in layouts]
+        if missing:
+            raise UserError(f"no layout for model {', '.join(missing)}; by_model needs one for each model")
+        return cls({call.name: layouts[call.model] for call in workload.workflow.placed_calls})
+
+
+def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Gives each model the share of the ranks that it occupies (APP's Model Placement Ratio, arXiv 2312.11819).
+
+    Models with share 1 get all ranks. The others, in the order given, are gathered into groups whose shares sum to 1,
+    and each group splits the ranks contiguously by *cumulative* offsets, so that unequal shares neither overlap nor
+    leave holes. Shares may be written "1/3". Raises UserError if shares do not add up or one rounds to no rank.
+    """
+    shares = {model: _share(model, ratio) for model, ratio in ratios.items()}
+    split = {model: ranks for model, share in shares.items() if share == 1}
+    offset, group = Fraction(0), []
+    for model, share in shares.items():
+        if share == 1:
+            continue
+        start, offset = offset, offset + share
+        group.append(model)
+        if offset > 1:
+            raise UserError(f"ratios of {', '.join(group)} sum to {offset}, more than 1; make a group's shares sum to 1")
+        first, last = (floor(edge * len(ranks) + Fraction(1, 2)) for edge in (start, offset))
+        if first == last:
+            raise UserError(
+                f"ratio {ratios[model]} of {model} rounds to no rank of {len(ranks)}; "
+                f"give it at least 1/{len(ranks)} or start more ranks"
+            )
+        split[model] = ranks[first:last]
+        if offset == 1:
+            offset, group = Fraction(0), []
+    if group:
+        raise UserError(f"ratios of {', '.join(group)} sum to {offset}, not to 1: some ranks would stay empty")
+    return {model: split[model] for model in ratios}
+
+
+def _share(model: str, ratio: float | str | Fraction) -> Fraction:
+    try:
+        share = Fraction(ratio).limit_denominator(10_000)
+    except (ValueError, ZeroDivisionError, TypeError) as error:
+        raise UserError(f"ratio {ratio!r} of {model} is not a number; write 0.5 or 1/2") from error
+    if not 0 < share <= 1:
+        raise UserError(f"ratio {ratio} of {model} is not in (0, 1]")
+    return share
+
+
+def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None:
+    """Raises one UserError that lists everything wrong with a placement: call, ranks and mend."""
+    workflow, size = workload.workflow, cluster.num_devices
+    problems = []
+    for name in placement.layouts:
+        if name not in {call.name for call in workflow.placed_calls}:
+            calls = ", ".join(call.name for call in workflow.placed_calls)
+            problems.append(f"{name} is not a call of this workflow; its calls are {calls}")
+    for call in workflow.placed_calls:
+        layout = placement.layouts.get(call.name)
+        if layout is None:
+            problems.append(f"call {call.name} has no layout; add it to the placement")
+            continue
+        found = layout.problems()
+        outside = [rank for rank in layout.ranks if not 0 <= rank < size]
+        if outside:
+            found.append(
+                f"rank {outside[0]} is outside the world of {size} ranks (0-{size - 1}); "
+                f"use ranks below {size} or start at least {max(layout.ranks) + 1} ranks"
+            )
+        if layout.pp * layout.tp > 1:
+            found.append(f"pp {layout.pp}, tp {layout.tp}: only data parallelism runs so far; set pp = tp = 1")
+        problems += [f"call {call.name}: {text}" for text in found]
+    if not problems:
+        problems = _zero_problems(placement, workload)
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _zero_problems(placement: Placement, workload: Workload) -> list[str]:
+    """ZeRO 3 keeps no full copy: every other call of that model must gather on exactly the same ranks."""
+    problems = []
+    for call in workload.workflow.placed_calls:
+        layout = placement.layouts[call.name]
+        train = workload.workflow.train_call(call.model)
+        home = placement.layouts[train.name] if train else layout
+        if home.zero == 3 and train and set(layout.ranks) != set(home.ranks):
+            problems.append(
+                f"call {call.name} on ranks {list(layout.ranks)}: {train.name} shards the weights over ranks "
+                f"{list(home.ranks)} by ZeRO 3; use the same ranks, or ZeRO 0-2 for {train.name}"
+            )
+        if train is None and layout.zero not in (0, 3):
+            problems.append(f"call {call.name}: ZeRO {layout.zero} is for trained models; use 0 or 3")
+    return problems

@@ -1,0 +1,120 @@
+"""The program: for every rank an ordered list of a few kinds of instruction. Executed, checked, simulated and drawn.
+
+Semantics that runtime/execute.py and plan/check.py share:
+
+Run       computes a call on this rank's columns of one mini-batch (or of all). If it names a group, it contains
+          collectives: every rank of the group must enter the same Run, in the same order.
+Post      starts this rank's part of a transfer (its sends and its receives) and goes on at once.
+Wait      blocks until this rank's part of a posted transfer is done, which needs every peer to have posted it.
+Agree     a control message among all ranks (MPI), at the end of an iteration.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    call: str
+    group: str | None = None
+    mini_batch: int | None = None  # None: all mini-batches
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        where = "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
+        return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    transfer: int
+
+    def __str__(self) -> str:
+        return f"Post transfer {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    transfer: int
+
+    def __str__(self) -> str:
+        return f"Wait transfer {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    what: str
+
+    def __str__(self) -> str:
+        return f"Agree on {self.what}"
+
+
+Instruction = Run | Post | Wait | Agree
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Rows (all mini-batches of some columns) of data keys, or a model's weights, from one rank to another."""
+
+    source: int
+    destination: int
+    columns: range
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One move between two layouts: data keys, or (with `model`) the weights of a model."""
+
+    what: str
+    to: tuple[int, ...]  # ranks of the destination layout
+    keys: tuple[str, ...]
+    messages: tuple[Message, ...]
+    model: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(message.num_bytes for message in self.messages)
+
+    def peers(self, rank: int) -> set[int]:
+        """Ranks that this rank exchanges something with."""
+        return {m.source for m in self.messages if m.destination == rank} | {
+            m.destination for m in self.messages if m.source == rank
+        }
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({m.source for m in self.messages} | {m.destination for m in self.messages}))
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every rank executes in one iteration. The same object is computed on every rank."""
+
+    workload: Workload
+    placement: Placement
+    cluster: Cluster
+    groups: Mapping[str, tuple[int, ...]]  # created once, in this order, on every rank
+    transfers: tuple[Transfer, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]  # [rank][position]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that ranks must agree on before the first collective."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def copies(self, rank: int) -> tuple[str, ...]:
+        """Models whose weights a rank holds."""
+        calls = self.workload.workflow.placed_calls
+        return tuple(dict.fromkeys(c.model for c in calls if rank in self.placement.layouts[c.name].ranks))
+
+    def describe(self, transfer: int) -> str:
+        """A transfer in words."""
+        move = self.transfers[transfer]
+        return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"

@@ -1,0 +1,79 @@
+"""What has to be computed in one iteration: the workflow, the shapes of its models and the sizes of its batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf_spmd.plan.layout import exact_div
+from rlhf_spmd.plan.workflow import Workflow
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a Llama-family model that costs and bytes follow from."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool = False
+    scalar_head: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, counted exactly as model/transformer.py makes them (a unit test compares)."""
+        h, d = self.hidden_size, self.head_dim
+        q, kv = self.num_heads * d, self.num_kv_heads * d
+        attention = h * q + 2 * h * kv + q * h + self.qkv_bias * (q + 2 * kv) + self.output_bias * h
+        mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
+        block = attention + mlp + 2 * h + self.qk_norm * 2 * d
+        head = h if self.scalar_head else 0 if self.tied else self.vocab_size * h
+        return self.vocab_size * h + self.num_layers * block + h + head
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One iteration, in numbers that no placement changes.
+
+    models: shape per model name; None for a model that is a Python function (a reward function) and has no weights.
+    rollout_batch: prompts per iteration; mini_batch: sequences per optimizer step; both global.
+    micro_batch: sequences per forward on one data-parallel shard.
+    max_prompt, max_response: tokens. param_bytes: bytes per weight while computing (2 for bfloat16, 4 for float32).
+    """
+
+    workflow: Workflow
+    models: Mapping[str, ModelShape | None]
+    rollout_batch: int
+    samples_per_prompt: int
+    mini_batch: int
+    micro_batch: int
+    epochs: int
+    max_prompt: int
+    max_response: int
+    param_bytes: int
+    whiten: str = "mini_batch"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences per iteration."""
+        return self.rollout_batch * self.samples_per_prompt
+
+    @property
+    def num_mini_batches(self) -> int:
+        return exact_div(self.num_sequences, self.mini_batch, "rollout_batch * samples_per_prompt by mini_batch")
+
+    def row_bytes(self, key: str) -> int:
+        """Bytes of one sequence's value of a data key on the wire: fixed width, int32 or float32."""
+        widths = {"prompts": self.max_prompt, "scores": 1, "values": self.max_response + 1}
+        return 4 * widths.get(key, self.max_response)
+
+    def weight_bytes(self, model: str) -> int:
+        """Bytes of one full copy of a model's weights in the compute precision."""
+        shape = self.models[model]
+        return shape.num_params * self.param_bytes if shape else 0

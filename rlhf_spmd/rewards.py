@@ -1,0 +1,30 @@
+"""Ready-made reward functions, named like one's own (`rlhf_spmd.rewards:vader_positive`); imports are late."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from rlhf_spmd.errors import UserError
+
+if TYPE_CHECKING:
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+
+def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
+    """How positive each response sounds, from -1 to 1: the compound score of VADER.
+
+    VADER is a lexicon of some 7,500 rated words with rules for negation, emphasis and punctuation (Hutto and Gilbert,
+    ICWSM 2014). It needs no network and no weights, so a demonstration of RLHF fits a laptop.
+    """
+    analyzer = _vader()
+    return [analyzer.polarity_scores(response)["compound"] for response in responses]
+
+
+@functools.cache
+def _vader() -> SentimentIntensityAnalyzer:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ImportError:
+        raise UserError("the reward rlhf_spmd.rewards:vader_positive needs VADER: pip install vaderSentiment") from None
+    return SentimentIntensityAnalyzer()

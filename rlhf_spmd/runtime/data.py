@@ -1,0 +1,283 @@
+"""Prompts: read from a file, checked line by line, tokenised, and used in an order that ignores the number of ranks.
+
+A wrong prompt file is the commonest way for a first run to fail: every complaint names the file, the line and the mend.
+"""
+
+# B prompts in a batch, P prompt tokens (padded)
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import numpy as np
+
+from rlhf_spmd.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+LongPrompts = Literal["error", "truncate", "drop"]
+PADDING = -1  # never a token id, so that a tokenizer whose pad token is its end-of-sequence token confuses nothing
+
+
+class Tokenizer(Protocol):
+    """What this file needs of a tokenizer (rlhf_spmd.model.hf.load_tokenizer gives one)."""
+
+    bos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Tokenised prompts and the seeded order in which the iterations use them.
+
+    `texts[i]` is what `prompts[i]` says, after a truncation too: the reward function reads what the actor read.
+    """
+
+    prompts: list[list[int]]
+    texts: list[str]
+    seed: int = 0
+    source: str = "prompts"  # where they came from, for messages
+    num_truncated: int = 0
+    num_dropped: int = 0
+    _epoch: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert self.prompts and len(self.prompts) == len(self.texts), "a prompt set has prompts and a text for each"
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    def batch(self, iteration: int, rollout_batch: int) -> list[int]:
+        """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration).
+
+        Iterations walk through epochs, each a permutation of all prompts. A batch that crosses from one epoch into the
+        next repeats no prompt, unless rollout_batch is larger than the set.
+        """
+        assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
+        epoch, start = divmod(iteration * rollout_batch, len(self))
+        picked: list[int] = []
+        while len(picked) < rollout_batch:
+            order = self._order(epoch, rollout_batch)
+            picked += order[start : start + rollout_batch - len(picked)].tolist()
+            epoch, start = epoch + 1, 0
+        return picked
+
+    def fingerprint(self) -> str:
+        """Hash of every token and of the seed: what the ranks compare before they start."""
+        digest = hashlib.sha256(f"{self.seed} {len(self)}".encode())
+        for prompt in self.prompts:
+            digest.update(np.asarray([len(prompt), *prompt], dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def _order(self, epoch: int, rollout_batch: int) -> np.ndarray:
+        """Permutation of one epoch. It depends on the end of the epoch before, back to one that starts with a batch."""
+        size = len(self)
+        aligned = rollout_batch // np.gcd(rollout_batch, size)  # every so many epochs, a batch starts with the epoch
+        first = epoch - epoch % int(aligned)
+        known, order = self._epoch.get(rollout_batch, (-1, None))
+        if order is None or not first <= known <= epoch:
+            known, order = first, _permutation(self.seed, first, size)
+        for later in range(known + 1, epoch + 1):
+            num_before = (later * size) % rollout_batch  # of the batch across the border, those drawn before it
+            fresh = _permutation(self.seed, later, size)
+            order = _without_repeats(fresh, order, num_before, rollout_batch - num_before)
+        self._epoch[rollout_batch] = (epoch, order)  # only a cache: iterations come in order, so the next one is cheap
+        return order
+
+
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    # Raw Philox words, sorted: numpy promises their bits for ever, but not those of Generator.permutation.
+    words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(size)
+    return np.argsort(words, kind="stable")
+
+
+def _without_repeats(order: np.ndarray, previous: np.ndarray, num_before: int, num_after: int) -> np.ndarray:
+    """Moves the last `num_before` prompts of the previous epoch out of the first `num_after` of this one."""
+    if num_before == 0 or num_before + num_after > len(order):
+        return order
+    first = np.flatnonzero(~np.isin(order, previous[-num_before:]))[:num_after]
+    return np.concatenate([order[first], np.delete(order, first)])
+
+
+def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Tensor:
+    """prompts_BP int64, padded on the right with -1 to `width` (default: the longest prompt)."""
+    import torch
+
+    rows = [list(prompt) for prompt in prompts]
+    longest = max(map(len, rows), default=0)
+    width = longest if width is None else width
+    assert longest <= width, f"a prompt of {longest} tokens does not fit {width}"
+    padded = [row + [PADDING] * (width - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).view(len(rows), width)
+
+
+def load_prompts(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_tokens: int,
+    key: str = "prompt",
+    long_prompts: LongPrompts = "error",
+    seed: int = 0,
+) -> PromptSet:
+    """Reads .jsonl (an object per line), .parquet (a column) or .txt (a prompt per line, taken literally).
+
+    Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
+    an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
+    """
+    assert max_prompt_tokens > 0, max_prompt_tokens
+    path = Path(path)
+    if long_prompts not in get_args(LongPrompts):
+        raise UserError(f"long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}")
+    prompts: list[list[int]] = []
+    texts: list[str] = []
+    too_long: list[tuple[str, int]] = []
+    for place, text in _read(path, key):
+        _check_text(f"{path}, {place}", text)
+        tokens = tokenizer.encode(text)
+        if not tokens:
+            raise UserError(f"{path}, {place}: the tokenizer makes no token of the prompt {text!r}: remove the {place}")
+        if len(tokens) > max_prompt_tokens:
+            too_long.append((place, len(tokens)))
+            if long_prompts != "truncate":
+                continue
+            tokens, text = _truncate(tokens, max_prompt_tokens, tokenizer)
+        prompts.append(tokens)
+        texts.append(text)
+    if too_long and (long_prompts == "error" or not prompts):
+        raise UserError(_too_long_message(path, too_long, max_prompt_tokens, dropped_all=long_prompts == "drop"))
+    if not prompts:
+        raise UserError(f"{path} is empty: it needs at least one prompt")
+    num_long = len(too_long)
+    truncated, dropped = (num_long, 0) if long_prompts == "truncate" else (0, num_long)
+    return PromptSet(prompts, texts, seed, str(path), truncated, dropped)
+
+
+def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
+    bos = tokens[:1] if tokens[0] == tokenizer.bos_token_id and limit > 1 else []
+    kept = tokens[-(limit - len(bos)) :]
+    return bos + kept, tokenizer.decode(kept)
+
+
+def _too_long_message(path: Path, too_long: list[tuple[str, int]], limit: int, *, dropped_all: bool) -> str:
+    place, length = too_long[0]
+    longest_place, longest = max(too_long, key=lambda item: item[1])
+    others = ""
+    if len(too_long) > 1:
+        others = f" ({len(too_long)} prompts are too long; the longest, {longest_place}, has {longest})"
+    left = "; long_prompts=drop leaves no prompt" if dropped_all else ""
+    mend = "raise the limit" if dropped_all else "raise the limit, or set long_prompts to truncate or drop"
+    return f"{path}, {place}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {mend}"
+
+
+def _check_text(where: str, text: str) -> None:
+    if not text.strip():
+        raise UserError(f"{where}: the prompt is empty: write one or remove the entry")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: the prompt holds half a surrogate pair at character {error.start + 1}, which is no text: "
+            "write the character itself or both halves"
+        ) from None
+
+
+def _read(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    """(place, prompt) of every entry; place is `line 7` or `row 7`, counted from 1."""
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_text}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
+    if not path.is_file():
+        what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
+        raise UserError(f"prompt file {path} {what}")
+    try:
+        return iter(list(reader(path, key)))
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Numbered lines. Blank lines at the end of the file don't count; elsewhere they are somebody's mistake."""
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
+    for number, line in enumerate(content.split(b"\n") if content else [], start=1):
+        try:
+            yield f"line {number}", line.removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: byte {error.start + 1} is not UTF-8: save the file as UTF-8"
+            ) from None
+
+
+def _read_text(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    yield from _lines(path)
+
+
+def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    for place, line in _lines(path):
+        where = f"{path}, {place}"
+        if not line.strip():
+            raise UserError(f"{where}: the line is blank: remove it")
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            message = getattr(error, "msg", str(error))
+            raise UserError(
+                f'{where}: not valid JSON{column} ({message}): each line is one object such as {{"{key}": "..."}}'
+            ) from None
+        if not isinstance(record, dict):
+            raise UserError(f'{where}: {_kind(record)}, not an object: write {{"{key}": "..."}}')
+        if key not in record:
+            found = ", ".join(map(repr, record)) or "none"
+            raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or choose the prompts' key")
+        if not isinstance(record[key], str):
+            raise UserError(f"{where}: the value of {key!r} is {_kind(record[key])}, not a string")
+        yield place, record[key]
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if key not in names:
+                raise UserError(
+                    f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): "
+                    "add it, or choose the prompts' column"
+                )
+            kind = file.schema_arrow.field(key).type
+            values = file.read(columns=[key]).column(key).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, str):
+            what = "empty (null)" if value is None else f"of type {kind}, not a string"
+            raise UserError(f"{path}, row {number}: the value of {key!r} is {what}")
+        yield f"row {number}", value
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is called, with its article."""
+    if isinstance(value, bool):
+        return "a boolean"
+    names = {dict: "an object", list: "a list", int: "a number", float: "a number", str: "a string"}
+    return names.get(type(value), "null")

@@ -1,0 +1,205 @@
+"""Reward functions: ordinary Python callables `reward(prompts, responses) -> list of numbers`, named in the config.
+
+A bad score poisons training silently, so every answer is checked, and whatever goes wrong in the user's code comes back
+as one message: which function, which prompt, what was raised and on which line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from rlhf_spmd.errors import UserError
+
+FLOAT32_MAX = 3.4028234663852886e38  # scores travel as float32
+BLAME_S = 2.0  # how long to look for the prompt on which a reward function raises
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A loaded reward function. Calling it gives one finite float per response or raises UserError."""
+
+    name: str  # as the user wrote it
+    function: Callable[[list[str], list[str]], Sequence[float]]
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        assert len(prompts) == len(responses), (len(prompts), len(responses))
+        if not prompts:
+            return []  # a rank without data asks nothing of the user's code
+        try:
+            scores = self.function(list(prompts), list(responses))
+        except UserError:
+            raise  # it says already what to mend, e.g. a package to install
+        except Exception as error:
+            raise UserError(self._raised(error, prompts, responses)) from error
+        scores = self._as_list(scores, len(prompts))
+        return [self._as_float(index, score, prompts[index]) for index, score in enumerate(scores)]
+
+    def _as_list(self, scores: object, num_responses: int) -> list[object]:
+        if hasattr(scores, "tolist"):  # a numpy array or a torch tensor
+            scores = scores.tolist()
+        if not isinstance(scores, list | tuple):
+            hint = ": finish it with list(...)" if inspect.isgenerator(scores) else ""
+            hint = ": it must not be async" if inspect.iscoroutine(scores) else hint
+            raise UserError(
+                f"reward function {self.name} returned a {type(scores).__name__}, "
+                f"not a list with one number per response{hint}"
+            )
+        if len(scores) != num_responses:
+            raise UserError(
+                f"reward function {self.name} returned {len(scores)} scores for {num_responses} responses: "
+                "return one number per response, in order"
+            )
+        return list(scores)
+
+    def _as_float(self, index: int, score: object, prompt: str) -> float:
+        value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
+        where = f"reward function {self.name} returned {_shown(score)} for response {index} (prompt {_shown(prompt)})"
+        if not isinstance(value, numbers.Real):
+            raise UserError(f"{where}, which is not a number: return a finite float for every response")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+            why = "is too large for float32" if abs(value) > FLOAT32_MAX and math.isfinite(value) else "is not finite"
+            raise UserError(f"{where}, which {why}: return a finite float, also for an empty response")
+        return value
+
+    def _raised(self, error: Exception, prompts: Sequence[str], responses: Sequence[str]) -> str:
+        index = self._blame(error, prompts, responses)
+        where = f"on a batch of {len(prompts)} responses"
+        if index is not None:
+            where = f"on response {index} {_shown(responses[index])} (prompt {_shown(prompts[index])})"
+        return (
+            f"reward function {self.name} raised {_described(error, self.function)} {where}: "
+            "mend the function, or return a score for such a response"
+        )
+
+    def _blame(self, error: Exception, prompts: Sequence[str], responses: Sequence[str]) -> int | None:
+        """The first response that raises the same type of error when asked for alone; None if none does in time."""
+        deadline = time.perf_counter() + BLAME_S
+        for index in range(len(prompts)):
+            try:
+                self.function([prompts[index]], [responses[index]])
+            except Exception as again:
+                if type(again) is type(error):
+                    return index
+            if time.perf_counter() > deadline:
+                break
+        return None
+
+
+def load_reward_function(spec: str) -> RewardFunction:
+    """Loads `module:function` or `file.py:function`; raises UserError that says which part is wrong and the mend.
+
+    The file's folder (or, for a module, the working folder) joins the end of the import path, so that the function may
+    import its neighbours.
+    """
+    target, colon, name = spec.rpartition(":")
+    if not colon or not target or not name.isidentifier():
+        raise UserError(f"reward function {spec!r}: write it as module:function or file.py:function")
+    is_file = target.endswith(".py") or "/" in target
+    module = _load_file(spec, Path(target)) if is_file else _load_module(spec, target)
+    if not hasattr(module, name):
+        raise UserError(f"reward function {spec!r}: {target} has no function {name!r}{_suggestion(module, name)}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"reward function {spec!r}: {name} is {_shown(function)}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"reward function {spec!r}: it is async: write it with plain def")
+    try:
+        inspect.signature(function).bind([], [])
+    except TypeError as error:
+        raise UserError(
+            f"reward function {spec!r}: it can't be called as {name}(prompts, responses) ({error}): "
+            "take two lists of strings and return a list of numbers"
+        ) from None
+    except ValueError:
+        pass  # a builtin without a signature: calling it will tell
+    return RewardFunction(spec, function)
+
+
+def _load_file(spec: str, path: Path) -> ModuleType:
+    if path.suffix != ".py" or not path.is_file():
+        why = "is not a .py file" if path.exists() else f"does not exist (looked in {Path.cwd()})"
+        raise UserError(f"reward function {spec!r}: {path} {why}")
+    path = path.resolve()
+    _extend_import_path(path.parent)
+    module_name = f"_rlhf_spmd_reward_{path.stem}"  # can't hide an installed module of the same name
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise UserError(_import_message(spec, str(path), error)) from error
+    return module
+
+
+def _load_module(spec: str, name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"reward function {spec!r}: {name!r} is not the name of a module, nor a file ending in .py")
+    _extend_import_path(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise UserError(
+                f"reward function {spec!r}: there is no module {missing!r} on the import path: install it, start in "
+                "its folder, or write path/to/file.py:function"
+            ) from None
+        raise UserError(_import_message(spec, name, error)) from error
+
+
+def _extend_import_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # at the end, so that nothing there can hide an installed package
+
+
+def _import_message(spec: str, what: str, error: BaseException) -> str:
+    missing = isinstance(error, ModuleNotFoundError)
+    mend = f"install {error.name} in this environment" if missing else "mend the file"
+    return f"reward function {spec!r}: importing {what} raised {_described(error, None)}: {mend}"
+
+
+def _suggestion(module: ModuleType, name: str) -> str:
+    own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    close = difflib.get_close_matches(name, own, n=1)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
+
+
+def _described(error: BaseException, function: Callable | None) -> str:
+    """`KeyError: 'x' (reward.py, line 7: return table[x])`; the deepest line of the user's own file if there is one."""
+    message = " ".join(str(error).split())[:300]
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    for frame in reversed(own or frames):
+        line = f": {frame.line}" if frame.line else ""
+        return f"{text} ({frame.filename}, line {frame.lineno}{line})"
+    return text
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,205 @@
+"""Reward functions: how they are found, and that every way to fail is told in one message."""
+
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from rlhf_spmd import rewards
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import reward_function
+from rlhf_spmd.runtime.reward_function import RewardFunction, load_reward_function
+
+PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(("_rlhf_spmd_reward", "mine", "neighbour")):
+            del sys.modules[name]
+
+
+def write(tmp_path, source, name="mine.py"):
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def refusal(action, *words):
+    with pytest.raises(UserError) as caught:
+        action()
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- loading
+
+
+def test_a_file_and_a_module_give_the_same_scores(tmp_path, monkeypatch):
+    write(tmp_path, "scale = 2.0\n", "neighbour.py")
+    path = write(
+        tmp_path,
+        """
+        import neighbour
+        def longer(prompts, responses):
+            return [neighbour.scale * len(response) for response in responses]
+        """,
+    )
+    from_file = load_reward_function(f"{path}:longer")
+    assert from_file(PROMPTS, RESPONSES) == [2.0, 4.0, 6.0]
+    monkeypatch.chdir(tmp_path)
+    from_module = load_reward_function("mine:longer")
+    assert from_module(PROMPTS, RESPONSES) == [2.0, 4.0, 6.0]
+    assert from_module.name == "mine:longer" and from_module([], []) == []
+
+
+@pytest.mark.parametrize("spec", ["mine", "mine:", ":f", "mine:f()", "", "mine.py"])
+def test_a_name_without_both_parts(spec):
+    refusal(lambda: load_reward_function(spec), repr(spec), "module:function", "file.py:function")
+
+
+def test_missing_files_and_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "import no_such_package_here\n")
+    write(tmp_path, "def f(prompts, responses): return 1\n", "mine.txt")
+    refusal(lambda: load_reward_function("absent.py:f"), "absent.py", "does not exist", str(tmp_path))
+    refusal(lambda: load_reward_function("./mine.txt:f"), "mine.txt", "not a .py file")
+    refusal(lambda: load_reward_function("absent:f"), "no module 'absent'", "file.py:function")
+    refusal(lambda: load_reward_function("absent.deeper:f"), "no module 'absent'")
+    refusal(lambda: load_reward_function("not-a-module:f"), "'not-a-module'", ".py")
+    refusal(lambda: load_reward_function("mine:f"), "install no_such_package_here", "mine.py, line 1")
+    refusal(lambda: load_reward_function("mine.py:f"), "install no_such_package_here", "mine.py, line 1")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def f(:\n", ["SyntaxError", "mine.py, line 1"]),
+        ("x = 1\nraise ValueError('no table')\n", ["ValueError: no table", "line 2", "raise ValueError"]),
+        ("import sys\nsys.exit(3)\n", ["SystemExit: 3", "line 2"]),
+        ("def reword(p, r): ...\ndef _rewar(p, r): ...\n", ["no function 'reward'", "did you mean 'reword'?"]),
+        ("def b(p, r): ...\ndef a(p, r): ...\n", ["no function 'reward'", "it has a, b"]),
+        ("", ["no function 'reward'", "defines no function"]),
+        ("reward = 3\n", ["reward is 3, not a function"]),
+        ("def reward(responses): ...\n", ["reward(prompts, responses)", "too many positional"]),
+        ("def reward(p, r, *, model): ...\n", ["reward(prompts, responses)", "'model'"]),
+        ("async def reward(p, r): ...\n", ["async", "plain def"]),
+    ],
+)
+def test_files_that_do_not_load(tmp_path, source, words):
+    path = write(tmp_path, source)
+    refusal(lambda: load_reward_function(f"{path}:reward"), f"'{path}:reward'", *words)
+
+
+def test_a_file_can_be_loaded_after_it_was_mended(tmp_path):
+    path = write(tmp_path, "raise ValueError\n")
+    refusal(lambda: load_reward_function(f"{path}:reward"), "ValueError (")
+    path = write(tmp_path, "reward = max  # a builtin without a signature is taken at its word\n")
+    load_reward_function(f"{path}:reward")
+
+
+# ---- calling
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [1, 0.5, True],
+        (1.0, 0.5, 1.0),
+        np.array([1.0, 0.5, 1.0], dtype=np.float32),
+        [np.float32(1), np.float64(0.5), np.array(1)],
+    ],
+)
+def test_what_counts_as_scores(scores):
+    result = RewardFunction("f", lambda prompts, responses: scores)(PROMPTS, RESPONSES)
+    assert result == [1.0, 0.5, 1.0] and {type(score) for score in result} == {float}
+
+
+def test_torch_scores():
+    torch = pytest.importorskip("torch")
+    for scores in (torch.ones(3, dtype=torch.bfloat16), [torch.tensor(1.0)] * 3):
+        assert RewardFunction("f", lambda p, r, s=scores: s)(PROMPTS, RESPONSES) == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        ([1.0, 2.0], ["2 scores for 3 responses"]),
+        ([1.0] * 4, ["4 scores for 3 responses"]),
+        (None, ["a NoneType"]),
+        (1.0, ["a float"]),
+        ("abc", ["a str"]),
+        ({0: 1.0}, ["a dict"]),
+        ((number for number in (1, 2, 3)), ["a generator", "list(...)"]),
+        (np.ones((3, 1)), ["[1.0]", "response 0", "not a number"]),
+        ([1.0, None, 2.0], ["None", "response 1", "prompt 'b'", "not a number"]),
+        ([1.0, 2.0, "3"], ["'3'", "response 2", "not a number"]),
+        ([1.0, float("nan"), 2.0], ["nan", "response 1", "not finite"]),
+        ([float("-inf"), 1.0, 2.0], ["-inf", "response 0", "not finite"]),
+        ([1e39, 1.0, 2.0], ["1e+39", "response 0", "too large for float32"]),
+        ([10**400, 1.0, 2.0], ["response 0", "not finite"]),
+        ([1j, 1.0, 2.0], ["1j", "not a number"]),
+    ],
+)
+def test_what_does_not(scores, words):
+    reward = RewardFunction("mine:f", lambda prompts, responses: scores)
+    refusal(lambda: reward(PROMPTS, RESPONSES), "reward function mine:f returned", *words)
+
+
+def test_what_a_function_raises_is_told_with_the_line_and_the_prompt(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        import json
+        def score(response):
+            return {"x": 1.0, "yy": json.loads("2")}[response]
+        def reward(prompts, responses):
+            return [score(response) for response in responses]
+        """,
+    )
+    reward = load_reward_function(f"{path}:reward")
+    words = ["KeyError: 'zzz'", "mine.py, line 4", 'return {"x": 1.0', "response 2 'zzz'", "prompt 'c'"]
+    refusal(lambda: reward(PROMPTS, RESPONSES), f"reward function {path}:reward raised", *words)
+
+
+def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
+    path = write(tmp_path, "import json\ndef reward(p, r):\n    return [json.loads(text) for text in r]\n")
+    reward = load_reward_function(f"{path}:reward")
+    refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return", "response 1")
+
+
+def test_a_failure_that_only_the_batch_shows_and_a_slow_function(monkeypatch):
+    def batch_only(prompts, responses):
+        if len(responses) > 1:
+            raise RuntimeError
+        return [0.0]
+
+    refusal(lambda: RewardFunction("f", batch_only)(PROMPTS, RESPONSES), "raised RuntimeError (", "a batch of 3")
+    monkeypatch.setattr(reward_function, "BLAME_S", 0.0)
+    reward = RewardFunction("f", lambda prompts, responses: [1 / (response != "zzz") for response in responses])
+    refusal(lambda: reward(PROMPTS, RESPONSES), "ZeroDivisionError", "a batch of 3")
+
+
+def test_a_function_cannot_change_the_callers_lists():
+    reward = RewardFunction("f", lambda prompts, responses: [len(prompts.pop() + responses.pop())] * 3)
+    prompts = list(PROMPTS)
+    assert reward(prompts, RESPONSES) == [4.0] * 3 and prompts == PROMPTS
+
+
+# ---- ready-made
+
+
+def test_vader_positive(monkeypatch):
+    pytest.importorskip("vaderSentiment")
+    reward = load_reward_function("rlhf_spmd.rewards:vader_positive")
+    good, bad, none = reward(["The film was"] * 3, [" wonderful, I loved it!", " awful.", ""])
+    assert good > 0.5 and bad < -0.2 and none == 0.0
+    rewards._vader.cache_clear()
+    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
+    refusal(lambda: reward(["a"], ["b"]), "pip install vaderSentiment")
