@@ -15,6 +15,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, Va
 
 from rlhf_spmd.algorithms.ppo import PPO, NonNegative, workflow
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -235,27 +236,29 @@ def shape_of_folder(folder: str) -> ModelShape:
     """Sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be read."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(path.read_text())
-        heads = raw["num_attention_heads"]
-        qwen2 = raw.get("model_type") == "qwen2"
-        return ModelShape(
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            vocab_size=raw["vocab_size"],
-            tied=raw.get("tie_word_embeddings", False),
-            qkv_bias=qwen2 or raw.get("attention_bias", False),
-            output_bias=not qwen2 and raw.get("attention_bias", False),
-            mlp_bias=raw.get("mlp_bias", False),
-            qk_norm=raw.get("model_type") == "qwen3",
-        )
+        values = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; a checkpoint folder needs a config.json (Hugging Face format)") from error
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError, TypeError) as error:
-        raise UserError(f"{path} is not a Llama-family config.json: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from error
+    try:
+        config = from_hf(values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        tied=config.tie_embeddings,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+    )
 
 
 def make_workload(config: Config) -> Workload:

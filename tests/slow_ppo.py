@@ -177,7 +177,7 @@ def policy_gradient(actor: nn.Module, logits: Callable, batch: list, o: Options)
         new_logprobs = response_logprobs(logits, actor, rollout.prompt, rollout.response, o)
         for new, old, a in zip(new_logprobs, rollout.logprobs, advantage, strict=True):
             ratio = torch.exp(new - old)
-            r, low, high = float(ratio), 1 - o.clip_ratio, 1 + o.clip_ratio
+            r, low, high = ratio.item(), 1 - o.clip_ratio, 1 + o.clip_ratio
             # The surrogate has no gradient where clipping makes it worse for us than the free one would be.
             clipped = (a > 0 and r > high) or (a < 0 and r < low)
             terms.append(-a * (high if r > high else low) + 0 * new if clipped else -a * ratio)
@@ -196,8 +196,8 @@ def value_gradient(critic: nn.Module, value: Callable, batch: list, o: Options) 
         terms = []
         new_values = response_values(value, critic, rollout.prompt, rollout.response)[:-1]
         for new, old, goal in zip(new_values, rollout.values[:-1], target, strict=True):
-            v = float(new)
-            clipped = old + max(-o.clip_value, min(o.clip_value, v - old))
+            v = new.item()
+            clipped = max(old - o.clip_value, min(old + o.clip_value, v))
             worse = (clipped - goal) ** 2 > (v - goal) ** 2
             terms.append(o.value_coef * ((clipped - goal) ** 2 + 0 * new if worse else (new - goal) ** 2))
         loss += backward(terms, num_tokens)
@@ -250,7 +250,7 @@ def backward(terms: list[Tensor], num_tokens: int) -> float:
         return 0.0
     share = torch.stack(terms).sum() / num_tokens
     share.backward()
-    return float(share)
+    return share.item()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rlhf_spmd.plan.workflow import Workflow, trace
 
-
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 

@@ -6,7 +6,7 @@ without data contributes empty tensors, whose sums are zeros.
 
 Legend: B sequences, G response tokens, V vocabulary.
  responses_BG  int64, -1 on padding, so that no token id (EOS included) can be mistaken for padding
- mask_BG       bool, True on the tokens that are trained on; what other tensors hold elsewhere (even NaN) is never read
+ mask_BG       bool, True on the tokens that are trained on; elsewhere other [B, G] tensors may hold anything, even NaN
  values_BG1    [B, G+1]; column t is the value before response token t is emitted
 
 Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [GAE] Schulman et al. 2015, arXiv 1506.02438; [LM] Ziegler et

@@ -1,6 +1,6 @@
 """The shape of a model, and its translation from and to Hugging Face's config.json. Plain Python: no torch, no files.
 
-The supported families (Llama 2/3, Qwen2/2.5, Qwen3, Mistral) differ only in the few switches of `ModelConfig`; all that
+The supported families (Llama 2/3, Mistral, Qwen2/2.5, Qwen3) differ only in the few switches of `ModelConfig`; all that
 a family implies (Qwen2 always has biases on q, k and v; Qwen3 always normalises q and k) is decided here, once.
 """
 
@@ -9,22 +9,38 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
+
+# rope type -> the numbers it needs beside rope_theta
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+# What transformers assumes where config.json is silent.
+_DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of one transformer. Raises UserError for sizes that cannot be a model."""
+    """The shape of one transformer. Raises UserError for what cannot be a model of its family."""
 
-    model_type: str = "llama"
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_layers: int = 32
-    num_heads: int = 32
-    num_kv_heads: int = 32
-    head_dim: int = 128
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # Hugging Face's keys; None: plain rope
@@ -42,21 +58,52 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.model_type not in FAMILIES:
-            raise UserError(f"model_type {self.model_type!r} is not supported; choose one of {', '.join(FAMILIES)}")
+            raise UserError(f"model_type {self.model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
-                raise UserError(f"model config: {name} is {getattr(self, name)}, but must be at least 1")
+                raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"model config: {self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads "
-                "evenly; num_heads must be a multiple of num_kv_heads"
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly; "
+                "the first must be a multiple of the second"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise UserError(f"model config: head_dim is {self.head_dim}, but rotary positions need an even number >= 2")
-        if self.rope_type not in ROPE_TYPES:
+            raise UserError(f"head_dim is {self.head_dim}, but rotary positions need an even number")
+        if self.model_type == "llama" and self.hidden_size % self.num_heads:
             raise UserError(
-                f"model config: rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+                f"hidden_size {self.hidden_size} is not a multiple of the {self.num_heads} attention heads, which "
+                "transformers refuses for llama"
             )
+        self._check_rope()
+        self._check_family()
+
+    def _check_rope(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        for name in ROPE_TYPES[self.rope_type]:
+            value = self.rope_scaling.get(name)
+            if not isinstance(value, int | float) or value <= 0:
+                raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
+
+    def _check_family(self) -> None:
+        """The switches that a family leaves no choice in, so that every model we make can be saved."""
+        family, all_layers = self.model_type, tuple(range(self.num_layers))
+        bias = self.attention_bias
+        allowed = {
+            "attention_bias": {"mistral": (False,), "qwen2": (True,)}.get(family, (False, True)),
+            "attention_output_bias": (bias and family in ("llama", "qwen3"),),
+            "mlp_bias": (False, True) if family == "llama" else (False,),
+            "qk_norm": (family == "qwen3",),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise UserError(f"a {family} model (attention_bias={bias}) has {name}={values[0]}, not {not values[0]}")
+        if self.sliding_layers and not (self.sliding_window and self.sliding_window > 0):
+            raise UserError(f"sliding_window is {self.sliding_window}, but layers {self.sliding_layers} need one")
+        if family == "llama" and self.sliding_layers:
+            raise UserError("a llama model has no sliding window; give sliding_layers=()")
+        if family == "mistral" and self.sliding_layers not in ((), all_layers):
+            raise UserError(f"a mistral model has a sliding window in all layers or none, not in {self.sliding_layers}")
 
     @property
     def rope_type(self) -> str:
@@ -66,3 +113,149 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """How many tokens layer `layer` looks back, itself included; None: all of them."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+
+def from_hf(values: dict[str, Any]) -> ModelConfig:
+    """The contents of a config.json, of transformers 4 or 5 -> ModelConfig.
+
+    Raises UserError for another family and for features that this program does not have.
+    """
+    family = values.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    if values.get("quantization_config"):
+        raise UserError("the weights are quantised (quantization_config), which cannot be trained; use the original")
+    if values.get("hidden_act", "silu") != "silu":
+        raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
+    values = _DEFAULTS[family] | values
+    hidden_size, num_layers, num_heads = (
+        _integer(values, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    if values.get("head_dim") is None:
+        values["head_dim"] = hidden_size // max(num_heads, 1)
+    if values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = num_heads
+    theta, scaling = _rope_from_hf(values)
+    sliding_window, sliding_layers = _sliding_from_hf(values, num_layers)
+    eos = values.get("eos_token_id")
+    bias = bool(values.get("attention_bias", False)) and family in ("llama", "qwen3")
+    return ModelConfig(
+        model_type=family,
+        vocab_size=_integer(values, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_integer(values, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_integer(values, "num_key_value_heads"),
+        head_dim=_integer(values, "head_dim"),
+        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=_integer(values, "max_position_embeddings"),
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        attention_bias=bias or family == "qwen2",
+        attention_output_bias=bias,
+        mlp_bias=bool(values.get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
+        bos_token_id=values.get("bos_token_id"),
+        eos_token_ids=token_ids(eos),
+        pad_token_id=values.get("pad_token_id"),
+    )
+
+
+def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
+    """ModelConfig -> the contents of a config.json for AutoModelForCausalLM ("lm") or, with one label, for
+    AutoModelForSequenceClassification ("scalar"). dtype: as transformers names it, e.g. "float32"."""
+    family, eos = config.model_type, config.eos_token_ids
+    scaling = {key: value for key, value in (config.rope_scaling or {}).items() if key != "type"}
+    scaling = scaling | {"rope_type": config.rope_type}
+    values = {
+        "architectures": [FAMILIES[family] + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")],
+        "model_type": family,
+        "dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": scaling | {"rope_theta": config.rope_theta},
+        # The same for readers older than transformers 5, which would silently assume 10000 and no scaling.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling if config.rope_type != "default" else None,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "pad_token_id": config.pad_token_id,
+    }
+    if family in ("llama", "qwen3"):
+        values["attention_bias"] = config.attention_bias
+    if family == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    if family == "mistral":
+        values["sliding_window"] = config.sliding_window if config.sliding_layers else None
+    if family in ("qwen2", "qwen3"):
+        sliding = config.sliding_layers
+        values["use_sliding_window"] = bool(sliding)
+        values["sliding_window"] = config.sliding_window
+        values["max_window_layers"] = min(sliding, default=config.num_layers)
+        values["layer_types"] = [
+            "sliding_attention" if layer in sliding else "full_attention" for layer in range(config.num_layers)
+        ]
+    if head == "scalar":
+        values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return values
+
+
+def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    """Hugging Face's one, several or no token ids -> a tuple."""
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _integer(values: dict[str, Any], name: str) -> int:
+    value = values.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{name!r} is {value!r}, but must be a whole number")
+    return value
+
+
+def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """-> (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
+    parameters = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise UserError("rope parameters that differ between kinds of layers are not supported")
+    theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+    partial = parameters.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise UserError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+    rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    if rope_type == "default":
+        return float(theta), None
+    if rope_type in ("llama3", "yarn") and "original_max_position_embeddings" in values:
+        parameters["original_max_position_embeddings"] = values["original_max_position_embeddings"]
+    return float(theta), {"rope_type": rope_type} | parameters
+
+
+def _sliding_from_hf(values: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """-> (window or None, the layers that have it). Mistral: all layers; Qwen: by layer_types or max_window_layers."""
+    family, window = values["model_type"], values.get("sliding_window")
+    if family == "llama" or not window or (family != "mistral" and not values.get("use_sliding_window", False)):
+        return None, ()
+    if family == "mistral":
+        return window, tuple(range(num_layers))
+    types = values.get("layer_types")
+    if types is None:
+        return window, tuple(range(min(values.get("max_window_layers", 28), num_layers), num_layers))
+    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise UserError(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
+    return window, tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")

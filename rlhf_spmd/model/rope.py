@@ -1,9 +1,9 @@
 """Rotary positions: the frequencies of every scaling that Llama, Qwen and Mistral checkpoints use.
 
 Rotary position embedding (arXiv:2104.09864) turns dimension pair i of a head by the angle position * frequency_i. The
-scalings stretch a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained length),
-yarn (arXiv:2309.00071, with its attention factor) and llama3 (long wavelengths divided by the factor, a smooth ramp
-between). Frequencies are computed in float32, as transformers does, unless the model is float64.
+scalings stretch a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained
+length), yarn (arXiv:2309.00071, with its attention factor) and llama3 (long wavelengths divided by the factor, a smooth
+ramp between). Frequencies are computed in float32, as transformers does, unless the model is float64.
 """
 
 # T tokens, f frequencies = head_dim / 2
@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 
 
@@ -26,9 +25,9 @@ def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = to
     if rope_type == "default":
         return _plain(config.rope_theta, config.head_dim, dtype), 1.0
     if rope_type == "linear":
-        return _plain(config.rope_theta, config.head_dim, dtype) / _get(scaling, "factor"), 1.0
+        return _plain(config.rope_theta, config.head_dim, dtype) / scaling["factor"], 1.0
     if rope_type == "dynamic":
-        factor, trained, dim = _get(scaling, "factor"), config.max_position_embeddings, config.head_dim
+        factor, trained, dim = scaling["factor"], config.max_position_embeddings, config.head_dim
         stretch = factor * max(length, trained) / trained - (factor - 1)
         return _plain(config.rope_theta * stretch ** (dim / max(dim - 2, 1)), dim, dtype), 1.0
     if rope_type == "yarn":
@@ -84,16 +83,9 @@ def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tenso
 
 def _llama3(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> Tensor:
     """Llama 3.1: wavelengths above trained/low are divided by the factor, those below trained/high are kept."""
-    factor, low, high = (_get(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     plain_f = _plain(config.rope_theta, config.head_dim, dtype)
     turns_f = trained * plain_f / (2 * math.pi)  # turns over the trained length
     smooth_f = ((turns_f - low) / (high - low)).clamp(0, 1)
     return (1 - smooth_f) * plain_f / factor + smooth_f * plain_f
-
-
-def _get(scaling: dict, name: str) -> float:
-    value = scaling.get(name)
-    if not isinstance(value, int | float):
-        raise UserError(f"model config: rope scaling {scaling} needs a number {name!r}")
-    return value

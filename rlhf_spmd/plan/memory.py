@@ -20,9 +20,7 @@ def forecast_bytes(program: Program, rank: int) -> dict[str, int]:
         train = workload.workflow.train_call(model)
         home = program.placement.layouts[train.name] if train else None
         if home is None or rank not in home.ranks:
-            layouts = [program.placement.layouts[call.name] for call in workload.workflow.placed_calls if call.model == model]
-            shards = [layout.dp if layout.zero == 3 and train is None else 1 for layout in layouts if rank in layout.ranks]
-            total["weights"] += c * -(-params // min(shards))
+            total["weights"] += c * params
             continue
         shard = -(-params // home.dp)
         total["weights"] += c * (shard if home.zero == 3 else params)

@@ -108,6 +108,6 @@ def _zero_problems(placement: Placement, workload: Workload) -> list[str]:
                 f"call {call.name} on ranks {list(layout.ranks)}: {train.name} shards the weights over ranks "
                 f"{list(home.ranks)} by ZeRO 3; use the same ranks, or ZeRO 0-2 for {train.name}"
             )
-        if train is None and layout.zero not in (0, 3):
-            problems.append(f"call {call.name}: ZeRO {layout.zero} is for trained models; use 0 or 3")
+        if train is None and layout.zero:
+            problems.append(f"call {call.name}: ZeRO {layout.zero} is for trained models; use zero=0")
     return problems

@@ -21,7 +21,7 @@ HEADER = struct.Struct("<q i ? 63s")  # sequence number, length of the message, 
 INLINE = BLOCK - HEADER.size
 PLACE = struct.Struct("<q i")  # sequence number, rank
 ROLL_CALL_S = 1.0  # begin to call the roll after so long (or half the deadline)
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3  # between two polls: a twentieth of the time waited so far
 
 
 class Late(Exception):
@@ -50,7 +50,9 @@ class Control:
         self.places = [0] * self.size  # the last place heard of every rank
         self.unfinished: list = []  # requests (with their buffers) that must outlive their call
 
-    def exchange(self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None) -> list[bytes]:
+    def exchange(
+        self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None
+    ) -> list[bytes]:
         """Gives every rank's message to every rank, in rank order.
 
         Raises Late on expiry, and Failed on all ranks if any of them passed `failed`, whatever the others were about.
@@ -87,7 +89,7 @@ class Control:
     def _wait(self, request, buffers, what: str, deadline_s: float | None) -> None:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         roll_s = min(ROLL_CALL_S, deadline_s / 2)
-        start, pause_s, answered = time.monotonic(), FIRST_PAUSE_S, False
+        start, answered = time.monotonic(), False
         while not request.Test():
             waited_s = time.monotonic() - start
             self._hear()
@@ -98,8 +100,7 @@ class Control:
                 self.unfinished.append((request, buffers))
                 late = tuple(r for r in range(self.size) if self.places[r] < self.sequence and r != self.rank)
                 raise Late(what, late, waited_s)
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+            time.sleep(min(max(waited_s / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
 
     def _hear(self) -> None:
         while (probe := self.comm.Improbe()) is not None:

@@ -100,8 +100,9 @@ class PromptSet:
 
 
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    # Raw Philox words, sorted: numpy promises their bits for ever, but not those of Generator.permutation.
-    words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(size)
+    # Raw Philox words, sorted: numpy promises their bits for ever, but not those of Generator.permutation. The
+    # counter's first bit keeps this stream apart from that of algorithms/order.py, which has the same key.
+    words = np.random.Philox(key=seed % 2**64, counter=(1 << 255) | (epoch << 128)).random_raw(size)
     return np.argsort(words, kind="stable")
 
 
@@ -142,7 +143,9 @@ def load_prompts(
     assert max_prompt_tokens > 0, max_prompt_tokens
     path = Path(path)
     if long_prompts not in get_args(LongPrompts):
-        raise UserError(f"long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}")
+        raise UserError(
+            f"data.long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}"
+        )
     prompts: list[list[int]] = []
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
@@ -179,8 +182,8 @@ def _too_long_message(path: Path, too_long: list[tuple[str, int]], limit: int, *
     others = ""
     if len(too_long) > 1:
         others = f" ({len(too_long)} prompts are too long; the longest, {longest_place}, has {longest})"
-    left = "; long_prompts=drop leaves no prompt" if dropped_all else ""
-    mend = "raise the limit" if dropped_all else "raise the limit, or set long_prompts to truncate or drop"
+    left = "; data.long_prompts=drop leaves no prompt" if dropped_all else ""
+    mend = "raise data.max_prompt" + ("" if dropped_all else ", or set data.long_prompts=truncate (or drop)")
     return f"{path}, {place}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {mend}"
 
 
@@ -244,7 +247,7 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
             raise UserError(f'{where}: {_kind(record)}, not an object: write {{"{key}": "..."}}')
         if key not in record:
             found = ", ".join(map(repr, record)) or "none"
-            raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or choose the prompts' key")
+            raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or set data.key")
         if not isinstance(record[key], str):
             raise UserError(f"{where}: the value of {key!r} is {_kind(record[key])}, not a string")
         yield place, record[key]
@@ -261,8 +264,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
             names = file.schema_arrow.names
             if key not in names:
                 raise UserError(
-                    f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): "
-                    "add it, or choose the prompts' column"
+                    f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
                 )
             kind = file.schema_arrow.field(key).type
             values = file.read(columns=[key]).column(key).to_pylist()

@@ -179,7 +179,13 @@ def test_order_depends_on_the_seed_and_the_epoch():
     assert one.batch(0, 50) != two.batch(0, 50) != list(range(50))
     assert one.batch(0, 50) != one.batch(1, 50)
     assert one.fingerprint() != two.fingerprint()
-    assert prompt_set(8).batch(0, 8) == [0, 2, 1, 5, 4, 3, 6, 7]  # part of the promise: runs are repeatable
+    assert prompt_set(8).batch(0, 8) == [6, 0, 3, 5, 1, 2, 7, 4]  # part of the promise: runs are repeatable
+
+
+def test_the_order_is_not_that_of_the_mini_batches():
+    from rlhf_spmd.algorithms.order import epoch_order
+
+    assert prompt_set(64, seed=3).batch(0, 64) != epoch_order(3, 0, 0, 64, 8).ravel().tolist()
 
 
 def test_a_late_iteration_is_found_quickly():

@@ -1,0 +1,174 @@
+"""The one program and its verbs: train (on MPI ranks), check (no MPI, no torch), generate folders from GGUF files.
+
+    mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
+    python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rlhf_spmd.errors import UserError
+
+USER_STATUS = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status. Every verb imports what it needs when it is called."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["train"] and not {"-h", "--help"} & set(arguments):
+        return _train(arguments)
+    try:
+        parsed = _parse(arguments)
+        return {"check": _check, "convert": _convert}[parsed.verb](parsed)
+    except UserError as error:
+        print(f"rlhf_spmd: error: {error}", file=sys.stderr)
+        return USER_STATUS
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit: under mpirun every rank would."""
+
+    def error(self, message: str):
+        raise UserError(f"{message} ({self.prog} --help shows what there is)")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The verb's options; words with `=` anywhere behind it are overrides. Raises UserError."""
+    parsed, rest = _parser().parse_known_args(arguments)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong:
+        raise UserError(f"unknown argument {wrong[0]!r}; options start with --, overrides are key=value")
+    if rest and not hasattr(parsed, "preset"):
+        raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
+    parsed.overrides = rest
+    return parsed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="rlhf_spmd", description="RLHF as one SPMD program.", epilog=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def options(verb: argparse.ArgumentParser) -> None:
+        verb.add_argument("--preset", default="tiny", help="named configuration (default: tiny)")
+        verb.add_argument("--model", metavar="FOLDER", help="Hugging Face checkpoint folder of the actor and reference")
+        verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
+
+    train = verbs.add_parser("train", help="PPO on the ranks of this MPI world (mpirun -n N ...)")
+    train.add_argument("--strategy", default="flattening", metavar="NAME|FILE.py", help="which rank does what")
+    train.add_argument("--runs", default="runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
+    train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
+    options(train)
+    check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
+    check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
+    check.add_argument("--layout", default="1x4", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    check.add_argument("--device", help="device type, for the forecast of bytes (default: the preset's)")
+    check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
+    options(check)
+    convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
+    convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
+    convert.add_argument("folder", type=Path, metavar="FOLDER")
+    return parser
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from rlhf_spmd import config as configs
+    from rlhf_spmd.plan.check import check
+    from rlhf_spmd.plan.cluster import Cluster
+    from rlhf_spmd.plan.show import show_findings, show_program
+    from rlhf_spmd.strategy import load_strategy
+
+    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+    cluster = Cluster.parse(parsed.layout, parsed.device or config.device)
+    strategy = load_strategy(parsed.strategy)
+    if not 0 <= parsed.rank < cluster.num_devices:
+        raise UserError(f"--rank {parsed.rank} is not in the layout {parsed.layout} (0-{cluster.num_devices - 1})")
+    program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
+    findings = check(program)
+    print(show_program(program, title=f"{strategy.name} on {parsed.layout}, preset {config.preset}", rank=parsed.rank))
+    print(show_findings(findings))
+    errors = sum(finding.severity == "error" for finding in findings)
+    result = {
+        "strategy": strategy.name,
+        "layout": parsed.layout,
+        "fingerprint": program.fingerprint,
+        "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
+        "errors": errors,
+        "warnings": len(findings) - errors,
+        "ok": not errors,
+    }
+    print(json.dumps(result))
+    return 1 if errors else 0
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    from rlhf_spmd.model.hf import convert_gguf
+
+    convert_gguf(parsed.gguf, parsed.folder)
+    print(json.dumps({"folder": str(parsed.folder), "ok": True}))
+    return 0
+
+
+def _train(arguments: list[str]) -> int:
+    """Every rank comes here; whatever goes wrong is told by one of them."""
+    from rlhf_spmd.runtime.world import World
+
+    try:
+        world = World.discover()
+    except UserError as error:
+        print(f"rlhf_spmd: error: {error}", file=sys.stderr)
+        return USER_STATUS
+    try:
+        with world.together("reading the command line"):
+            parsed = _parse(arguments)
+        _train_on(world, parsed)
+        world.shutdown()
+    except BaseException as error:  # whatever it is, no rank may be left waiting
+        world.fail(error)
+    return 0
+
+
+def _train_on(world, parsed: argparse.Namespace) -> None:
+    from rlhf_spmd import config as configs
+    from rlhf_spmd.plan.check import check
+    from rlhf_spmd.plan.cluster import Cluster, Node
+    from rlhf_spmd.plan.show import show_program
+    from rlhf_spmd.strategy import load_strategy
+
+    with world.together("reading the configuration"):
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+        strategy = load_strategy(parsed.strategy)
+    values = {"config": json.dumps(configs.resolved(config)), "strategy": strategy.source}
+    with world.together("comparing the configuration"):
+        world.agree("the start", values)
+    with world.together("compiling the program"):
+        if not config.models.actor:
+            raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
+        cluster = Cluster(tuple(Node(world.nodes.count(node)) for node in range(world.num_nodes)))
+        program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
+        errors = [str(finding) for finding in check(program) if finding.severity == "error"]
+        if errors:
+            raise UserError(f"strategy {strategy.name} is refused by check: " + "; ".join(errors[:3]))
+    with world.together("comparing the program"):
+        world.agree("the start", {"program": program.fingerprint})
+    world.start_torch(program.groups, deadline_s=config.deadline_s)
+
+    from rlhf_spmd.runtime.train import train
+
+    title = f"{strategy.name} on {cluster}, preset {config.preset}"
+    train(
+        config,
+        program,
+        world,
+        strategy=strategy.name,
+        source=strategy.source,
+        summary=show_program(program, title=title, rank=0),
+        root=parsed.runs,
+        name=parsed.name,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Hugging Face folders in and out: config, weights, tokenizer, GGUF. The only file that may import transformers.
+
+Models load without transformers, in milliseconds, because every rank of every run starts here; transformers is imported
+only to convert a GGUF file and for a tokenizer that has no tokenizer.json. What is written, transformers'
+AutoModelForCausalLM, AutoModelForSequenceClassification and AutoTokenizer load.
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import config as model_config
+from rlhf_spmd.model import weights
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.tokenizer import TOKENIZER_FILES, Tokenizer, padding_token
+from rlhf_spmd.model.transformer import Head, Transformer
+
+MAX_SHARD_BYTES = 5 * 10**9
+_HEADS = ("lm_head.weight", "score.weight")
+_TABLES = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints stored these; they follow from the config
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The shape of the model in a folder, from config.json (and the end-of-sequence ids from generation_config.json).
+
+    Raises UserError for a missing folder or file, an unsupported family or feature.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give a local model folder in Hugging Face's format")
+    try:
+        config = model_config.from_hf(weights.read_json(folder / "config.json"))
+        if (folder / "generation_config.json").exists():
+            eos = weights.read_json(folder / "generation_config.json").get("eos_token_id")
+            config = dataclasses.replace(config, eos_token_ids=model_config.token_ids(eos) or config.eos_token_ids)
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(str(folder)) else f"{folder / 'config.json'}: {text}") from None
+    return config
+
+
+def load_model(
+    folder: str | Path, *, head: Head, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The model in a folder, its weights in `dtype` on `device`.
+
+    head "scalar" from a folder of AutoModelForSequenceClassification with one label reads its score head; from a causal
+    language model it starts at zero. head "lm" needs a causal language model.
+    Raises UserError naming file and tensor where something is missing, left over, truncated or of a wrong shape.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    model = Transformer(config, head=head, dtype=dtype, device="meta")
+    places = weights.locate(folder)
+    shapes = {_to_hf_name(name): weight.shape for name, weight in model.state_dict().items()}
+    missing_head = _check_names(folder, config, head, places, shapes)
+    for name in missing_head:
+        shapes.pop(name)
+
+    tensors = weights.read(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype))
+    if head == "lm":
+        _check_tied(config, places, tensors)
+    for name in missing_head:  # a fresh critic values everything at zero
+        tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
+    model.load_state_dict({_to_our_name(name): tensor for name, tensor in tensors.items()}, assign=True)
+    return model
+
+
+def save_model(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model as a Hugging Face folder; see save_state."""
+    save_state(
+        model.state_dict(),
+        model.config,
+        model.head,
+        folder,
+        tokenizer=tokenizer,
+        source=source,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_state(
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    head: Head,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write weights under our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
+
+    source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer: takes
+    the place of source's tokenizer files. A scalar head is written so that AutoModelForSequenceClassification, which
+    pools at the last token that is not padding, pools the last real token even if it is the end of sequence: where the
+    model pads with its end-of-sequence token, config and tokenizer get another special token to pad with.
+    """
+    folder = Path(folder)
+    shapes = {name: weight.shape for name, weight in Transformer(config, head=head, device="meta").state_dict().items()}
+    assert {name: tensor.shape for name, tensor in state.items()} == shapes, "state does not fit the config"
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer_folder = tokenizer.folder if tokenizer is not None else source
+    if tokenizer_folder is not None:
+        _copy(Path(tokenizer_folder), folder, TOKENIZER_FILES)
+    if head == "scalar":
+        config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    weights.write(folder, {_to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
+    weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
+    if source is not None and (Path(source) / "generation_config.json").exists():
+        _copy(Path(source), folder, ("generation_config.json",))
+    else:
+        values = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+        values["eos_token_id"] = model_config.to_hf(config, head=head, dtype=dtype)["eos_token_id"]
+        values = {name: value for name, value in values.items() if value is not None}
+        weights.write_json(folder / "generation_config.json", values)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in a model folder: through the light `tokenizers` package if there is a tokenizer.json.
+
+    Raises UserError if the folder has none that can be read.
+    """
+    folder = Path(folder)
+    if (folder / "tokenizer.json").exists():
+        return Tokenizer.from_json(folder)
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise UserError(f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there")
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers and its many backends raise, the cause is the folder
+        raise UserError(f"{folder}: transformers cannot read the tokenizer ({error}); add a tokenizer.json") from None
+    return Tokenizer.from_transformers(slow, folder)
+
+
+def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """Turn a GGUF file of a supported family into a plain Hugging Face folder, dequantised, with its tokenizer.
+
+    Raises UserError where the packages gguf and accelerate are missing or the file cannot be read.
+    """
+    gguf_file, folder = Path(gguf_file), Path(folder)
+    if not gguf_file.is_file():
+        raise UserError(f"{gguf_file} is missing; give a GGUF file")
+    try:
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"reading GGUF files needs two more packages ({error}): pip install gguf accelerate") from None
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        where: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
+        model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=dtype, **where)
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **where)
+    except Exception as error:  # whatever transformers raises, the cause is the file
+        raise UserError(f"{gguf_file}: transformers cannot read this GGUF file ({error})") from None
+    try:
+        config = model_config.from_hf(model.config.to_dict() | {"quantization_config": None})  # dequantised by now
+    except UserError as error:
+        raise UserError(f"{gguf_file}: {error}") from None
+    state = {_to_our_name(name): tensor for name, tensor in model.state_dict().items()}
+    if config.tie_embeddings:
+        state.pop("lm_head.weight", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    save_state(state, config, "lm", folder)
+
+
+def _to_hf_name(name: str) -> str:
+    return name if name in _HEADS else "model." + name
+
+
+def _to_our_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _check_names(
+    folder: Path, config: ModelConfig, head: Head, places: dict[str, Path], shapes: dict[str, torch.Size]
+) -> list[str]:
+    """Compare the tensors there are (`places`) with those the model needs -> the head that is to start at zero."""
+    file = folder / (weights.SINGLE if (folder / weights.SINGLE).exists() else weights.INDEX)
+    if head == "lm" and "score.weight" in places:
+        raise UserError(
+            f"{file} holds a critic or reward model (tensor score.weight), not a language model; give a folder saved "
+            "from AutoModelForCausalLM"
+        )
+    embeddings = "model.embed_tokens.weight"
+    if config.tie_embeddings and embeddings not in places and "lm_head.weight" in places:
+        raise UserError(
+            f"{file} holds lm_head.weight but lacks tensor {embeddings}; load and save it with transformers once"
+        )
+    fresh = ["score.weight"] if head == "scalar" and "score.weight" not in places else []
+    missing = [name for name in shapes if name not in places and name not in fresh]
+    if missing:
+        raise UserError(
+            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json asks for; copy all of the weights, "
+            "or the config that belongs to them"
+        )
+    ignored = {"lm_head.weight"} if head == "scalar" or config.tie_embeddings else set()
+    extra = [name for name in places if name not in shapes and name not in ignored and not _TABLES.search(name)]
+    if extra:
+        raise UserError(
+            f"{file} holds tensor {extra[0]}{_more(extra)}, which the model in config.json does not have; the two "
+            "files do not belong together"
+        )
+    return fresh
+
+
+def _check_tied(config: ModelConfig, places: dict[str, Path], tensors: dict[str, Tensor]) -> None:
+    """A stored copy of tied weights must be a copy."""
+    if not config.tie_embeddings or "lm_head.weight" not in places:
+        return
+    embeddings = tensors["model.embed_tokens.weight"]
+    copy = weights.read(places, {"lm_head.weight": embeddings.shape}, lambda tensor: tensor.to(embeddings))
+    if not torch.equal(copy["lm_head.weight"], embeddings):
+        raise UserError(
+            f"{places['lm_head.weight']}: tensor lm_head.weight differs from model.embed_tokens.weight, but "
+            'config.json ties them; set "tie_word_embeddings" to false there'
+        )
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _copy(source: Path, folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        path = source / name
+        if path.is_file() and path.resolve() != (folder / name).resolve():
+            shutil.copyfile(path, folder / name)

@@ -1,0 +1,139 @@
+"""Text to token ids and back, with the special ids of a model folder; and which token to pad with.
+
+The `tokenizers` package reads tokenizer.json in milliseconds, where transformers takes seconds to import. Padding
+never enters our own tensors (they are padded with -1); it matters only in folders that transformers will read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.weights import read_json, write_json
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A tokenizer and its special ids (None where it has no such token)."""
+
+    folder: Path
+    vocab_size: int  # added tokens included
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    _encode: Callable[[str, bool], list[int]]
+    _decode: Callable[[list[int], bool], str]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; with `special`, what the tokenizer puts around a text (a beginning of sequence, if it has one)."""
+        return self._encode(text, special)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text; with `special`, the special tokens stay visible. Negative ids (padding) are skipped."""
+        return self._decode([int(i) for i in ids if i >= 0], special)
+
+    @classmethod
+    def from_json(cls, folder: Path) -> "Tokenizer":
+        """From tokenizer.json and tokenizer_config.json. Raises UserError if the first cannot be read."""
+        from tokenizers import Tokenizer as Backend
+
+        path = folder / "tokenizer.json"
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the package raises bare Exceptions
+            raise UserError(f"{path} is not a tokenizer ({error}); copy it again") from None
+        backend.no_padding()
+        backend.no_truncation()
+        names = _special_names(folder)
+        ids = {kind: backend.token_to_id(name) for kind, name in names.items()}
+        return cls(
+            folder=folder,
+            vocab_size=backend.get_vocab_size(with_added_tokens=True),
+            bos_token_id=ids.get("bos_token"),
+            eos_token_id=ids.get("eos_token"),
+            pad_token_id=ids.get("pad_token"),
+            _encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+            _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
+        )
+
+    @classmethod
+    def from_transformers(cls, tokenizer: Any, folder: Path) -> "Tokenizer":
+        """Around a tokenizer of transformers."""
+        return cls(
+            folder=folder,
+            vocab_size=len(tokenizer),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            _encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special),
+            _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
+        )
+
+
+def padding_token(folder: Path, config: ModelConfig) -> int:
+    """The id to pad with so that "the last token that is not padding" is the last real token: never an end of sequence.
+
+    The tokenizer's own if it is such a token, else the model's, else a special token that no text ends with; the
+    tokenizer files in `folder` are changed to pad with it. Without a tokenizer, the model's or the last possible id.
+    """
+    names = _special_names(folder)
+    path = folder / "tokenizer.json"
+    tokens = read_json(path).get("added_tokens", []) if path.exists() else []
+    text_of = {token["id"]: token["content"] for token in tokens}
+    id_of = {text: token_id for token_id, text in text_of.items()}
+    ends = {*config.eos_token_ids, id_of.get(names.get("eos_token"))}
+
+    def allowed(token_id: int | None) -> bool:
+        return token_id is not None and 0 <= token_id < config.vocab_size and token_id not in ends
+
+    own = id_of.get(names.get("pad_token"))
+    special = [token["id"] for token in tokens if token.get("special") and allowed(token["id"])]
+    if allowed(own):
+        return own
+    if allowed(config.pad_token_id) and (config.pad_token_id in text_of or not text_of):
+        chosen = config.pad_token_id
+    elif special:
+        chosen = min(special, key=lambda token_id: (_rank(text_of[token_id], names), token_id))
+    else:
+        return max(filter(allowed, range(config.vocab_size)), default=0)
+    if chosen in text_of:
+        for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+            if path.exists():
+                write_json(path, read_json(path) | {"pad_token": text_of[chosen]})
+    return chosen
+
+
+def _rank(name: str, names: dict[str, str]) -> int:
+    """Which special token to pad with, best first."""
+    if "pad" in name.lower():
+        return 0
+    if "reserved" in name.lower():
+        return 1
+    if name == names.get("unk_token"):
+        return 2
+    return 4 if name != names.get("bos_token") else 3
+
+
+def _special_names(folder: Path) -> dict[str, str]:
+    """kind ("eos_token", ...) -> the token's text."""
+    names: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / file).exists():
+            for kind, token in read_json(folder / file).items():
+                token = token.get("content") if isinstance(token, dict) else token
+                if kind in ("bos_token", "eos_token", "pad_token", "unk_token") and isinstance(token, str):
+                    names[kind] = token
+    return names

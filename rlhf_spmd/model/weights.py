@@ -1,0 +1,156 @@
+"""Weights in and out of a folder: safetensors only, in one file or in shards with an index. Nothing is ever unpickled.
+
+Every tensor is checked by name and shape before any memory is spent, and what is wrong is said with file, tensor and
+mend. Names here are Hugging Face's; hf.py maps them to ours.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError for a missing file and for anything else in it."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; give a model folder in Hugging Face's format") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} does not hold a JSON object; copy it again")
+    return values
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write atomically: a reader sees the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def locate(folder: Path) -> dict[str, Path]:
+    """HF tensor name -> the file that holds it."""
+    if (folder / SINGLE).exists():
+        return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
+    if not (folder / INDEX).exists():
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; give a local model folder in Hugging Face's format")
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            raise UserError(
+                f"{folder} holds weights only as {pickled[0]}, a pickle, which this program never opens; load it with "
+                "transformers and save_pretrained() it to a new folder"
+            )
+        raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; copy the weights there")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX} has no weight_map; copy it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or _leaves(shard):
+            raise UserError(
+                f"{folder / INDEX} places tensor {name} in {shard!r}, which is outside the folder; do not trust this "
+                "download, or mend the index"
+            )
+    missing = sorted({shard for shard in weight_map.values() if not (folder / shard).is_file()})
+    if missing:
+        raise UserError(f"{folder / missing[0]} is missing ({INDEX} lists {len(missing)} such files); copy it there")
+    return {name: folder / shard for name, shard in weight_map.items()}
+
+
+def read(places: Mapping[str, Path], expect: Mapping[str, torch.Size], convert: Callable[[Tensor], Tensor]):
+    """-> {name: convert(tensor)} for every name in `expect`, which gives the shapes; `places` is from `locate`.
+
+    The result owns its memory: it does not change when the file does.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in dict.fromkeys(places[name] for name in expect):
+        file = _open(path)
+        held = set(file.keys())
+        for name in (name for name in expect if places[name] == path):
+            if name not in held:
+                raise UserError(f"{path} lacks tensor {name}, which {INDEX} places there; copy the file again")
+            part = file.get_slice(name)
+            shape, dtype = tuple(part.get_shape()), part.get_dtype()
+            if name == "score.weight" and shape != tuple(expect[name]):
+                raise UserError(
+                    f"{path}: tensor {name} has shape {list(shape)}, but a critic or reward model has one label: "
+                    f"{list(expect[name])}; give a model trained with num_labels=1"
+                )
+            if shape != tuple(expect[name]):
+                raise UserError(
+                    f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(expect[name])}; "
+                    "the two files do not belong together"
+                )
+            if dtype not in _FLOATS:
+                raise UserError(
+                    f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(_FLOATS))} can be trained"
+                )
+            mapped = file.get_tensor(name)
+            tensor = convert(mapped)
+            tensors[name] = tensor.clone() if tensor.data_ptr() == mapped.data_ptr() else tensor
+    return tensors
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
+    """Write one file, or shards with an index where the tensors are larger than `max_shard_bytes`.
+
+    Files appear complete (written aside, then renamed), and those of an earlier save that are no longer part of the
+    model disappear.
+    """
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + num_bytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += num_bytes
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        owned = {key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}
+        temporary = folder / (name + ".tmp")
+        save_file(owned, temporary, metadata={"format": "pt"})
+        os.replace(temporary, folder / name)
+    if len(shards) > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    else:
+        (folder / INDEX).unlink(missing_ok=True)
+    for old in [folder / SINGLE, *folder.glob("model-?????-of-?????.safetensors")]:
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+
+
+def _leaves(shard: str) -> bool:
+    """Whether a file name from an index points outside its folder."""
+    path = PurePath(shard)
+    return not shard or path.is_absolute() or ".." in path.parts or "\\" in shard or ":" in shard
+
+
+def _open(path: Path):
+    """A safetensors file opened for reading; UserError where it is missing, truncated or not one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; copy it there") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from None

@@ -1,0 +1,98 @@
+"""A program as text: who runs what, what moves, and what one rank executes in an iteration."""
+
+from rlhf_spmd.plan.check import Finding
+from rlhf_spmd.plan.compile import layouts_of
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.memory import forecast_bytes
+from rlhf_spmd.plan.program import Program, Run
+
+NUM_INSTRUCTIONS = 40  # longer lists are shortened
+
+
+def format_bytes(num: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num < 1024 or unit == "GiB":
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1024
+    raise AssertionError
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows (the first is the heading) with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  " + "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def show_program(program: Program, *, title: str, rank: int) -> str:
+    """The placement as a table, the transfers, bytes per rank, and the instruction list of one rank."""
+    workload, placement = program.workload, program.placement
+    rows = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
+    for call in workload.workflow.calls:
+        for layout in layouts_of(call, workload, placement):
+            counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
+            share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
+            groups = {step.group for step in program.instructions[layout.ranks[0]] if isinstance(step, Run) and step.call == call.name}
+            group = next(iter(groups - {None}), "-")
+            rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
+    parts = [title, table(rows), "", "Transfers per iteration"]
+    moves = [("number", "what", "messages", "bytes")]
+    for number, transfer in enumerate(program.transfers):
+        moves.append((str(number), transfer.what, str(len(transfer.messages)), f"{transfer.num_bytes:,}"))
+    total = sum(transfer.num_bytes for transfer in program.transfers)
+    parts.append(table([*moves, ("", "all", "", f"{total:,}")]) if len(moves) > 1 else "  nothing moves between layouts: 0 bytes")
+    parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
+    parts += ["", "Static bytes per rank", table(_memory(program))]
+    parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
+    return "\n".join(parts)
+
+
+def _gradients(program: Program) -> list[tuple[str, ...]]:
+    """Bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
+    workload = program.workload
+    rows = [("model", "group", "steps", "bytes sent per rank")]
+    steps = workload.epochs * workload.num_mini_batches
+    for call in workload.workflow.calls:
+        shape = workload.models.get(call.model) if call.model else None
+        if call.kind == "train" and shape:
+            layout = program.placement.layouts[call.name]
+            num_bytes = 2 * (layout.dp - 1) * 4 * shape.num_params * steps // layout.dp
+            rows.append((call.model, layout.group, str(steps), f"{num_bytes:,}"))
+    return rows
+
+
+def _memory(program: Program) -> list[tuple[str, ...]]:
+    """One row per set of ranks that hold the same."""
+    found: dict[tuple, list[int]] = {}
+    for rank in program.cluster.ranks:
+        key = (*forecast_bytes(program, rank).items(), ("limit", program.cluster.device_bytes(rank)))
+        found.setdefault(key, []).append(rank)
+    rows = []
+    for items, ranks in found.items():
+        values = dict(items)
+        limit = values.pop("limit")
+        cells = [format_bytes(value) for value in values.values()]
+        rows.append((format_ranks(tuple(ranks)), *cells, format_bytes(sum(values.values())), format_bytes(limit) if limit else "-"))
+    names = list(forecast_bytes(program, 0))
+    return [("ranks", *names, "sum", "device"), *rows]
+
+
+def _instructions(program: Program, rank: int) -> str:
+    lines = []
+    for position, step in enumerate(program.instructions[rank]):
+        text = str(step)
+        if not isinstance(step, Run) and hasattr(step, "transfer"):
+            text += f": {program.describe(step.transfer)}"
+        lines.append(f"  {position:4}  {text}")
+    if len(lines) > NUM_INSTRUCTIONS:
+        half = NUM_INSTRUCTIONS // 2
+        lines = [*lines[:half], f"  ...   {len(lines) - 2 * half} more", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def show_findings(findings: list[Finding]) -> str:
+    """Every finding, or what their absence proves."""
+    if not findings:
+        return "\nNo findings: every message has its receiver, every group meets in one order, nothing can deadlock."
+    return "\n".join(["", "Findings", *(f"  {finding}" for finding in findings)])

@@ -1,0 +1,110 @@
+"""Where every rank says what it is doing, so that others can name it when it is late, and who may report a failure.
+
+A rank that is blocked inside a torch collective can't answer questions. So each rank writes its position down before it
+enters one: into a slot of memory shared by the node's ranks (about a microsecond; readable even while the writer is
+stopped) and, where the job spans nodes, into the key-value store as well (sent without waiting for an answer).
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+SLOT_BYTES = 1024
+LENGTH = struct.Struct("<i")
+REMEMBERED = 8  # a rank that has gone on from a position is not late for it
+STORE_ANSWER_S = 3.0
+TURN_S = 0.5
+
+
+def new_file(num_slots: int) -> str:
+    """Makes the file that the ranks of a node map, in memory where there is such a folder; returns its path."""
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=folder)
+    os.ftruncate(descriptor, SLOT_BYTES * (num_slots + 1))  # the first slot holds the claim
+    os.close(descriptor)
+    return path
+
+
+class Board:
+    """The slots of the ranks `node_ranks`, mapped from `path` (None: this rank's own, seen by nobody)."""
+
+    def __init__(self, path: str | None, *, rank: int, node_ranks: tuple[int, ...], node: int, num_nodes: int):
+        self.rank, self.num_nodes = rank, num_nodes
+        self.shared = False
+        self.store: Any = None  # set by start_torch
+        self.slots = {rank: 1}
+        self.positions: deque[str] = deque(maxlen=REMEMBERED)
+        self.descriptor, size = -1, 2 * SLOT_BYTES
+        if path is not None:
+            try:
+                self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError:  # the node's ranks share memory but not this folder; the store must do
+                pass
+            else:
+                self.shared, size = True, os.fstat(self.descriptor).st_size
+                self.slots = {other: 1 + index for index, other in enumerate(node_ranks)}
+        self.memory = mmap.mmap(self.descriptor, size)
+        self.turn = node if self.shared else rank
+
+    def post(self, position: str) -> None:
+        """This rank is about to do `position` (unique in the run)."""
+        self.positions.append(position)
+        text = "\n".join(self.positions).encode()[-(SLOT_BYTES - LENGTH.size) :]
+        start = SLOT_BYTES * self.slots[self.rank]
+        self.memory[start : start + LENGTH.size + len(text)] = LENGTH.pack(len(text)) + text
+        if self.store is not None:
+            self.store.set(f"at/{self.rank}", text)
+
+    def read(self, ranks: tuple[int, ...]) -> dict[int, list[str]]:
+        """The last few positions of each rank, the newest last; [] for one that has said nothing or can't be heard."""
+        texts = {rank: self._slot(self.slots[rank]) for rank in ranks if rank in self.slots}
+        elsewhere = [rank for rank in ranks if rank not in texts]
+        if elsewhere and self.store is not None:
+            texts |= self._ask(lambda: self._from_store(elsewhere), {})
+        return {rank: texts[rank].decode(errors="replace").split("\n") if texts.get(rank) else [] for rank in ranks}
+
+    def claim(self) -> bool:
+        """True on the one rank that is to report why the job ends: the first to ask on its node, and of those the
+        first to reach the store. Where the store doesn't answer they go by turns, a moment apart."""
+        if self.shared:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+            taken, self.memory[0] = self.memory[0], 1
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            if taken:
+                return False
+        if self.num_nodes == 1 and self.shared:
+            return True
+        place = self._ask(lambda: self.store.add("claim", 1), 0) if self.store is not None else 0
+        if place == 0:
+            time.sleep(TURN_S * self.turn)
+        return place <= 1
+
+    def _slot(self, index: int) -> bytes:
+        start = SLOT_BYTES * index
+        (length,) = LENGTH.unpack_from(self.memory, start)
+        return self.memory[start + LENGTH.size : start + LENGTH.size + length]
+
+    def _from_store(self, ranks: list[int]) -> dict[int, bytes]:
+        known = [rank for rank in ranks if self.store.check([f"at/{rank}"])]
+        return {rank: self.store.get(f"at/{rank}") for rank in known}
+
+    def _ask(self, question: Callable[[], Any], unanswered: Any) -> Any:
+        """Asks the store in a thread of its own: while rank 0 is stopped, its store answers nobody."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the store is gone
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(STORE_ANSWER_S)
+        return answers[0] if answers else unanswered

@@ -1,0 +1,55 @@
+"""What the launcher gives this process: its environment tells whether it fits the MPI library, and files to tidy up."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+
+from rlhf_spmd.errors import UserError
+
+# variables that tell a process how many it was started with, its rank among them and its rank on its node; the first
+# launcher that left its mark is the nearest, since mpiexec may itself have been started by srun. A Slurm batch script is
+# no task of a step, so its SLURM_NTASKS says nothing.
+LAUNCHERS = (
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # the MPICH family's mpiexec, or srun --mpi=pmi2
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI's mpiexec
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # srun
+)
+
+
+def refuse_alone(size: int, environment: Mapping[str, str]) -> None:
+    """A launcher of another MPI starts every process as a world of its own: better no run than N times the same.
+
+    The first process raises UserError, the others leave quietly.
+    """
+    if size > 1:
+        return
+    launchers = [(count, rank) for count, rank, _ in LAUNCHERS if count in environment and rank in environment]
+    if not launchers or int(environment[launchers[0][0]]) == 1:
+        return
+    count, rank = launchers[0]
+    if int(environment[rank]) > 0:
+        raise SystemExit(0)
+    raise UserError(
+        f"{environment[count]} processes were started ({count}), but MPI shows each of them a world of its own, "
+        "because the launcher and the MPI library don't belong together: use the mpiexec of the MPI that is installed "
+        "with this Python, or under Slurm `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI)"
+    )
+
+
+def first_on_node(environment: Mapping[str, str]) -> bool:
+    """Whether this process should speak for its node, as far as the environment tells."""
+    return all(environment.get(local, "0") == "0" for _, _, local in LAUNCHERS)
+
+
+def unname_shared_memory() -> None:
+    """Removes the name of the file that MPICH's ranks of this node share; all of them must have mapped it.
+
+    MPICH keeps the name until its end, so every job that is killed would leave megabytes of memory behind, and a later
+    Slurm step with the same ids and more ranks would trip over it.
+    """
+    with open("/proc/self/maps") as maps, suppress(OSError):
+        for line in maps:
+            fields = line.split()  # a removed file has one more: "(deleted)"
+            if len(fields) == 6 and fields[5].startswith("/dev/shm/mpich_shm_"):
+                os.unlink(fields[5])
+                return

@@ -1,0 +1,38 @@
+"""Numbers for the log: every rank adds sums and weights, one control message per iteration makes them global."""
+
+from collections.abc import Iterable, Mapping
+
+
+class Meter:
+    """Weighted means and maxima of one iteration on one rank."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}  # name -> [sum, weight]
+        self.maxima: dict[str, float] = {}
+
+    def add(self, name: str, total: float, weight: float) -> None:
+        """Adds `total`, a sum over `weight` things, to the mean called `name`."""
+        entry = self.sums.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(weight)
+
+    def maximum(self, name: str, value: float) -> None:
+        self.maxima[name] = max(self.maxima.get(name, 0.0), float(value))
+
+    def to_message(self) -> dict:
+        return {"sums": self.sums, "maxima": self.maxima}
+
+
+def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
+    """Global means and maxima, and the weight of each mean; added in rank order, so every rank gets the same bits."""
+    sums: dict[str, list[float]] = {}
+    values: dict[str, float] = {}
+    for message in messages:
+        for name, (total, weight) in message["sums"].items():
+            entry = sums.setdefault(name, [0.0, 0.0])
+            entry[0] += total
+            entry[1] += weight
+        for name, value in message["maxima"].items():
+            values[name] = max(values.get(name, 0.0), value)
+    values |= {name: total / weight for name, (total, weight) in sums.items() if weight}
+    return values, {name: weight for name, (_, weight) in sums.items()}

@@ -1,0 +1,80 @@
+"""The weights that a rank holds: an engine for each model that trains here, a plain copy for every other one.
+
+A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a model that trains elsewhere.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rlhf_spmd.config import Config, critic_folder
+from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.program import Program
+from rlhf_spmd.runtime.train_engine import TrainEngine, make_engine
+from rlhf_spmd.runtime.world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def model_folders(config: Config) -> dict[str, str]:
+    """Checkpoint folder of each model; empty for a reward that is a function."""
+    models = config.models
+    only_function = config.reward_function and config.reward_function_mode == "replace"
+    return {
+        "actor": models.actor,
+        "critic": critic_folder(config),
+        "reference": models.reference or models.actor,
+        "reward": "" if only_function else models.reward,
+    }
+
+
+class Models:
+    """This rank's models. Loading is local; `start_engines` enters collectives, in workflow order on all ranks."""
+
+    def __init__(self, program: Program, config: Config, world: World):
+        self.program, self.config, self.world = program, config, world
+        self.engines: dict[str, TrainEngine] = {}
+        self.copies: dict[str, Transformer] = {}
+        folders, dtype = model_folders(config), DTYPES[config.dtype]
+        for name in program.copies(world.rank):
+            if folders[name]:
+                head = "scalar" if name in ("critic", "reward") else "lm"
+                model = load_model(folders[name], head=head, dtype=dtype, device=world.device)
+                self.copies[name] = model.eval().requires_grad_(False)
+
+    def start_engines(self) -> None:
+        """Turns the copies of models that train on this rank into engines."""
+        optimizer = self.config.optimizer
+        for call in self.program.workload.workflow.calls:
+            layout = self.program.placement.layouts.get(call.name)
+            if call.kind != "train" or self.world.rank not in layout.ranks:
+                continue
+            self.engines[call.model] = make_engine(
+                self.copies.pop(call.model).train().requires_grad_(True),
+                group=self.world.group(layout.group) if layout.dp > 1 else None,
+                ranks=layout.ranks,
+                zero=layout.zero,
+                dtype=DTYPES[self.config.dtype],
+                betas=(optimizer.beta1, optimizer.beta2),
+                eps=optimizer.eps,
+                weight_decay=optimizer.weight_decay,
+                max_grad_norm=optimizer.max_grad_norm,
+            )
+
+    @contextmanager
+    def weights(self, name: str) -> Iterator[Transformer]:
+        """A model with its full weights, to run forwards on without gradients; collective where ZeRO 3 shards it."""
+        with torch.no_grad():
+            if name in self.copies:
+                yield self.copies[name]
+            else:
+                engine = self.engines[name]
+                with engine.gathered():
+                    yield engine.model
+
+    def tensors(self, name: str) -> list[torch.Tensor]:
+        """The weight tensors of a model that this rank holds in full, in one order on every rank."""
+        model = self.copies[name] if name in self.copies else self.engines[name].model
+        return [parameter.data for parameter in model.parameters()]

@@ -1,0 +1,124 @@
+"""From what the ranks said to what a person reads: metrics of an iteration, samples before and after, the result."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.runtime.console import Result
+from rlhf_spmd.runtime.data import pad
+from rlhf_spmd.runtime.generate import generate
+from rlhf_spmd.runtime.metrics import combine
+from rlhf_spmd.runtime.run_folder import RunFolder, Sample
+
+if TYPE_CHECKING:
+    from rlhf_spmd.runtime.train import Job
+
+SAMPLE_ITERATION = 2**32 - 1  # the uniforms of the samples before and after: apart from those of any iteration
+
+
+def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
+    """Global metrics of one iteration, the same on every rank. Names as in run_folder.METRICS."""
+    metrics, weights = combine(answers)
+    metrics["score_std"] = math.sqrt(max(metrics.pop("score_sq") - metrics["score"] ** 2, 0.0))
+    metrics["kl_coef"] = kl_coef
+    metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
+    metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
+    metrics["tokens_sha256"] = tokens_sha256(answers)
+    return metrics
+
+
+def tokens_sha256(answers: Sequence[Mapping]) -> str:
+    """Hash of all response tokens in prompt order: int32, little-endian, -1 after each response."""
+    rows = sorted({(prompt, sample): tokens for answer in answers for prompt, sample, tokens in answer["responses"]}.items())
+    digest = hashlib.sha256()
+    for _, tokens in rows:
+        digest.update(np.array([*tokens, -1], dtype="<i4").tobytes())
+    return digest.hexdigest()
+
+
+def check_finite(metrics: Mapping, number: int) -> None:
+    """Raises UserError if a mean is not a number: a run that goes on would only spoil its weights further."""
+    wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    if wrong:
+        raise UserError(
+            f"iteration {number}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
+        )
+
+
+def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
+    """The heading of a run."""
+    config, shapes = job.config, job.program.workload.models
+    millions = {name: f"{shape.num_params / 1e6:.1f} M" for name, shape in shapes.items() if shape}
+    reward = config.reward_function or "reward model"
+    return {
+        "models": ", ".join(f"{name} {size}" for name, size in millions.items()) + f" parameters, {config.dtype}",
+        "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
+        "prompts": f"{len(job.prompts)} from {config.data.prompts}",
+        "iteration": f"{config.rollout_batch} prompts x {config.samples_per_prompt}, mini-batches of {config.mini_batch}, "
+        f"{config.ppo.epochs} epochs, at most {config.generation.max_new_tokens} new tokens",
+        "run folder": str(folder.path),
+    }
+
+
+def sample_responses(job: "Job") -> list[tuple[str, float]]:
+    """Responses to the first prompts, always with the same random numbers, and their scores.
+
+    Every rank that generates computes them, because ZeRO 3 gathers the weights together; those that also score return
+    [(response, score)], and rank 0 gets what the first of them found.
+    """
+    num = min(job.config.num_samples, len(job.prompts))
+    if num == 0:
+        return []
+    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
+    generating = next(call for call in workflow.calls if call.kind == "generate")
+    scoring = next(call for call in workflow.calls if call.function == "scores")
+    rank, device = job.world.rank, job.world.device
+    prompts_BP = pad(job.prompts.prompts[:num]).to(device)
+    tokens: list[list[int]] = []
+    if rank in layouts[generating.name].ranks:
+        uniforms_BG = uniforms(
+            job.config.seed, SAMPLE_ITERATION, np.arange(num), np.zeros(num, int), job.config.generation.max_new_tokens
+        )
+        with job.models.weights(generating.model) as model:
+            responses_BG, _ = generate(model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.sampling)
+        tokens = responses_BG.tolist()
+    everyone = job.world.allgather(tokens if rank == layouts[generating.name].ranks[0] else [], "the samples")
+    tokens = next(found for found in everyone if found)
+    scores: list[float] = []
+    if rank == layouts[scoring.name].ranks[0]:
+        with torch.no_grad():
+            responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
+            scores = job.calls.scorer(prompts_BP, responses_BG, num).tolist()
+    scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
+    return [(job.tokenizer.decode([t for t in row if t >= 0]), score) for row, score in zip(tokens, scores, strict=True)]
+
+
+def join_samples(job: "Job", before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]]) -> list[Sample]:
+    """Samples before and after training, side by side."""
+    return [
+        Sample(index, job.prompts.texts[index], old, old_score, new, new_score)
+        for index, ((old, old_score), (new, new_score)) in enumerate(zip(before, after, strict=True))
+    ]
+
+
+def result(strategy: str, ranks: int, history: Sequence[Mapping], wall_s: float, folder: RunFolder) -> Result:
+    """The run in one line."""
+    seconds = sum(metrics["generate_s"] for metrics in history)
+    return Result(
+        strategy=strategy,
+        ranks=ranks,
+        iterations=len(history),
+        reward_first=history[0]["reward"],
+        reward_last=history[-1]["reward"],
+        kl_last=history[-1]["kl"],
+        gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds,
+        parity_max_abs=max(metrics["parity_max_abs"] for metrics in history),
+        wall_s=wall_s,
+        run_dir=str(folder.path),
+    )

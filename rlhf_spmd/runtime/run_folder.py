@@ -1,0 +1,226 @@
+"""One folder per run: everything needed to know what ran, how it went and what came of it. Only rank 0 writes.
+
+    config.json     the resolved configuration          metrics.jsonl          one object per iteration
+    strategy.py     the source of the strategy          events.out.tfevents.*  the same for TensorBoard
+    program.json    fingerprint and summary             samples.jsonl, .txt    responses before and after
+    timeline.json   Chrome trace, opens in Perfetto     actor/                 the trained model (Hugging Face)
+    timeline.png    the same as a picture
+
+An existing folder is never written into again: two runs can't mix, and no result is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import textwrap
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.timeline import write_png
+from rlhf_spmd.runtime.trace import write_chrome
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+DIRECTORY_MODE = 0o750
+PNG_ITERATIONS = 2  # drawn in timeline.png
+
+# The standard metrics and their group in TensorBoard. Sums and means are global: over all ranks.
+METRICS = {
+    "reward": "reward",  # mean per response, after clipping, normalising and the rule for truncated responses
+    "score": "reward",  # mean per response, as the reward model or function gave it
+    "score_std": "reward",
+    "kl": "reward",  # sum over a response of log pi_actor - log pi_reference, mean over responses, nats
+    "kl_per_token": "reward",
+    "kl_coef": "reward",
+    "policy_loss": "policy",
+    "clip_fraction": "policy",
+    "ratio": "policy",  # mean of pi_new / pi_old
+    "approx_kl": "policy",  # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
+    "approx_kl_sq": "policy",  # mean over tokens of d^2 / 2
+    "value_loss": "value",
+    "value_clip_fraction": "value",
+    "value_error_sq": "value",
+    "value": "value",
+    "return": "value",
+    "actor_grad_norm": "optimizer",  # before clipping
+    "critic_grad_norm": "optimizer",
+    "actor_lr": "optimizer",
+    "critic_lr": "optimizer",
+    "response_length": "generation",  # tokens, mean per response
+    "ended_fraction": "generation",  # of responses, those that were not cut at max_new_tokens
+    "parity_max_abs": "generation",  # largest |logprob when generated - logprob when first trained on|, nats
+    "parity_mean_abs": "generation",
+    "gen_tokens": "generation",
+    "gen_tokens_per_s": "speed",  # of all ranks together
+    "generate_s": "speed",
+    "iteration_s": "speed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the actor said to one prompt before training and, when there is one, after."""
+
+    prompt_index: int
+    prompt: str
+    before: str
+    reward_before: float
+    after: str | None = None
+    reward_after: float | None = None
+
+
+class RunFolder:
+    """Writes a run's files. Where `writes` is false (every rank but 0) all methods do nothing."""
+
+    def __init__(self, path: str | Path, *, writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
+        self.notes: list[str] = []  # what could not be written and why; the console prints them at the end
+        self._metrics: TextIO | None = None
+        self._tensorboard: SummaryWriter | None = None
+
+    @classmethod
+    def create(cls, root: str | Path, *, strategy: str, name: str | None = None) -> RunFolder:
+        """Makes root/name, or root/<date>-<time>-<strategy>[-n]. Rank 0 calls it and tells the others the path.
+
+        Raises UserError if the name is taken or the folder can't be made.
+        """
+        root = Path(root)
+        if name is not None and (name != Path(name).name or name in ("", ".", "..")):
+            raise UserError(f"run name {name!r} is not a plain folder name: leave out slashes (the parent is {root})")
+        try:
+            if not root.is_dir():
+                root.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+            if name is not None:
+                (root / name).mkdir(DIRECTORY_MODE)
+                return cls(root / name)
+            stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
+            for number in range(1, 10_000):
+                path = root / (stem if number == 1 else f"{stem}-{number}")
+                try:
+                    path.mkdir(DIRECTORY_MODE)
+                except FileExistsError:
+                    continue
+                return cls(path)
+        except FileExistsError:
+            raise UserError(
+                f"{root / (name or '')} exists already and is never overwritten: give another name"
+            ) from None
+        except OSError as error:
+            raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None
+        raise AssertionError(f"10,000 runs called {stem}")
+
+    @property
+    def actor(self) -> Path:
+        """Where the trained actor is saved."""
+        return self.path / "actor"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        self._write_json("config.json", config)
+
+    def write_strategy(self, source: str) -> None:
+        self._write("strategy.py", source)
+
+    def write_program(self, fingerprint: str, summary: str) -> None:
+        self._write_json("program.json", {"fingerprint": fingerprint, "summary": summary.splitlines()})
+
+    def write_metrics(self, iteration: int, metrics: Mapping[str, float | str]) -> None:
+        """One line of metrics.jsonl and one step in TensorBoard, on disk when this returns. No NaN in JSON: null."""
+        if not self.writes:
+            return
+        if self._metrics is None:
+            self._metrics = (self.path / "metrics.jsonl").open("a")
+            self._tensorboard = self._open_tensorboard()
+        self._metrics.write(json.dumps({"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}) + "\n")
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                if isinstance(value, str):  # tokens_sha256
+                    continue
+                self._tensorboard.add_scalar(f"{METRICS.get(name, 'other')}/{name}", value, iteration)
+            self._tensorboard.flush()
+
+    def write_samples(self, samples: Sequence[Sample]) -> None:
+        """Replaces samples.jsonl and samples.txt: before training first, with the responses after it at the end."""
+        rows = [{name: finite(value) for name, value in asdict(sample).items()} for sample in samples]
+        self._write("samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self._write("samples.txt", format_samples(samples))
+
+    def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, about: Mapping = {}) -> None:
+        """timeline.json with all that was recorded, timeline.png with the last iterations. See trace.py."""
+        if not self.writes:
+            return
+        write_chrome(self.path / "timeline.json", records, about={"title": title, **about})
+        try:
+            write_png(self.path / "timeline.png", records, title=title, num_iterations=PNG_ITERATIONS)
+        except ImportError as error:
+            self.notes.append(
+                f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"
+            )
+
+    def close(self) -> None:
+        """Closes the files that stay open during a run."""
+        for file in (self._metrics, self._tensorboard):
+            if file is not None:
+                file.close()
+        self._metrics = self._tensorboard = None
+
+    def _open_tensorboard(self) -> SummaryWriter | None:
+        # Imported with the first metrics and on rank 0 only: 0.1 to 0.2 s that no start-up waits for.
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            self.notes.append(f"no TensorBoard events, because it can't be imported ({error}): pip install tensorboard")
+            return None
+        return SummaryWriter(self.path)
+
+    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        self._write(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        """Written beside and renamed, so that a killed run leaves the old file or the new one, never half of one."""
+        if not self.writes:
+            return
+        temporary = self.path / f".{name}.{os.getpid()}"
+        temporary.write_text(text, errors="backslashreplace")
+        temporary.replace(self.path / name)
+
+
+def finite(value: object) -> object:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
+    """Samples for people: prompt, response before, response after, each wrapped and with its reward.
+
+    Line breaks and control characters are shown as escapes, because a model can emit any of them.
+    """
+    blocks = []
+    for sample in samples:
+        rows = [("prompt", "", sample.prompt), ("before", _signed(sample.reward_before), sample.before)]
+        if sample.after is not None:
+            rows.append(("after", _signed(sample.reward_after), sample.after))
+        lines = [f"sample {sample.prompt_index}"]
+        for label, reward, text in rows:
+            wrapped = textwrap.wrap(printable(text), max(20, width - 21)) or ["(nothing)"]
+            lines.append(f"  {label:<7}{reward:>8}  | {wrapped[0]}")
+            lines += [f"  {'':<15}  | {line}" for line in wrapped[1:]]
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _signed(reward: float | None) -> str:
+    return "" if reward is None else f"{reward:+.3f}"
+
+
+def printable(text: str) -> str:
+    """Text that can't move a terminal's cursor or break a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

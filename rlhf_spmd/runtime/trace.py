@@ -1,0 +1,187 @@
+"""What every rank did and when: a recorder of spans, cheap enough to be always on, and the Chrome trace made from it.
+
+Times are taken with the monotonic performance counter and mapped onto the wall clock once, so that the spans of all
+ranks can be laid side by side (on several nodes, as exactly as their clocks agree).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Category = Literal["compute", "transfer", "wait", "control"]
+MAX_SPANS = 100_000  # per rank; older ones are forgotten, so that a long run's memory does not grow
+
+
+class Span(NamedTuple):
+    """One thing that a rank did. Times are seconds: of perf_counter while recording, of the wall clock in a record."""
+
+    name: str  # a call of the workflow, e.g. actor_generate, or what is moved or waited for
+    category: Category
+    start_s: float
+    end_s: float
+    iteration: int | None
+    args: dict[str, object]
+
+
+class OpenSpan:
+    """A running span; use it with `with`. `args` may be filled while it runs (tokens, bytes, ...)."""
+
+    __slots__ = ("_category", "_name", "_recorder", "_start_s", "args")
+
+    def __init__(self, recorder: Recorder, name: str, category: Category, args: dict[str, object]) -> None:
+        self._recorder, self._name, self._category, self.args = recorder, name, category, args
+
+    def __enter__(self) -> OpenSpan:
+        self._start_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:  # a span that ends with an exception is recorded too
+        recorder = self._recorder
+        end_s = time.perf_counter()
+        recorder.spans.append((self._name, self._category, self._start_s, end_s, recorder.iteration, self.args))
+
+
+class Recorder:
+    """The spans of one rank. `iteration` is set by the training loop and stamped on every span that ends."""
+
+    __slots__ = ("_offset_s", "host", "iteration", "rank", "spans")
+
+    def __init__(self, rank: int = 0, host: str = "", *, max_spans: int = MAX_SPANS) -> None:
+        self.rank, self.host, self.iteration = rank, host, None
+        self.spans: deque[tuple] = deque(maxlen=max_spans)
+        self._offset_s = _wall_clock_offset()
+
+    def span(self, name: str, category: Category = "compute", **args: object) -> OpenSpan:
+        """`with recorder.span("actor_generate", tokens=128): ...`; costs about a microsecond."""
+        return OpenSpan(self, name, category, args)
+
+    def add(self, name: str, category: Category, start_s: float, end_s: float, **args: object) -> None:
+        """Adds a span measured elsewhere (perf_counter seconds), e.g. a transfer that ran in the background."""
+        self.spans.append((name, category, start_s, end_s, self.iteration, args))
+
+    def to_records(self, iterations: Iterable[int] | None = None) -> dict[str, object]:
+        """JSON-able {"rank", "host", "spans": [[name, category, start_s, end_s, iteration, args], ...]}.
+
+        Times are those of the wall clock. With `iterations`, only their spans: rank 0 need not gather everything.
+        """
+        wanted = None if iterations is None else set(iterations)
+        shift = self._offset_s
+        spans = [
+            [name, category, start_s + shift, end_s + shift, iteration, args]
+            for name, category, start_s, end_s, iteration, args in list(self.spans)
+            if wanted is None or iteration in wanted
+        ]
+        return {"rank": self.rank, "host": self.host, "spans": spans}
+
+
+def _wall_clock_offset() -> float:
+    """Seconds to add to perf_counter to get the wall clock: the tightest of a few brackets."""
+    brackets = []
+    for _ in range(5):
+        before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
+        brackets.append((after - before, wall - (before + after) / 2))
+    return min(brackets)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The spans of one rank, in order of their start (the longer first)."""
+
+    rank: int
+    host: str
+    spans: tuple[Span, ...]
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}"
+
+
+def lanes(records: Sequence[Mapping[str, object]]) -> tuple[Lane, ...]:
+    """Lanes from what `Recorder.to_records` of every rank gave, by rank."""
+    made = []
+    for record in sorted(records, key=lambda record: record["rank"]):
+        spans = sorted((Span(*row) for row in record["spans"]), key=lambda span: (span.start_s, -span.end_s))
+        made.append(Lane(record["rank"], record["host"], tuple(spans)))
+    return tuple(made)
+
+
+def write_chrome(
+    path: str | Path, records: Sequence[Mapping[str, object]], *, about: Mapping[str, object] = {}
+) -> None:
+    """Writes the Chrome trace format (JSON object form), which Perfetto and chrome://tracing open.
+
+    A rank is a process with one thread, its lane; spans that overlap without nesting (background transfers) go to a
+    second thread, because the format wants the spans of a thread to nest. `about` becomes the file's metadata.
+    """
+    all_lanes = lanes(records)
+    start_s = min((lane.spans[0].start_s for lane in all_lanes if lane.spans), default=0.0)
+    events: list[dict[str, object]] = []
+    for lane in all_lanes:
+        name = lane.label + (f" ({lane.host})" if lane.host else "")
+        events += [_metadata("process_name", lane.rank, name=name)]
+        events += [_metadata("process_sort_index", lane.rank, sort_index=lane.rank)]
+        tracks = _tracks(lane.spans)
+        for track in sorted({1, *tracks}):
+            events.append(
+                _metadata("thread_name", lane.rank, track, name="calls" if track == 1 else "in the background")
+            )
+        for span, track in zip(lane.spans, tracks, strict=True):
+            iteration = {} if span.iteration is None else {"iteration": span.iteration}
+            begin_ns, end_ns = round((span.start_s - start_s) * 1e9), round((span.end_s - start_s) * 1e9)
+            events.append(
+                {
+                    "name": span.name,
+                    "cat": span.category,
+                    "ph": "X",
+                    "ts": begin_ns / 1000,
+                    "dur": (end_ns - begin_ns) / 1000,
+                    "pid": lane.rank,
+                    "tid": track,
+                    "args": iteration | span.args,
+                }
+            )
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": start_s, **about}}
+    Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def _metadata(kind: str, rank: int, track: int = 0, **args: object) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": args}
+
+
+def _tracks(spans: Sequence[Span]) -> list[int]:
+    """For spans in order of their start, the first track (from 1) on which each nests in, or follows, what is there."""
+    open_ends: list[list[float]] = []  # for every track, the ends of the spans still open
+    chosen = []
+    for span in spans:
+        for ends in open_ends:
+            while ends and ends[-1] <= span.start_s:
+                ends.pop()
+        track = next((i for i, ends in enumerate(open_ends) if not ends or span.end_s <= ends[-1]), len(open_ends))
+        if track == len(open_ends):
+            open_ends.append([])
+        open_ends[track].append(span.end_s)
+        chosen.append(track + 1)
+    return chosen
+
+
+def busy_fraction(spans: Iterable[Span], start_s: float, end_s: float) -> float:
+    """Share of [start_s, end_s] in which at least one compute span runs and no wait span does."""
+    changes = []
+    for span in spans:
+        first, last = max(span.start_s, start_s), min(span.end_s, end_s)
+        if span.category in ("compute", "wait") and first < last:
+            changes += [(first, span.category, 1), (last, span.category, -1)]
+    running = {"compute": 0, "wait": 0}
+    busy_s, now_s = 0.0, start_s
+    for moment, category, change in sorted(changes, key=lambda change: change[0]):
+        if running["compute"] and not running["wait"]:
+            busy_s += moment - now_s
+        running[category] += change
+        now_s = moment
+    return busy_s / (end_s - start_s) if end_s > start_s else 0.0

@@ -1,0 +1,318 @@
+"""Train engines: one optimizer step of a model over a group of ranks, at ZeRO stage 0, 1, 2 or 3, behind one interface.
+
+Stage 0 is ours (zero0.py); stages 1 to 3 are DeepSpeed's, and this is the only file that imports it. DeepSpeed
+believes that it owns the whole world, while a strategy gives a model any subset of the ranks and several models to one
+rank; what it takes to reconcile the two is gathered in `_DeepSpeedEngine._as_world`.
+"""
+
+import io
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.zero0 import Loss, ReplicatedEngine, StepStats
+
+BUCKET_NUMEL = 50_000_000  # DeepSpeed's communication buffers, in numbers; never below the largest weight
+
+
+class TrainEngine(Protocol):
+    """A model in training. Every rank of its group makes the same calls in the same order."""
+
+    model: nn.Module  # to run forwards on, for inference too (at stage 3 inside `gathered`)
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
+        """One AdamW step on the sum of the micro-batches' gradients over all ranks of the group.
+
+        `loss(model, micro_batch)` is this rank's share of the *global* loss, a scalar that is already divided by the
+        global count; shares are summed, never averaged. Every rank passes the same number of micro-batches (at least
+        one). Where a rank has no data, its micro-batches still run the model forward, and their loss is 0 * something;
+        at stages 1 to 3 the ranks must all reach the same weights in the same order. There, `loss` runs with the
+        engine's group as torch.distributed's default group, so it may communicate only with an explicit group.
+        """
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, `model` holds its full weights and may run any number of forwards, different on each rank.
+
+        Collective at stage 3, where it takes the memory of the whole model; nothing otherwise. Not for training.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """The full weights by parameter name, in the compute dtype; a tied weight once, under its first name.
+
+        Stages 0 to 2: the live weights (valid until the next step). Stage 3: copies on the CPU; collective.
+        """
+
+
+def make_engine(
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int],
+    zero: int,
+    dtype: torch.dtype = torch.float32,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-5,
+    weight_decay: float = 0.0,
+    max_grad_norm: float | None = 1.0,
+) -> TrainEngine:
+    """Take over a model (the same weights on every rank) and train it on the ranks of a group.
+
+    group: None at one rank, where every stage is stage 0: there is nothing to shard. ranks: the group's world ranks.
+    dtype: of weights and computation; bfloat16 keeps float32 master weights and sums of gradients; float64 is for
+    tests. weight_decay: AdamW's, on every weight. max_grad_norm: of the global gradient; None: no clipping.
+    Raises UserError for a stage or dtype that cannot be had.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise UserError(f"ZeRO stage {zero} does not exist; choose zero=0, 1, 2 or 3")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise UserError(f"cannot train in {dtype}; choose float32 or bfloat16 (float64 with zero=0)")
+    if dtype == torch.float64 and zero != 0:
+        raise UserError(f"float64 is not possible with zero={zero}: DeepSpeed refuses or rounds it; choose zero=0")
+    assert max_grad_norm is None or max_grad_norm > 0, max_grad_norm
+    assert len(ranks) == (1 if group is None else group.size()), (ranks, group)
+    with torch.no_grad():
+        for p in model.parameters():  # not model.to(dtype): buffers keep their precision
+            p.data = p.data.to(dtype)
+    settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+    if group is None or len(ranks) == 1:
+        return ReplicatedEngine(model, group=None, dtype=dtype, **settings)
+    _assert_same_weights(model, group=group)
+    if zero == 0:
+        return ReplicatedEngine(model, group=group, dtype=dtype, **settings)
+    return _DeepSpeedEngine(model, group=group, ranks=tuple(ranks), zero=zero, dtype=dtype, **settings)
+
+
+def _assert_same_weights(model: nn.Module, *, group: dist.ProcessGroup) -> None:
+    """Weights that differ are a mistake elsewhere, which DeepSpeed would hide: it broadcasts one rank's."""
+    total = sum(p.detach().double().sum() for p in model.parameters())
+    extremes = torch.stack([total, -total])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    assert extremes.sum() == 0 or extremes.isnan().any(), "the ranks start from different weights"
+
+
+class _Subgroup:
+    """What DeepSpeed asks of an `mpu`: all ranks of the group are data-parallel, none model-parallel."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]):
+        self._group, self._ranks = group, ranks
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
+        return self._ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._group.size()
+
+    def get_data_parallel_rank(self) -> int:
+        return self._group.rank()
+
+    def get_model_parallel_group(self) -> None:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+class _LossModule(nn.Module):
+    """The loss as a module around the model, so that a loss may call any method of the model.
+
+    Stage 3 gathers weights when a module's forward begins or reads one, and only inside the forward of the module that
+    DeepSpeed was given; `model.logits(...)` after `model(...)` would find its weights sharded.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.task: tuple[Loss, Any] | None = None  # not an argument: DeepSpeed hooks itself into tensor arguments
+
+    def forward(self) -> Tensor:
+        loss, micro_batch = self.task
+        return loss(self.model, micro_batch)
+
+
+class _DeepSpeedEngine:
+    """ZeRO 1 (optimizer state sharded), 2 (and gradients), 3 (and weights) over a subgroup of the world."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        zero: int,
+        dtype: torch.dtype,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+    ):
+        weights = [p for p in model.parameters() if p.requires_grad]
+        self.model = model
+        self._group, self._zero, self._mpu = group, zero, _Subgroup(group, ranks)
+        self._device = weights[0].device
+        self._loss_module = _LossModule(model)
+        self._deepspeed = _import_deepspeed(self._device)
+        self.optimizer = torch.optim.AdamW(  # ours, because DeepSpeed's own compiles an operation
+            weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+        with self._as_world(), redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory statistics
+            self._agree_on_numbers()
+            self.engine, *_ = self._deepspeed.initialize(
+                model=self._loss_module,
+                model_parameters=weights,
+                optimizer=self.optimizer,
+                config=_config(weights, zero=zero, dtype=dtype, max_grad_norm=max_grad_norm),
+                mpu=self._mpu,
+            )
+        for number, module in enumerate(self._loss_module.modules()):
+            module.ds_id = number  # see _agree_on_numbers; a module's number need be unique only in its engine
+        if zero == 1 and dtype == torch.bfloat16:
+            # This one (BF16_Optimizer) sums its gradient norm over the model-parallel group without asking whether
+            # there is one, and no group means all ranks: the norm would come out sqrt(size) times too large.
+            self.engine.optimizer.mpu = None
+
+    @contextmanager
+    def _as_world(self) -> Iterator[None]:
+        """Make the group torch.distributed's default group, and so DeepSpeed's world, for the length of a call.
+
+        - Stage 3 waits at barriers of the default group, and others ask it for their rank.
+        - DeepSpeed keeps the `mpu` of the engine made last in a module-global; several engines take turns here.
+        - It wants LOCAL_RANK, which must be the index of the current device, and asserts that Open MPI's local rank is
+          the same, which it need not be.
+        """
+        groups = self._deepspeed.utils.groups
+        local_rank = str(torch.cuda.current_device() if self._device.type == "cuda" else 0)
+        world, mpu = distributed_c10d._get_default_group(), groups.mpu
+        names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+        environment = {name: os.environ.pop(name, None) for name in names}
+        os.environ["LOCAL_RANK"] = local_rank
+        distributed_c10d._update_default_pg(self._group)
+        groups.mpu = self._mpu
+        try:
+            yield
+        finally:
+            groups.mpu = mpu
+            distributed_c10d._update_default_pg(world)
+            del os.environ["LOCAL_RANK"]
+            os.environ.update({name: value for name, value in environment.items() if value is not None})
+
+    def _agree_on_numbers(self) -> None:
+        """Let the group number its weights from the same number on.
+
+        DeepSpeed numbers the weights (and modules) of all stage 3 engines of a process through, and stage 3 compares
+        the numbers among the ranks: they differ where a rank has had more engines than another.
+        """
+        numbering = self._deepspeed.zero.partition_parameters.Init
+        highest = torch.tensor(numbering.param_id, device=self._device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+        numbering.param_id = int(highest)
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
+        """One optimizer step; see `TrainEngine.step`."""
+        assert len(micro_batches) > 0, "every rank passes at least one micro-batch"
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = lr
+        with self._as_world():
+            for index, micro_batch in enumerate(micro_batches):
+                self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+                self._loss_module.task = loss, micro_batch
+                value = self.engine()
+                assert value.requires_grad, "a rank without data must still run the model: return 0 * something"
+                # DeepSpeed averages over the ranks; it divides by no number of micro-batches, as it knows of one.
+                self.engine.backward(value * self._group.size())
+            self._loss_module.task = None
+            self.engine.step()
+            return StepStats(float(self.engine.get_global_grad_norm()))
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `TrainEngine.gathered`."""
+        if self._zero < 3:
+            yield
+            return
+        whole = self._deepspeed.zero.GatheredParameters(list(self.model.parameters()))
+        with self._as_world():
+            whole.__enter__()
+        # A module's hooks would shard its weights again after its forward. They are laid aside rather than removed,
+        # since re-registering makes DeepSpeed forget the order in which it prefetches weights.
+        hooks = [hook for m in self.model.modules() for hook in (m._forward_hooks, m._forward_pre_hooks)]
+        aside = [dict(hook) for hook in hooks]
+        try:
+            for hook in hooks:
+                hook.clear()
+            yield
+        finally:
+            for hook, entries in zip(hooks, aside, strict=True):
+                hook.update(entries)
+            with self._as_world():
+                whole.__exit__(None, None, None)
+
+    def state(self) -> dict[str, Tensor]:
+        """See `TrainEngine.state`."""
+        if self._zero < 3:
+            return {name: p.detach() for name, p in self.model.named_parameters()}
+        state = {}
+        with self._as_world():
+            for name, p in self.model.named_parameters():  # one at a time: the device need not hold the whole model
+                with self._deepspeed.zero.GatheredParameters([p]):
+                    state[name] = p.detach().to("cpu", copy=True)
+        return state
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed (seconds, so only when a stage needs it) for CPU or CUDA, quiet and without compilers."""
+    if "deepspeed" not in sys.modules:
+        os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it takes CUDA wherever there is some
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError as error:
+        raise UserError(f"zero=1, 2 and 3 need the package deepspeed ({error}): install it or choose zero=0") from error
+    accelerator = deepspeed.accelerator.get_accelerator().device_name()
+    assert accelerator == device.type, f"DeepSpeed is set to {accelerator}, the model is on {device}"
+    deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)  # its calls
+    # Whatever is compatible would be compiled: on CPU a shared-memory all-reduce that spans the whole world.
+    deepspeed.ops.__compatible_ops__ = {}
+    return deepspeed
+
+
+def _config(weights: list[Tensor], *, zero: int, dtype: torch.dtype, max_grad_norm: float | None) -> dict[str, Any]:
+    """DeepSpeed's configuration. Batch sizes are ours to manage: one micro-batch, of size one, is all it knows."""
+    numel, largest = sum(p.numel() for p in weights), max(p.numel() for p in weights)
+    bucket = math.ceil(max(largest, min(numel, BUCKET_NUMEL)) / 2) * 2  # an odd all-gather bucket is refused
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm or 0.0,  # 0: none
+        "steps_per_print": sys.maxsize,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": zero,
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            # Stage 3 keeps small weights whole, to save messages: norms in a real model, nothing in a tiny one.
+            "stage3_param_persistence_threshold": min(100_000, numel // 10_000),
+        },
+    }

@@ -1,0 +1,76 @@
+"""Checkpoint folders, prompts and configs small enough for tests: random weights, a tokenizer of words."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import save_model
+from rlhf_spmd.model.transformer import Transformer
+
+WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in "aeiou"]  # 60 words
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token per word; ids 0 <s>, 1 </s>, 2 <unk>, then the words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: index for index, word in enumerate(["<s>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def write_model(folder: Path, *, head: str = "lm", seed: int = 0, **sizes) -> Path:
+    """A random Llama of about 20,000 parameters, saved as a Hugging Face folder."""
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 63,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "bos_token_id": 0,
+        "eos_token_ids": (1,),
+    }
+    model = Transformer(ModelConfig(**(shape | sizes)), head=head, dtype=torch.float32)
+    model.init_weights(seed, std=0.2, score_std=0.3)
+    write_tokenizer(folder)
+    save_model(model, folder, source=folder)
+    return folder
+
+
+def write_prompts(path: Path, num: int = 40) -> Path:
+    """Prompts of 1 to 6 words."""
+    lines = [{"prompt": " ".join(WORDS[(7 * i + 3 * j) % len(WORDS)] for j in range(1 + i % 6))} for i in range(num)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_all(folder: Path) -> list[str]:
+    """Actor, reward model and prompts in `folder`; returns overrides for a small, fast run on them."""
+    actor = write_model(folder / "actor", seed=1)
+    reward = write_model(folder / "reward", head="scalar", seed=2)
+    prompts = write_prompts(folder / "prompts.jsonl")
+    return [
+        f"models.actor={actor}",
+        f"models.reward={reward}",
+        f"data.prompts={prompts}",
+        "data.max_prompt=8",
+        "generation.max_new_tokens=10",
+        "iterations=3",
+        "rollout_batch=24",
+        "mini_batch=12",
+        "micro_batch=4",
+        "ppo.epochs=2",
+        "optimizer.actor_lr=1e-3",
+        "optimizer.critic_lr=1e-3",
+    ]

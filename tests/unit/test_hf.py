@@ -1,0 +1,387 @@
+"""Hugging Face folders: what transformers saved we load, what we save transformers loads, and bad folders are named."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import hf
+from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.transformer import Transformer
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+FAMILIES = {
+    "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}},
+    "llama tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 6, "head_dim": 10},
+    "qwen2 tied": {"tie_word_embeddings": True} | WINDOW,
+    "qwen3": {"head_dim": 12},
+}
+TOKENS_BT = torch.randint(3, 61, (3, 15), generator=torch.Generator().manual_seed(0))
+
+
+def theirs(case: str, head: str = "lm", **more):
+    """A random model of transformers."""
+    import transformers
+
+    auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
+    more = ({"num_labels": 1, "pad_token_id": 0} if head == "scalar" else {}) | more
+    config = transformers.AutoConfig.for_model(case.split()[0], **SMALL | FAMILIES[case] | more)
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape)
+    return model
+
+
+@torch.no_grad()
+def their_logits(folder) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return model(TOKENS_BT).logits
+
+
+@torch.no_grad()
+def our_logits(model: Transformer) -> torch.Tensor:
+    return model.logits(model(TOKENS_BT))
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def make_tokenizer(folder, *, pad: str | None = "<pad>") -> None:
+    """A word-level tokenizer with a beginning-of-sequence post-processor."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    words = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(4, 61))])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token=pad
+    )
+    wrapped.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A causal Llama saved by transformers, with a tokenizer."""
+    path = tmp_path_factory.mktemp("llama")
+    theirs("llama").save_pretrained(path)
+    make_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def broken(folder, tmp_path):
+    """A copy of that folder, to be damaged."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_loads_what_transformers_saved_and_back(case, tmp_path):
+    model = theirs(case)
+    model.save_pretrained(tmp_path / "theirs")
+    mine = hf.load_model(tmp_path / "theirs", head="lm")
+    with torch.no_grad():
+        expected = model(TOKENS_BT).logits
+    close(our_logits(mine), expected)
+
+    hf.save_model(mine, tmp_path / "ours")
+    close(their_logits(tmp_path / "ours"), expected)
+    again = hf.load_model(tmp_path / "ours", head="lm")
+    assert again.config == mine.config
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight, mine.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("save_in_shards", [False, True])
+def test_shards(folder, tmp_path, save_in_shards):
+    if save_in_shards:
+        mine = hf.load_model(folder, head="lm")
+        hf.save_model(mine, tmp_path, max_shard_bytes=20_000)
+    else:
+        theirs("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    mine = hf.load_model(tmp_path, head="lm")
+    close(our_logits(mine), their_logits(folder))
+    close(our_logits(mine), their_logits(tmp_path))
+
+    hf.save_model(mine, tmp_path)  # over the shards, from which it was loaded
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    close(their_logits(tmp_path), their_logits(folder))
+
+
+@pytest.mark.parametrize("case", ["llama", "llama tied", "mistral", "qwen2 tied", "qwen3"])
+def test_reward_models_both_ways(case, tmp_path):
+    """AutoModelForSequenceClassification pools the last real token of what we wrote, even where it ends a sequence."""
+    import transformers
+
+    model = theirs(case, "scalar")
+    model.save_pretrained(tmp_path / "theirs")
+    mine = hf.load_model(tmp_path / "theirs", head="scalar")
+    hf.save_model(mine, tmp_path / "ours")
+    lengths_B = torch.tensor([15, 4, 9])
+    padding_BT = torch.arange(15) >= lengths_B[:, None]
+    tokens_BT = TOKENS_BT.clone()
+    tokens_BT[torch.arange(3), lengths_B - 1] = 2
+    with torch.no_grad():
+        values_BT = mine.scalar(mine(tokens_BT.masked_fill(padding_BT, -1)))
+        expected = values_BT[torch.arange(3), lengths_B - 1]
+        for folder in ("theirs", "ours"):
+            loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / folder).eval()
+            pad = loaded.config.pad_token_id
+            assert loaded.num_labels == 1
+            close(loaded(tokens_BT.masked_fill(padding_BT, pad)).logits[:, 0], expected)
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
+def test_a_reward_folder_pads_with_what_no_sequence_ends_with(pad, tmp_path):
+    """As its users do it: AutoTokenizer pads, AutoModelForSequenceClassification pools."""
+    import transformers
+
+    make_tokenizer(tmp_path / "source", pad=pad)
+    theirs("llama", pad_token_id=2).save_pretrained(tmp_path / "source")
+    mine = hf.load_model(tmp_path / "source", head="scalar")
+    mine.score.weight.data.normal_()
+    hf.save_model(mine, tmp_path / "out", source=tmp_path / "source")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
+    texts = ["w9 w10 w11 w12 </s>", "w9 </s>", "w20 w21"]
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        got = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+        for text, score in zip(texts, got, strict=True):
+            ids = torch.tensor([hf.load_tokenizer(tmp_path / "out").encode(text)])
+            close(mine.scalar(mine(ids))[0, -1], score)
+
+
+def test_a_critic_from_a_language_model_starts_at_zero(folder):
+    mine = hf.load_model(folder, head="scalar")
+    assert mine.scalar(mine(TOKENS_BT)).abs().max() == 0
+    assert mine.score.weight.requires_grad
+
+
+def test_precision_and_independence_of_the_file(broken):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        mine = hf.load_model(broken, head="lm", dtype=dtype)
+        assert all(weight.dtype == dtype and weight.requires_grad for weight in mine.parameters())
+    mine = hf.load_model(broken, head="lm")
+    before = mine.embed_tokens.weight.clone()
+    with open(broken / "model.safetensors", "r+b") as file:
+        file.seek(5000)
+        file.write(b"\0" * 20000)
+    assert torch.equal(mine.embed_tokens.weight, before)
+    half = hf.load_model(broken, head="lm", dtype=torch.bfloat16)
+    hf.save_model(half, broken)
+    assert json.loads((broken / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_file(broken / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_tied_weights_may_be_stored_twice(tmp_path):
+    model = theirs("llama tied")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # old Llama folders hold these
+    save_file(tensors, tmp_path / "model.safetensors")
+    mine = hf.load_model(tmp_path, head="lm")
+    close(our_logits(mine), model(TOKENS_BT).logits.detach())
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors.*lm_head\.weight differs.*tie_word_embeddings"):
+        hf.load_model(tmp_path, head="lm")
+    hf.load_model(tmp_path, head="scalar")
+
+
+def edit_tensors(change):
+    def edit(path):
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+
+    return edit
+
+
+def edit_config(**changes):
+    def edit(path):
+        values = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(values | changes))
+
+    return edit
+
+
+def truncate(path):
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def index(weight_map):
+    def edit(path):
+        (path / "model.safetensors").rename(path / "a.safetensors")
+        names = load_file(path / "a.safetensors") if callable(weight_map) else ()
+        content = weight_map(names) if callable(weight_map) else weight_map
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
+
+    return edit
+
+
+NORM = "model.norm.weight"
+BAD = {
+    "no config": (lambda path: (path / "config.json").unlink(), r"config\.json is missing"),
+    "config not json": (lambda path: (path / "config.json").write_text("{"), r"config\.json cannot be read"),
+    "config a list": (lambda path: (path / "config.json").write_text("[]"), r"config\.json does not hold"),
+    "family": (edit_config(model_type="gpt2"), r"config\.json: model_type 'gpt2'.*llama, mistral, qwen2, qwen3"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), r"holds neither model\.safetensors nor"),
+    "truncated": (truncate, r"model\.safetensors is truncated"),
+    "empty": (lambda path: (path / "model.safetensors").write_bytes(b""), r"model\.safetensors is truncated"),
+    "missing": (edit_tensors(lambda t: t.pop(NORM)), rf"lacks tensor {NORM}, which"),
+    "missing many": (edit_config(num_hidden_layers=3), r"lacks tensor model\.layers\.2\..* \(and 8 more\)"),
+    "extra": (edit_config(num_hidden_layers=1), r"holds tensor model\.layers\.1\..*does not have"),
+    "no head": (edit_tensors(lambda t: t.pop("lm_head.weight")), r"lacks tensor lm_head\.weight"),
+    "shape": (edit_tensors(lambda t: t.update({NORM: torch.ones(5)})), rf"{NORM} has shape \[5\], but.*\[32\]"),
+    "vocab": (edit_config(vocab_size=62), r"model\.embed_tokens\.weight has shape \[61, 32\]"),
+    "integers": (edit_tensors(lambda t: t.update({NORM: torch.ones(32).int()})), rf"{NORM} is stored as I32"),
+    "labels": (
+        edit_tensors(lambda t: t.update({"score.weight": torch.ones(2, 32)})),
+        r"holds a critic or reward model \(tensor score\.weight\)",
+    ),
+    "shard above": (index({NORM: "../a.safetensors"}), rf"places tensor {NORM} in '../a\.safetensors'.*outside"),
+    "shard root": (index({NORM: "/etc/passwd"}), "outside the folder"),
+    "shard number": (index({NORM: 3}), "outside the folder"),
+    "no weight_map": (index([]), "has no weight_map"),
+    "shard missing": (index({NORM: "b.safetensors"}), r"b\.safetensors is missing"),
+    "shard lacks": (
+        index(lambda names: dict.fromkeys(names, "a.safetensors") | {NORM: "config.json"}),
+        r"config\.json is truncated or not a safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders_are_named(case, broken):
+    damage, words = BAD[case]
+    damage(broken)
+    with pytest.raises(UserError, match=words) as raised:
+        hf.load_model(broken, head="lm")
+    assert str(broken) in str(raised.value)
+
+
+def test_more_bad_folders(broken, tmp_path):
+    with pytest.raises(UserError, match="not-here is not a folder"):
+        hf.load_model(tmp_path / "not-here", head="lm")
+    with pytest.raises(UserError, match="not-here holds no tokenizer"):
+        hf.load_tokenizer(tmp_path / "not-here")
+    edit_tensors(lambda t: t.update({"score.weight": torch.ones(2, 32)}))(broken)
+    with pytest.raises(UserError, match=r"score\.weight has shape \[2, 32\].*one label"):
+        hf.load_model(broken, head="scalar")
+    (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin, a pickle"):
+        hf.load_model(broken, head="lm")
+    (broken / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
+        hf.load_tokenizer(broken)
+
+
+def test_a_shard_that_lacks_what_the_index_promises(broken):
+    tensors = load_file(broken / "model.safetensors")
+    index(lambda names: dict.fromkeys(names, "a.safetensors"))(broken)
+    hf.load_model(broken, head="lm")
+    tensors.pop(NORM)
+    save_file(tensors, broken / "a.safetensors")
+    with pytest.raises(UserError, match=rf"a\.safetensors lacks tensor {NORM}"):
+        hf.load_model(broken, head="lm")
+
+
+def test_tokenizer_equals_transformers(folder, tmp_path):
+    import transformers
+
+    expected = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = hf.load_tokenizer(folder)
+    text = "w7 w8 </s> w9 nowhere"
+    assert tokenizer.encode(text) == expected.encode(text) == [1, 7, 8, 2, 9, 0]
+    assert tokenizer.encode(text, special=False) == expected.encode(text, add_special_tokens=False)
+    ids = [1, 7, 8, 2, -1, -1]
+    assert tokenizer.decode(ids) == expected.decode(ids[:4], skip_special_tokens=True)
+    assert tokenizer.decode(ids, special=True) == expected.decode(ids[:4])
+    got = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size)
+    assert got == (1, 2, 3, 61)
+
+    hf.save_model(hf.load_model(folder, head="lm"), tmp_path, tokenizer=tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
+    wrapped = hf.Tokenizer.from_transformers(expected, folder)
+    assert wrapped.encode(text) == tokenizer.encode(text) and wrapped.decode(ids) == tokenizer.decode(ids)
+
+
+def test_several_end_tokens(broken, tmp_path):
+    (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "temperature": 0.7}))
+    mine = hf.load_model(broken, head="lm")
+    assert mine.config.eos_token_ids == (2, 3)
+    hf.save_model(mine, tmp_path / "a")
+    hf.save_model(mine, tmp_path / "b", source=broken)
+    for name in ("a", "b"):
+        assert hf.read_config(tmp_path / name).eos_token_ids == (2, 3)
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text())["temperature"] == 0.7
+
+
+def test_loading_is_fast_and_imports_no_transformers(folder):
+    program = f"""
+import sys, torch
+from rlhf_spmd.model import hf
+import time
+start = time.perf_counter()
+hf.load_model({str(folder)!r}, head="lm")
+hf.load_tokenizer({str(folder)!r})
+print(time.perf_counter() - start)
+assert not any(name.split(".")[0] in ("transformers", "accelerate", "deepspeed") for name in sys.modules)
+"""
+    seconds = min(
+        float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    )
+    assert seconds < 0.2
+
+
+def test_gguf_says_what_is_missing(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"none\.gguf is missing"):
+        hf.convert_gguf(tmp_path / "none.gguf", tmp_path / "out")
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="pip install gguf accelerate"):
+        hf.convert_gguf(tmp_path / "some.gguf", tmp_path / "out")
+
+
+def test_a_state_gathered_elsewhere_is_saved(tmp_path):
+    config = from_hf({"model_type": "llama", **SMALL})
+    model = Transformer(config, head="lm", seed=5)
+    hf.save_state(dict(model.state_dict()), config, "lm", tmp_path)
+    start = time.perf_counter()
+    loaded = hf.load_model(tmp_path, head="lm")
+    assert time.perf_counter() - start < 1
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))

@@ -1,0 +1,90 @@
+"""Philox4x32-10 against the published known answers, and the uniforms that sampling uses."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rlhf_spmd.kernels.philox import philox_uint32, uniforms
+
+# Random123 1.14, tests/kat_vectors: counter, key, output.
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+WORD = st.integers(0, 2**32 - 1)
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def philox_python(seed: int, counter: list[int]) -> list[int]:
+    """The same formula on Python integers."""
+    c, k = list(counter), [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [p1 >> 32 ^ c[1] ^ k[0], p1 % 2**32, p0 >> 32 ^ c[3] ^ k[1], p0 % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@pytest.mark.parametrize(("counter", "key", "output"), KNOWN)
+def test_known_answers(counter, key, output):
+    low, high = words(key)
+    out = philox_uint32(low | high << 32, *words(counter))
+    assert out.dtype == np.uint32
+    assert out.tolist() == words(output)
+
+
+@given(seed=st.integers(0, 2**64 - 1), counter=st.lists(WORD, min_size=4, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_equals_python_integers(seed, counter):
+    assert philox_uint32(seed, *counter).tolist() == philox_python(seed, counter)
+
+
+def test_counters_broadcast():
+    out = philox_uint32(7, np.arange(3)[:, None], 5, np.arange(4)[None, :], 2**32 - 1)
+    assert out.shape == (4, 3, 4)
+    assert out[:, 2, 3].tolist() == philox_python(7, [2, 5, 3, 2**32 - 1])
+
+
+def test_uniforms_do_not_depend_on_company():
+    """Row 22: a token's number depends on what it is for, not on the batch, its order or the length asked for."""
+    prompts, samples = np.array([5, 9, 9, 2**32 - 1]), np.array([0, 0, 1, 3])
+    all_BG = uniforms(1234, 7, prompts, samples, 13)
+    assert all_BG.shape == (4, 13) and all_BG.dtype == np.float32
+    for b in (3, 1):
+        assert (uniforms(1234, 7, prompts[b : b + 1], samples[b : b + 1], 6)[0] == all_BG[b, :6]).all()
+    expected = (philox_python(1234, [9, 1, 12, 7])[0] >> 8) / 2**24
+    assert all_BG[2, 12] == expected
+    assert uniforms(1234, 7, [], [], 3).shape == (0, 3)
+
+
+def test_every_index_matters():
+    base = uniforms(1, 2, [3], [4], 2)
+    others = [uniforms(0, 2, [3], [4], 2), uniforms(1, 3, [3], [4], 2), uniforms(1, 2, [4], [4], 2)]
+    others += [uniforms(1, 2, [3], [3], 2), uniforms(1 + 2**32, 2, [3], [4], 2), uniforms(1, 2, [3], [4], 3)[:, 1:]]
+    assert all((other != base).all() for other in others)
+
+
+def test_uniforms_are_uniform_and_below_one():
+    u = uniforms(99, 0, np.arange(500), np.zeros(500, int), 64).ravel()
+    assert u.min() >= 0.0 and u.max() < 1.0
+    ecdf = (np.arange(u.size) + 0.5) / u.size
+    assert np.abs(np.sort(u) - ecdf).max() < 1.63 / math.sqrt(u.size)  # Kolmogorov-Smirnov at 1%
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 3 / math.sqrt(u.size)
+    # The largest bit pattern maps to 1 - 2**-24, exactly and not to 1.
+    largest = np.float32(2**24 - 1) * np.float32(2**-24)
+    assert largest == 1 - 2**-24
+
+
+def test_misuse_is_caught():
+    with pytest.raises(AssertionError, match="64-bit"):
+        philox_uint32(2**64, 0, 0, 0, 0)
+    with pytest.raises(AssertionError, match="32 bits"):
+        philox_uint32(0, -1, 0, 0, 0)
+    with pytest.raises(AssertionError, match="32 bits"):
+        philox_uint32(0, np.array([2**32]), 0, 0, 0)

@@ -1,0 +1,251 @@
+"""The run folder and the console: what is written where, never twice, and the last line that machines read."""
+
+import io
+import json
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.console import Console, Result
+from rlhf_spmd.runtime.run_folder import METRICS, RunFolder, Sample, format_samples
+
+SAMPLES = [
+    Sample(3, "The film was", " bad\x1b[2J\n" + "so bad " * 30, -0.5, " good", 0.75),
+    Sample(8, "", "", 0.0),
+]
+
+
+def result(**changes):
+    values = {
+        "strategy": "flattening", "ranks": 4, "iterations": 2, "reward_first": -0.5, "reward_last": 0.25,
+        "kl_last": 0.01, "gen_tokens_per_s": 1234.5, "parity_max_abs": 1e-6, "wall_s": 7.5, "run_dir": "runs/a",
+    }  # fmt: skip
+    return Result(**values | changes)
+
+
+# ---- the folder
+
+
+def test_names_are_made_and_never_reused(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "20250102-030405")
+    root = tmp_path / "deep" / "runs"
+    names = [RunFolder.create(root, strategy="strategies/my strategy.py").path.name for _ in range(3)]
+    stem = "20250102-030405-my-strategy"
+    assert names == [stem, f"{stem}-2", f"{stem}-3"]
+    assert RunFolder.create(root, strategy="flattening", name="mine").path == root / "mine"
+    with pytest.raises(UserError, match="mine exists already and is never overwritten"):
+        RunFolder.create(root, strategy="flattening", name="mine")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp", "a/"])
+def test_names_that_leave_the_folder_are_refused(tmp_path, name):
+    with pytest.raises(UserError, match="plain folder name"):
+        RunFolder.create(tmp_path, strategy="flattening", name=name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't be made"):
+        RunFolder.create(tmp_path / "file" / "runs", strategy="flattening")
+    with pytest.raises(UserError, match="exists already|can't be made"):
+        RunFolder.create(tmp_path / "file", strategy="flattening")
+
+
+def test_mode(tmp_path):
+    before = os.umask(0o022)
+    try:
+        folder = RunFolder.create(tmp_path / "runs", strategy="flattening")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == stat.S_IMODE(folder.path.parent.stat().st_mode) == 0o750
+
+
+def test_files(tmp_path):
+    folder = RunFolder.create(tmp_path, strategy="flattening")
+    folder.write_config({"preset": "tiny", "path": tmp_path, "ppo": {"kl_coef": 0.05}})
+    folder.write_strategy("def place(): ...\n")
+    folder.write_program("abc", "two\nlines")
+    folder.write_samples(SAMPLES[:1])
+    folder.write_samples(SAMPLES)
+    read = {path.name: path.read_text() for path in folder.path.iterdir()}
+    assert json.loads(read["config.json"]) == {"preset": "tiny", "path": str(tmp_path), "ppo": {"kl_coef": 0.05}}
+    assert read["strategy.py"] == "def place(): ...\n"
+    assert json.loads(read["program.json"]) == {"fingerprint": "abc", "summary": ["two", "lines"]}
+    rows = [json.loads(line) for line in read["samples.jsonl"].splitlines()]
+    assert [row["after"] for row in rows] == [" good", None] and rows[0]["before"] == SAMPLES[0].before
+    assert "-0.500" in read["samples.txt"] and "+0.750" in read["samples.txt"]
+    assert set(read) == {
+        "config.json",
+        "strategy.py",
+        "program.json",
+        "samples.jsonl",
+        "samples.txt",
+    }  # nothing half written
+    assert folder.actor == folder.path / "actor"
+
+
+def test_metrics_are_on_disk_after_every_iteration(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"reward": 0.5, "policy_loss": math.nan, "mine": 3, "hash": "abc"})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == {"iteration": 1, "reward": 0.5, "policy_loss": None, "mine": 3, "hash": "abc"}
+    folder.write_metrics(2, {"reward": 0.75, "kl": math.inf})
+    folder.close()
+    folder.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]) == {"iteration": 2, "reward": 0.75, "kl": None}
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/reward")] == [(1, 0.5), (2, 0.75)]
+    assert events.Scalars("other/mine")[0].value == 3 and "policy/policy_loss" in events.Tags()["scalars"]
+    assert folder.notes == []
+
+
+def test_missing_tensorboard_and_matplotlib_are_noted_not_fatal(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"reward": 0.5})
+    folder.write_metrics(2, {"reward": 0.5})
+    folder.write_timeline([], title="t")
+    assert len(folder.notes) == 2 and "pip install tensorboard" in folder.notes[0]
+    assert "pip install matplotlib" in folder.notes[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "timeline.json"]
+
+
+def test_timeline(tmp_path):
+    folder = RunFolder(tmp_path)
+    spans = [["actor_generate", "compute", 1.0, 2.0, 1, {}]]
+    folder.write_timeline([{"rank": 0, "host": "", "spans": spans}], title="flattening", about={"ranks": 1})
+    assert json.loads((tmp_path / "timeline.json").read_text())["otherData"]["title"] == "flattening"
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    folder = RunFolder(tmp_path, writes=False)
+    folder.write_config({})
+    folder.write_strategy("")
+    folder.write_program("", "")
+    folder.write_metrics(1, {"reward": 0.5})
+    folder.write_samples(SAMPLES)
+    folder.write_timeline([], title="t")
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_run_leaves_whole_files(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_samples(SAMPLES[:1])
+    before = (tmp_path / "samples.jsonl").read_text()
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        folder.write_samples(SAMPLES)
+    assert (tmp_path / "samples.jsonl").read_text() == before
+
+
+def test_imports_are_late():
+    code = (
+        "import sys, rlhf_spmd.runtime.run_folder, rlhf_spmd.runtime.console, rlhf_spmd.runtime.data\n"
+        "import rlhf_spmd.runtime.reward_function, rlhf_spmd.rewards\n"
+        "late = {'torch', 'matplotlib', 'tensorboard', 'pyarrow', 'rich', 'vaderSentiment'} & set(sys.modules)\n"
+        "assert not late, late"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_metric_names_are_words():
+    assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in METRICS)
+
+
+# ---- samples
+
+
+def test_samples_are_safe_to_print():
+    text = format_samples(SAMPLES, width=60)
+    assert "\x1b" not in text and "\\x1b[2J\\n" in text and "(nothing)" in text
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.index("before") < text.index("after")
+    assert format_samples([]) == ""
+
+
+# ---- console
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_console_of_rank_0(tmp_path):
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    folder = RunFolder(tmp_path)
+    folder.notes.append("no picture")
+    folder.actor.mkdir()
+    console.heading("rlhf_spmd", {"actor": "tiny", "prompts": 512})
+    console.iteration(1, 10, {"reward": -0.5, "kl": 0.001, "gen_tokens_per_s": 12345.6})
+    console.iteration(10, 10, {"reward": 0.25, "gen_tokens_per_s": 1.0, "unknown": 3})
+    console.samples(SAMPLES)
+    console.closing(result(), folder, {"chat with the actor": "python chat.py"})
+    text = stream.getvalue()
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[1:3] == ["  actor    tiny", "  prompts  512"]
+    heading, first, last = lines[3:6]
+    assert heading.split() == ["iteration", "reward", "kl", "gen", "tok/s"]
+    assert first.split() == ["1/10", "-0.5000", "0.0010", "12,346"] and last.split() == ["10/10", "+0.2500", "-", "1"]
+    assert len(heading) == len(first) == len(last)
+    for expected in (
+        "The film was",
+        "note: no picture",
+        "timeline.png",
+        "tensorboard --logdir",
+        "python chat.py",
+        "/actor",
+    ):
+        assert expected in text
+    machine = json.loads(lines[-1])
+    assert list(machine) == [
+        "strategy", "ranks", "iterations", "reward_first", "reward_last", "kl_last", "gen_tokens_per_s",
+        "parity_max_abs", "wall_s", "run_dir",
+    ]  # fmt: skip
+    assert machine["reward_last"] == 0.25
+
+
+def test_what_was_not_measured_is_null():
+    assert json.loads(result(parity_max_abs=math.nan).to_json())["parity_max_abs"] is None
+
+
+def test_other_ranks_are_silent(capsys, tmp_path):
+    console = Console(enabled=False)
+    console.heading("t", {})
+    console.iteration(1, 2, {"reward": 1.0})
+    console.note("n")
+    console.samples(SAMPLES)
+    console.closing(result(), RunFolder(tmp_path))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_colour_only_in_a_terminal_that_wants_it(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    Console(stream=stream).heading("title", {})
+    assert stream.getvalue() == "\x1b[1mtitle\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    Console(stream=stream).heading("title", {})
+    assert stream.getvalue() == "title\n"
+
+
+def test_a_log_that_only_knows_ascii_does_not_end_the_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(stream=stream).note("naïve \U0001f600")
+    assert raw.getvalue() == b"na\\xefve \\U0001f600\n"

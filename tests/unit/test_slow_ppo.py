@@ -1,0 +1,343 @@
+"""ppo_math against the second, slow implementation: losses, gradients and whole runs agree to 1e-10 in float64.
+
+The fast side of these tests is what a rank does: padded batches, shares and micro-batches whose sums are added, and
+division by the global token count.
+"""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import pytest
+import slow_ppo
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rlhf_spmd.algorithms.ppo_math as pm
+from rlhf_spmd.algorithms.order import epoch_order
+
+VOCAB, HIDDEN, EOS = 11, 6, 3
+OPTIONS = slow_ppo.Options(eos_ids=(EOS,))
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Recurrent(nn.Module):
+    """The smallest causal sequence model: right padding can't reach back."""
+
+    def __init__(self, width: int, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.rnn = nn.Embedding(VOCAB, HIDDEN), nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+        self.head = nn.Linear(HIDDEN, width)
+        self.double()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(tokens_BT))[0])
+
+
+def logits(actor: nn.Module, tokens: list[int]) -> Tensor:
+    return actor(torch.tensor([tokens]))[0]
+
+
+def value(critic: nn.Module, tokens: list[int]) -> Tensor:
+    return critic(torch.tensor([tokens]))[0, :, 0]
+
+
+def models(seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    return Recurrent(VOCAB, seed), Recurrent(1, seed + 1)
+
+
+def make_rollouts(num: int, options: slow_ppo.Options, *, noise: float = 0.2) -> list[slow_ppo.Rollout]:
+    """Responses of 1 to 7 tokens, some ended, some not; old logprobs and values a little off, so that clipping happens."""
+    rng = np.random.default_rng(0)
+    actor, critic = models()
+    words = [v for v in range(VOCAB) if v not in options.eos_ids]
+    rollouts = []
+    for i in range(num):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 5)).tolist()
+        response = rng.choice(words, rng.integers(1 + options.min_new_tokens, 8)).tolist()
+        if i % 3:
+            response[-1] = EOS
+        num_tokens = len(response)
+        with torch.no_grad():
+            exact = slow_ppo.response_logprobs(logits, actor, prompt, response, options)
+            values = slow_ppo.response_values(value, critic, prompt, response)
+        logprobs = np.array([float(x) for x in exact]) + noise * rng.standard_normal(num_tokens)
+        ref_logprobs = logprobs + 0.3 * rng.standard_normal(num_tokens)
+        values = np.array([float(x) for x in values]) + noise * rng.standard_normal(num_tokens + 1)
+        score = float(2 * rng.standard_normal())
+        rollouts.append(
+            slow_ppo.Rollout(prompt, response, logprobs.tolist(), ref_logprobs.tolist(), values.tolist(), score)
+        )
+    return rollouts
+
+
+@dataclasses.dataclass
+class Batch:
+    """The rollouts as padded tensors."""
+
+    tokens_BT: Tensor
+    prompt_len_B: Tensor
+    responses_BG: Tensor
+    logprobs_BG: Tensor
+    advantages_BG: Tensor
+    returns_BG: Tensor
+    values_BG: Tensor
+    white_BG: Tensor | None = None
+
+    def rows(self, index) -> "Batch":
+        return Batch(*(None if x is None else x[index] for x in dataclasses.astuple(self)))
+
+
+def pad(rows: list[list], width: int, filler: float, dtype=torch.float64) -> Tensor:
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=dtype)
+
+
+def make_batch(rollouts: list, o: slow_ppo.Options, *, extra: int = 0, pad_id: int = 0, junk: float = 0.0) -> Batch:
+    """Everything up to the advantages, as the runtime does it; `extra` columns of padding, `junk` in masked entries."""
+    width = max(len(r.response) for r in rollouts) + extra
+    tokens = [r.prompt + r.response for r in rollouts]
+    tokens_BT = pad(tokens, max(map(len, tokens)) + extra, pad_id, torch.int64)
+    responses_BG = pad([r.response for r in rollouts], width, -1, torch.int64)
+    logprobs_BG, ref_BG = (pad([getattr(r, n) for r in rollouts], width, junk) for n in ("logprobs", "ref_logprobs"))
+    values_BG1 = pad([r.values for r in rollouts], width + 1, junk)
+    mask_BG, ended_B = pm.response_mask(responses_BG), pm.ended(responses_BG, o.eos_ids)
+    scores_B = pm.shaped_scores(
+        torch.tensor([r.score for r in rollouts], dtype=torch.float64),
+        ended_B,
+        truncation=o.truncation,
+        truncation_penalty=o.truncation_penalty,
+        clip_score=o.clip_score,
+        mean=o.score_mean,
+        std=o.score_std,
+    )
+    rewards_BG = pm.token_rewards(scores_B, pm.token_kl(logprobs_BG, ref_BG, mask_BG), mask_BG, o.kl_coef)
+    bootstrap_B = ~ended_B if o.truncation == "bootstrap" else None
+    advantages_BG, returns_BG = pm.gae(
+        rewards_BG, values_BG1, mask_BG, gamma=o.gamma, lam=o.lam, bootstrap_B=bootstrap_B
+    )
+    prompt_len_B = torch.tensor([len(r.prompt) for r in rollouts])
+    return Batch(tokens_BT, prompt_len_B, responses_BG, logprobs_BG, advantages_BG, returns_BG, values_BG1[:, :-1])
+
+
+def whiten(batch: Batch, shares: list[list[int]]) -> Batch:
+    """Moments of every share, added; then the same mean and variance for all."""
+    mask_BG = pm.response_mask(batch.responses_BG)
+    total = sum(pm.moments(batch.advantages_BG[rows], mask_BG[rows]) for rows in shares)
+    return dataclasses.replace(batch, white_BG=pm.whiten(batch.advantages_BG, mask_BG, total))
+
+
+def at_responses(x_BT: Tensor, batch: Batch) -> Tensor:
+    """What the model says *before* each response token: [B, T, ...] -> [B, G, ...]."""
+    offset_BG = batch.prompt_len_B[:, None] - 1 + torch.arange(batch.responses_BG.shape[1])
+    return x_BT[torch.arange(len(x_BT))[:, None], offset_BG.clamp(max=x_BT.shape[1] - 1)]
+
+
+def losses(actor, critic, batch: Batch, o: slow_ppo.Options):
+    """Sums over one share or micro-batch of a whitened mini-batch."""
+    mask_BG = pm.response_mask(batch.responses_BG)
+    logits_BGV = pm.ban_tokens(at_responses(actor(batch.tokens_BT), batch), o.eos_ids, o.min_new_tokens)
+    logprobs_BG = pm.token_logprobs(logits_BGV, batch.responses_BG, o.temperature)
+    values_BG = at_responses(critic(batch.tokens_BT)[..., 0], batch)
+    policy = pm.policy_loss_sum(logprobs_BG, batch.logprobs_BG, batch.white_BG, mask_BG, clip_ratio=o.clip_ratio)
+    critic_loss = pm.value_loss_sum(
+        values_BG, batch.values_BG, batch.returns_BG, mask_BG, clip_value=o.clip_value, value_coef=o.value_coef
+    )
+    return policy, critic_loss
+
+
+def fast_step(actor, critic, batch: Batch, shares: list[list[int]], o: slow_ppo.Options) -> slow_ppo.Step:
+    """Losses and gradients of one (whitened) mini-batch, one share after the other."""
+    num_tokens = pm.response_mask(batch.responses_BG).sum()
+    actor.zero_grad()
+    critic.zero_grad()
+    totals: dict[str, float] = {}
+    for rows in shares:
+        own = batch.rows(rows)
+        if not rows:  # a rank without data: one row without a token
+            own = dataclasses.replace(batch.rows([0]), responses_BG=torch.full_like(batch.responses_BG[:1], -1))
+        for loss_sum, sums in losses(actor, critic, own, o):
+            (loss_sum / num_tokens).backward()
+            for name, x in sums.items():
+                totals[name] = totals.get(name, 0.0) + float(x / num_tokens)
+    grads = [{n: p.grad.clone() for n, p in model.named_parameters()} for model in (actor, critic)]
+    norms = [math.sqrt(sum(float(g.square().sum()) for g in grad.values())) for grad in grads]
+    return slow_ppo.Step(
+        totals["policy_loss"], totals["value_loss"], totals["clip_fraction"], totals["approx_kl"], *grads, *norms
+    )
+
+
+def assert_same(fast: slow_ppo.Step, slow: slow_ppo.Step) -> None:
+    for name in (f.name for f in dataclasses.fields(slow_ppo.Step)):
+        torch.testing.assert_close(getattr(fast, name), getattr(slow, name), **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def fast_train(actor, critic, rollouts, order, o: slow_ppo.Options, shares) -> list[slow_ppo.Step]:
+    """All epochs with torch's own optimizer, clipping and our learning rate."""
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        for model in (actor, critic)
+    ]
+    everything = make_batch(rollouts, o)
+    everything = whiten(everything, [list(range(len(rollouts)))])
+    steps = []
+    for mini_batch in np.concatenate(order):
+        batch = everything.rows(mini_batch)
+        if o.whiten == "mini_batch":
+            batch = whiten(batch, shares)
+        steps.append(fast_step(actor, critic, batch, shares, o))
+        for model, optimizer, peak in zip((actor, critic), optimizers, (o.actor_lr, o.critic_lr), strict=True):
+            if o.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), o.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = pm.learning_rate(len(steps) - 1, peak=peak, num_warmup_steps=o.num_warmup_steps)
+            optimizer.step()
+    return steps
+
+
+VARIANTS = {
+    "defaults": {},
+    "temperature": {"temperature": 0.7, "kl_coef": 0.3},
+    "bootstrap": {"truncation": "bootstrap", "gamma": 0.9, "lam": 0.8},
+    "whole_batch": {"whiten": "batch", "clip_ratio": 0.05, "clip_value": 0.05},
+    "scores": {"clip_score": 1.0, "score_mean": 0.5, "score_std": 2.0, "truncation_penalty": -2.0},
+    "min_new_tokens": {"min_new_tokens": 2, "eos_ids": (EOS, 5), "temperature": 1.3},
+    "optimizer": {"num_warmup_steps": 4, "max_grad_norm": 0.05, "weight_decay": 0.1, "actor_lr": 0.02},
+}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_two_epochs_agree(changes):
+    """Rows 1 to 11, 13, 14, 16, 20: every loss and gradient, and the weights after 6 optimizer steps on each model."""
+    o = dataclasses.replace(OPTIONS, **changes)
+    rollouts = make_rollouts(9, o)
+    order = [epoch_order(5, 0, epoch, 9, 3) for epoch in range(2)]
+    slow_models, fast_models = models(), models()
+    slow = slow_ppo.train(*slow_models, logits, value, rollouts, order, o)
+    fast = fast_train(*fast_models, rollouts, order, o, shares=[[0], [], [1, 2]])
+    assert len(slow) == len(fast) == 6
+    for fast_one, slow_one in zip(fast, slow, strict=True):
+        assert_same(fast_one, slow_one)
+    assert max(step.clip_fraction for step in slow) > 0
+    for fast_model, slow_model, start in zip(fast_models, slow_models, models(), strict=True):
+        parameters = fast_model.parameters(), slow_model.parameters(), start.parameters()
+        for p, q, p0 in zip(*parameters, strict=True):
+            torch.testing.assert_close(p, q, **CLOSE)
+            assert not torch.equal(p, p0)
+
+
+def one_mini_batch(rollouts, o=OPTIONS) -> slow_ppo.Step:
+    """All rollouts as one mini-batch, by the slow implementation."""
+    return slow_ppo.train(*models(), logits, value, rollouts, [[range(len(rollouts))]], o)[0]
+
+
+@functools.cache
+def seven_rollouts() -> tuple[list[slow_ppo.Rollout], slow_ppo.Step]:
+    rollouts = make_rollouts(7, OPTIONS)
+    return rollouts, one_mini_batch(rollouts)
+
+
+@given(st.integers(1, 9), st.data())
+@settings(max_examples=8, deadline=None)
+def test_invariant_2_any_split(num_shares, data):
+    """Any rows on any share, shares without a row included: the loss and the gradient of the whole mini-batch."""
+    rollouts, expected = seven_rollouts()
+    owners = data.draw(st.lists(st.integers(0, num_shares - 1), min_size=7, max_size=7))
+    shares = [[row for row in range(7) if owners[row] == share] for share in range(num_shares)]
+    batch = whiten(make_batch(rollouts, OPTIONS), shares)
+    assert_same(fast_step(*models(), batch, shares, OPTIONS), expected)
+
+
+def test_invariant_2_mean_of_means_would_be_wrong():
+    """The trap of row 11: shares have different token counts, so averaging their means is another number."""
+    rollouts, expected = seven_rollouts()
+    batch = whiten(make_batch(rollouts, OPTIONS), [list(range(7))])
+    policy = [losses(*models(), batch.rows(rows), OPTIONS)[0] for rows in ([0], [1, 2, 3, 4, 5, 6])]
+    mean_of_means = sum(float(sums["policy_loss"] / sums["num_tokens"]) for _, sums in policy) / 2
+    assert abs(mean_of_means - expected.policy_loss) > 1e-3
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_invariant_4_padding_and_permutation(extra):
+    rollouts, expected = seven_rollouts()
+    for seed in range(3):
+        shuffled = [rollouts[i] for i in np.random.default_rng(seed).permutation(7)]
+        batch = whiten(make_batch(shuffled, OPTIONS, extra=extra, junk=math.nan), [list(range(7))])
+        assert_same(fast_step(*models(), batch, [list(range(7))], OPTIONS), expected)
+
+
+def test_invariant_5_pad_equals_eos():
+    rollouts = make_rollouts(7, OPTIONS)
+    for truncation in ("penalty", "bootstrap"):
+        o = dataclasses.replace(OPTIONS, truncation=truncation)
+        expected = one_mini_batch(rollouts, o)
+        for pad_id in (EOS, 0, VOCAB - 1):
+            batch = whiten(make_batch(rollouts, o, pad_id=pad_id, extra=2), [list(range(7))])
+            assert_same(fast_step(*models(), batch, [list(range(7))], o), expected)
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_invariant_3_inserted_masked_tokens_change_nothing(seed):
+    """Rewards, advantages, whitening and losses with tokens in between that are not trained on (a tool's output)."""
+    rng = np.random.default_rng(seed)
+    num_rows, num_tokens, num_inserted = 3, 5, 4
+    shape = (num_rows, num_tokens)
+    columns = {n: torch.from_numpy(0.3 * rng.standard_normal(shape)) for n in ("new", "old", "ref", "v")}
+    columns["v_old"] = columns["v"] + 0.3
+    mask_BG = torch.ones(num_rows, num_tokens, dtype=torch.bool)
+    scores_B = torch.from_numpy(rng.standard_normal(num_rows))
+
+    def everything(columns: dict[str, Tensor], mask_BG: Tensor) -> list[Tensor]:
+        kl_BG = pm.token_kl(columns["old"], columns["ref"], mask_BG)
+        rewards_BG = pm.token_rewards(scores_B, kl_BG, mask_BG, kl_coef=0.2)
+        values_BG1 = torch.cat([columns["v_old"], torch.full((num_rows, 1), math.nan)], 1)
+        advantages_BG, returns_BG = pm.gae(rewards_BG, values_BG1, mask_BG, gamma=0.9, lam=0.7)
+        white_BG = pm.whiten(advantages_BG, mask_BG, pm.moments(advantages_BG, mask_BG))
+        policy, _ = pm.policy_loss_sum(columns["new"], columns["old"], white_BG, mask_BG)
+        critic, _ = pm.value_loss_sum(columns["v"], columns["v_old"], returns_BG, mask_BG)
+        return [policy, critic, rewards_BG[mask_BG], white_BG[mask_BG], returns_BG[mask_BG]]
+
+    slots = np.stack([np.sort(rng.permutation(num_tokens + num_inserted)[:num_tokens]) for _ in range(num_rows)])
+    where = (torch.arange(num_rows)[:, None], torch.from_numpy(slots))
+    wide_mask_BG = torch.zeros(num_rows, num_tokens + num_inserted, dtype=torch.bool)
+    wide_mask_BG[where] = True
+    wide = {n: torch.full(wide_mask_BG.shape, math.nan, dtype=torch.float64) for n in columns}
+    for name, x_BG in columns.items():
+        wide[name][where] = x_BG
+    for a, b in zip(everything(wide, wide_mask_BG), everything(columns, mask_BG), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_invariant_1_first_mini_batch():
+    """Old logprobs of the very same policy: nothing is clipped, no KL, and the loss is minus the mean advantage: 0."""
+    for temperature in (1.0, 0.7):
+        o = dataclasses.replace(OPTIONS, temperature=temperature)
+        rollouts = make_rollouts(6, o, noise=0.0)
+        step = one_mini_batch(rollouts, o)
+        assert step.clip_fraction == 0 and abs(step.approx_kl) < 1e-12 and abs(step.policy_loss) < 1e-12
+        wrong = one_mini_batch(rollouts, dataclasses.replace(o, temperature=2.0))
+        assert wrong.approx_kl > 1e-3
+
+
+def test_row_08_both_whiten_alike():
+    x = [1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
+    x_BG = torch.tensor([x], dtype=torch.float64)
+    every = torch.ones_like(x_BG, dtype=torch.bool)
+    white_BG = pm.whiten(x_BG, every, pm.moments(x_BG, every))
+    slow = [a for sequence in slow_ppo.whitened([x[:4], x[4:]]) for a in sequence]
+    assert white_BG[0].tolist() == pytest.approx(slow, abs=1e-12)
+    assert slow[-1] == pytest.approx(0.4 / math.sqrt(0.2 / 3), abs=1e-6)
+
+
+def test_row_18_sign_in_both():
+    """A policy that moved towards the sampled tokens: d > 0, a positive approximate KL, the same in both."""
+    o = dataclasses.replace(OPTIONS, clip_ratio=0.2)
+    rollouts = [dataclasses.replace(r, logprobs=[x - 0.5 for x in r.logprobs]) for r in make_rollouts(5, o, noise=0.0)]
+    step = one_mini_batch(rollouts, o)
+    assert step.approx_kl == pytest.approx(math.exp(0.5) - 1.5)
+    batch = whiten(make_batch(rollouts, o), [list(range(5))])
+    assert fast_step(*models(), batch, [list(range(5))], o).approx_kl == pytest.approx(step.approx_kl)

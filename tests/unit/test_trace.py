@@ -1,0 +1,263 @@
+"""Spans of ranks: what recording costs, that the Chrome trace is valid, and that the picture shows what it should."""
+
+import json
+import re
+import time
+
+import pytest
+
+from rlhf_spmd.runtime import timeline
+from rlhf_spmd.runtime.timeline import style_of, write_png
+from rlhf_spmd.runtime.trace import Recorder, Span, busy_fraction, write_chrome
+
+
+def record(rank, *spans, host="n1"):
+    """A record with times relative to a date; spans are (name, category, start_s, end_s, iteration)."""
+    rows = [
+        [name, category, 1.7e9 + start, 1.7e9 + end, iteration, {}] for name, category, start, end, iteration in spans
+    ]
+    return {"rank": rank, "host": host, "spans": rows}
+
+
+def two_ranks():
+    return [
+        record(
+            1,
+            ("actor_generate", "compute", 0.0, 1.0, 0),
+            ("wait for ref_logprobs", "wait", 1.0, 2.0, 0),
+            ("actor_train", "compute", 2.0, 3.0, 0),
+            ("actor_generate", "compute", 3.0, 4.0, 1),
+            host="n2",
+        ),
+        record(
+            0,
+            ("actor_generate", "compute", 0.1, 1.1, 0),
+            ("responses", "transfer", 0.9, 1.4, 0),
+            ("reference_infer", "compute", 1.1, 2.0, 0),
+            ("estimate_advantages", "compute", 1.2, 1.3, 0),
+            ("agree on metrics", "control", 2.9, 3.0, 0),
+            ("actor_generate", "compute", 3.0, 4.0, 1),
+        ),
+    ]
+
+
+# ---- recording
+
+
+def test_spans_carry_names_iterations_and_wall_clock_times():
+    recorder = Recorder(3, "n1")
+    before = time.time()
+    with recorder.span("start"):
+        pass
+    recorder.iteration = 7
+    with pytest.raises(ValueError), recorder.span("actor_generate", tokens=5) as span:
+        with recorder.span("responses", "wait"):
+            time.sleep(0.01)
+        span.args["bytes"] = 6
+        raise ValueError
+    now = time.perf_counter()
+    recorder.add("weights", "transfer", now - 0.5, now, bytes=8)
+    after = time.time()
+    result = json.loads(json.dumps(recorder.to_records()))
+    assert (result["rank"], result["host"]) == (3, "n1")
+    spans = [Span(*row) for row in result["spans"]]
+    assert [(span.name, span.category, span.iteration, span.args) for span in spans] == [
+        ("start", "compute", None, {}),
+        ("responses", "wait", 7, {}),
+        ("actor_generate", "compute", 7, {"tokens": 5, "bytes": 6}),
+        ("weights", "transfer", 7, {"bytes": 8}),
+    ]
+    for span in spans[:3]:
+        assert before - 0.005 <= span.start_s <= span.end_s <= after + 0.005
+    assert spans[1].end_s - spans[1].start_s >= 0.009
+    assert spans[3].end_s - spans[3].start_s == pytest.approx(0.5, abs=1e-6)
+    assert [row[0] for row in recorder.to_records([0, 7])["spans"]] == ["responses", "actor_generate", "weights"]
+
+
+def test_a_span_costs_microseconds_and_memory_is_bounded():
+    recorder = Recorder(max_spans=1000)
+    costs = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(2000):
+            with recorder.span("actor_generate", tokens=5):
+                pass
+        costs.append((time.perf_counter() - start) / 2000)
+    assert min(costs) < 25e-6  # 1 to 3 on an idle machine
+    assert len(recorder.to_records()["spans"]) == 1000
+
+
+# ---- Chrome trace
+
+
+def check_chrome(document):
+    """The parts of the Trace Event Format that viewers rely on."""
+    assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    threads = {}
+    for event in document["traceEvents"]:
+        assert type(event["pid"]) is int and type(event["tid"]) is int and type(event["args"]) is dict
+        assert event["ph"] in ("M", "X") and type(event["name"]) is str
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            continue
+        assert set(event) == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    named = {(event["pid"], event["tid"]) for event in document["traceEvents"] if event["name"] == "thread_name"}
+    assert set(threads) <= named
+    for events in threads.values():  # spans of a thread nest or follow one another
+        stack = []
+        for event in events:
+            start_ns, end_ns = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            while stack and stack[-1] <= start_ns:
+                stack.pop()
+            assert not stack or end_ns <= stack[-1]
+            stack.append(end_ns)
+    return threads
+
+
+def test_chrome_trace(tmp_path):
+    path = tmp_path / "timeline.json"
+    write_chrome(path, two_ranks(), about={"strategy": "flattening"})
+    document = json.loads(path.read_text())
+    threads = check_chrome(document)
+    assert {thread: len(events) for thread, events in threads.items()} == {(0, 1): 5, (0, 2): 1, (1, 1): 4}
+    assert threads[0, 2][0]["name"] == "responses"  # overlaps two calls, so it has a lane of its own
+    names = [event["args"].get("name") for event in document["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["rank 0 (n1)", "rank 1 (n2)"]
+    first = threads[0, 1][0]
+    assert first["ts"] == pytest.approx(100_000, abs=1) and first["dur"] == pytest.approx(1_000_000, abs=1)
+    assert first["args"] == {"iteration": 0} and document["otherData"]["strategy"] == "flattening"
+
+
+def test_chrome_trace_of_nothing_and_of_touching_spans(tmp_path):
+    path = tmp_path / "timeline.json"
+    write_chrome(path, [])
+    assert check_chrome(json.loads(path.read_text())) == {}
+    times = [index * 0.1 for index in range(11)]  # their sums are not exact
+    spans = [("actor_train", "compute", a, b, 0) for a, b in zip(times, times[1:], strict=False)]
+    write_chrome(path, [record(0, *spans), record(1)])
+    assert set(check_chrome(json.loads(path.read_text()))) == {(0, 1)}
+
+
+# ---- busy share
+
+
+@pytest.mark.parametrize(
+    ("spans", "share"),
+    [
+        ([], 0.0),
+        ([("compute", 0, 10)], 1.0),
+        ([("compute", -5, 2), ("compute", 1, 3), ("transfer", 3, 9)], 0.3),
+        ([("compute", 0, 6), ("wait", 2, 3), ("wait", 7, 9)], 0.5),
+        ([("compute", 0, 8), ("compute", 1, 2), ("control", 0, 10)], 0.8),
+        ([("compute", 0, 5), ("compute", 5, 10), ("wait", 5, 5)], 1.0),
+    ],
+)
+def test_busy_fraction(spans, share):
+    spans = [Span("x", category, start, end, None, {}) for category, start, end in spans]
+    assert busy_fraction(spans, 0, 10) == pytest.approx(share)
+    assert busy_fraction(spans, 0, 0) == 0.0
+
+
+# ---- picture
+
+
+def span(name, category="compute", **args):
+    return Span(name, category, 0.0, 1.0, 0, args)
+
+
+def test_a_model_has_one_colour_and_a_kind_one_shade():
+    def brightness(style):
+        return sum(int(style.colour[i : i + 2], 16) for i in (1, 3, 5))
+
+    for model in timeline.MODEL_COLOURS:
+        generate, infer, train = (style_of(span(f"{model}_{kind}")) for kind in ("generate", "infer", "train"))
+        assert brightness(train) < brightness(generate) < brightness(infer)
+        assert train.hatch and not infer.hatch and train.label == f"{model} train"
+        assert style_of(span(f"{model}_infer_logprobs")) == infer
+        assert style_of(span("mine", model=model, kind="infer")) == infer
+    assert style_of(span("estimate_advantages")).label == "estimate advantages"
+    assert style_of(span("actor_train", "wait")).label == "waiting"
+
+
+def drawn_texts(monkeypatch, path, records, **options):
+    """Draws, and returns all text of the figure."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    kept = []
+    save = Figure.savefig
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *args, **kw: (save(figure, *args, **kw), kept.append(figure)))
+        write_png(path, records, **options)
+    return [text.get_text() for text in kept[0].findobj(Text) if text.get_text()]
+
+
+def test_picture(tmp_path, monkeypatch):
+    path = tmp_path / "timeline.png"
+    texts = drawn_texts(
+        monkeypatch, path, two_ranks(), title="flattening on 2 ranks", iterations="first", num_iterations=1
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for expected in (
+        "flattening on 2 ranks",
+        "iteration 0: 3.00 s, ranks busy 65 % of it",
+        "seconds since the start of iteration 0",
+        "rank 0",
+        "rank 1",
+        "iteration 0",
+        "63 %",
+        "67 %",
+        "actor generate",
+        "actor train",
+        "reference infer",
+        "estimate advantages",
+        "transfer",
+        "waiting",
+        "idle",
+    ):
+        assert expected in texts, texts
+    assert "iteration 1" not in texts
+
+
+def test_picture_of_chosen_iterations(tmp_path, monkeypatch):
+    texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", iterations=[1])
+    assert "iteration 1: 1.00 s, ranks busy 100 % of it" in texts and "actor train" not in texts
+
+
+def test_picture_of_nothing_of_no_iteration_and_of_many_ranks(tmp_path, monkeypatch):
+    from matplotlib import image
+
+    write_png(tmp_path / "a.png", [], title="nothing")
+    write_png(tmp_path / "b.png", [record(0)], title="nothing")
+    texts = drawn_texts(monkeypatch, tmp_path / "c.png", [record(0, ("loading", "compute", 0, 1, None))], title="t")
+    assert "seconds" in texts and "loading" in texts
+    many = [record(rank, ("actor_generate", "compute", 0, 1, 0), host=f"n{rank // 8}") for rank in range(64)]
+    texts = drawn_texts(monkeypatch, tmp_path / "d.png", many, title="t")
+    assert len({text for text in texts if re.fullmatch(r"rank \d+", text)}) == 32
+    height, width, _ = image.imread(tmp_path / "d.png").shape
+    assert width == 1800 and height < 1800
+
+
+def test_idle_waiting_and_work_look_different(tmp_path):
+    from matplotlib import image
+
+    path = tmp_path / "t.png"
+    spans = [("actor_generate", "compute", 0, 1, 0), ("x", "wait", 2, 3, 0), ("critic_infer", "compute", 3, 4, 0)]
+    write_png(path, [record(0, *spans)], title="t")
+    row = image.imread(path)[:, :, :3]
+    middle = int(row.shape[0] * 0.48)
+    left, right = int(0.075 * 1800), int(0.94 * 1800)
+
+    def pixels(number):  # of second `number`, a little above the middle of the lane
+        quarter = (right - left) // 4
+        return row[middle - 20, left + number * quarter + 10 : left + (number + 1) * quarter - 10]
+
+    def colour(number):
+        values, counts = __import__("numpy").unique(pixels(number).round(2), axis=0, return_counts=True)
+        return tuple(float(value) for value in values[counts.argmax()])
+
+    assert len({colour(number) for number in range(4)}) == 4
+    assert colour(1) == pytest.approx((0.945, 0.949, 0.961), abs=0.02)  # the lane shows where nothing runs

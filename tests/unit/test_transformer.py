@@ -1,0 +1,341 @@
+"""The transformer against transformers' own models: every family, rope scaling, window and head layout."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model import rope
+from rlhf_spmd.model.config import ModelConfig, from_hf, to_hf
+from rlhf_spmd.model.transformer import Transformer, attend, windowed
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 60,
+    "intermediate_size": 84,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = {
+    "llama": ("llama", {}),
+    "llama mha": ("llama", {"num_key_value_heads": 6}),
+    "llama mqa tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama head_dim": ("llama", {"head_dim": 14, "rms_norm_eps": 1e-3}),
+    "llama one layer": ("llama", {"num_hidden_layers": 1, "vocab_size": 7}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral head_dim": ("mistral", {"sliding_window": None, "head_dim": 22}),
+    "mistral window": ("mistral", {"sliding_window": 5}),
+    "mistral window 1": ("mistral", {"sliding_window": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 biases tied": ("qwen3", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3 window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "dynamic beyond": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 16},
+    ),
+    "yarn": ("qwen2", {"rope_parameters": YARN | {"rope_theta": 1e6}}),
+    "yarn options": (
+        "qwen3",
+        {
+            "head_dim": 32,
+            "rope_parameters": YARN
+            | {"rope_theta": 1e4, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        },
+    ),
+    "yarn mscale": ("llama", {"rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.2}}),
+    "llama3": ("llama", {"head_dim": 32, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}}),
+    "mistral yarn": ("mistral", {"sliding_window": None, "rope_parameters": YARN | {"rope_theta": 1e4}}),
+}
+
+
+def theirs(case: str, *, head: str = "lm", seed: int = 0, **more):
+    """A small random model of transformers, every parameter (biases and norms too) away from its initial value."""
+    import transformers
+
+    family, options = CASES[case]
+    auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
+    if head == "scalar":
+        more = {"num_labels": 1, "pad_token_id": 0} | more
+    config = transformers.AutoConfig.for_model(family, **SMALL | options | more)
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        start = 1.0 if "norm" in name else 0.0
+        weight.data = start + 0.15 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def ours(model, *, head: str = "lm", dtype: torch.dtype = torch.float32) -> Transformer:
+    """The same weights in our transformer."""
+    mine = Transformer(from_hf(model.config.to_dict()), head=head, dtype=dtype)
+    state = {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
+    if mine.config.tie_embeddings:
+        state.pop("lm_head.weight", None)
+    mine.load_state_dict(state)
+    return mine
+
+
+def some_tokens(batch: int, length: int, vocab_size: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+class ListCache:
+    """The plainest cache: keep all keys and values; every row has the same length, or `num_real_B` real tokens."""
+
+    def __init__(self, num_real_B: torch.Tensor | None = None):
+        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.num_real_B = num_real_B  # of the prompt, padded on the right
+
+    def update(self, layer, keys_BKTd, values_BKTd):
+        num_old = 0
+        num_new = keys_BKTd.shape[2]
+        if layer in self.stored:
+            num_old = self.stored[layer][0].shape[2]
+            keys_BKTd = torch.cat((self.stored[layer][0], keys_BKTd), 2)
+            values_BKTd = torch.cat((self.stored[layer][1], values_BKTd), 2)
+        self.stored[layer] = keys_BKTd, values_BKTd
+        if self.num_real_B is None or num_old == 0:
+            self.num_prompt = num_new if num_old == 0 else self.num_prompt
+            return keys_BKTd, values_BKTd, None
+        slots = torch.arange(num_old + num_new)
+        real_BS = (slots < self.num_real_B[:, None]) | (slots >= self.num_prompt)
+        return keys_BKTd, values_BKTd, real_BS[:, None, None] & torch.ones(num_old + num_new).bool()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case):
+    model = theirs(case)
+    mine = ours(model)
+    tokens_BT = some_tokens(3, 41, model.config.vocab_size)
+    with torch.no_grad():
+        expected = model(tokens_BT).logits
+        got = mine.logits(mine(tokens_BT))
+    assert expected.abs().max() > 0.3
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama biases", "mistral window", "qwen2 tied", "qwen3 biases tied", "yarn"])
+def test_gradients_equal_transformers(case):
+    model = theirs(case)
+    mine = ours(model)
+    tokens_BT = some_tokens(2, 19, model.config.vocab_size)
+    weight_BTV = torch.randn(2, 19, model.config.vocab_size, generator=torch.Generator().manual_seed(3))
+    (model(tokens_BT).logits * weight_BTV).sum().backward()
+    (mine.logits(mine(tokens_BT)) * weight_BTV).sum().backward()
+    expected = {name.removeprefix("model."): weight.grad for name, weight in model.named_parameters()}
+    for name, weight in mine.named_parameters():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(weight.grad, expected[name], atol=2e-5 * scale, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2 tied", "qwen3", "mistral window"])
+def test_scalar_head_equals_sequence_classification(case):
+    model = theirs(case, head="scalar")
+    mine = ours(model, head="scalar")
+    tokens_BT = some_tokens(4, 13, model.config.vocab_size)
+    lengths_B = torch.tensor([13, 1, 7, 12])
+    padding_BT = torch.arange(13) >= lengths_B[:, None]
+    with torch.no_grad():
+        expected = model(tokens_BT.masked_fill(padding_BT, 0), attention_mask=(~padding_BT).long()).logits[:, 0]
+        values_BT = mine.scalar(mine(tokens_BT.masked_fill(padding_BT, -1)))
+    assert values_BT.shape == (4, 13)
+    torch.testing.assert_close(values_BT[torch.arange(4), lengths_B - 1], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama mha", "llama3", "mistral window", "mistral window 1", "qwen3 window"])
+def test_decoding_with_a_cache_equals_the_full_forward(case):
+    mine = ours(theirs(case), dtype=torch.float64)
+    tokens_BT = some_tokens(2, 17, mine.config.vocab_size)
+    cache = ListCache()
+    with torch.no_grad():
+        full = mine(tokens_BT)
+        parts = [mine(tokens_BT[:, :6], cache=cache)]
+        parts.append(mine(tokens_BT[:, 6:9], positions_BT=torch.arange(6, 9)[None], cache=cache))
+        for t in range(9, 17):
+            parts.append(mine(tokens_BT[:, t : t + 1], positions_BT=torch.tensor([[t]]), cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral window", "qwen2 window"])
+def test_decoding_rows_of_unequal_lengths(case):
+    """Prompts padded on the right leave empty slots in the cache; a window must count tokens, not slots."""
+    mine = ours(theirs(case), dtype=torch.float64)
+    lengths_B = torch.tensor([9, 4, 1])
+    tokens_BT = some_tokens(3, 9, mine.config.vocab_size)
+    prompts_BP = tokens_BT.masked_fill(torch.arange(9) >= lengths_B[:, None], -1)
+    new_BG = some_tokens(3, 5, mine.config.vocab_size, seed=5)
+    cache = ListCache(lengths_B)
+    with torch.no_grad():
+        mine(prompts_BP, cache=cache)
+        decoded = [
+            mine(new_BG[:, t : t + 1], positions_BT=(lengths_B + t)[:, None], cache=cache)[:, 0] for t in range(5)
+        ]
+        for row, length in enumerate(lengths_B.tolist()):
+            alone = mine(torch.cat((tokens_BT[row, :length], new_BG[row]))[None])[0, length:]
+            torch.testing.assert_close(torch.stack(decoded, 1)[row], alone, atol=1e-12, rtol=0)
+
+
+def test_padding_never_reaches_a_real_token():
+    mine = ours(theirs("llama"))
+    tokens_BT = some_tokens(1, 8, mine.config.vocab_size)
+    padded_BT = torch.cat((tokens_BT, torch.full((1, 5), -1)), 1)
+    torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=1e-6, rtol=0)
+
+
+def test_dynamic_rope_refuses_to_decode_beyond_its_length():
+    mine = ours(theirs("dynamic beyond"))
+    mine(some_tokens(1, 16, 61), cache=ListCache())
+    with pytest.raises(UserError, match="dynamic rope"):
+        mine(some_tokens(1, 17, 61), cache=ListCache())
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "yarn", "mistral window"])
+def test_precisions(case):
+    """float64 is float64 throughout; bfloat16 keeps exact rope angles and stays near."""
+    model = theirs(case)
+    tokens_BT = some_tokens(2, 33, model.config.vocab_size)
+    logits = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        mine = ours(model).to(dtype)
+        with torch.no_grad():
+            logits[dtype] = mine.logits(mine(tokens_BT))
+        assert logits[dtype].dtype == dtype
+        assert all(weight.dtype == dtype for weight in mine.parameters())
+    exact = logits[torch.float64]
+    assert 0 < (logits[torch.float32] - exact).abs().max() < 1e-5 * exact.abs().max()
+    assert (logits[torch.bfloat16] - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+def test_every_parameter_gets_a_gradient():
+    for head in ("lm", "scalar"):
+        mine = ours(theirs("qwen3 biases tied", head=head), head=head)
+        hidden_BTD = mine(some_tokens(2, 5, mine.config.vocab_size))
+        (mine.logits if head == "lm" else mine.scalar)(hidden_BTD).square().sum().backward()
+        assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in mine.parameters())
+
+
+def test_initial_weights_follow_from_the_seed_alone():
+    config = from_hf({"model_type": "llama", **SMALL})
+    state = torch.get_rng_state()
+    first, again, other = (Transformer(config, head="lm", seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert math.isclose(first.lm_head.weight.std().item(), 0.02, rel_tol=0.05)
+    residual_std = 0.02 / math.sqrt(2 * config.num_layers)
+    assert math.isclose(first.layers[1].mlp.down_proj.weight.std().item(), residual_std, rel_tol=0.05)
+    assert torch.equal(first.norm.weight, torch.ones(config.hidden_size))
+    assert not Transformer(config, head="scalar").score.weight.any()
+
+
+def test_window_masks():
+    keys = torch.zeros(1, 1, 6, 2)
+    square = windowed(None, 3, 6, keys)[0, 0]
+    for query in range(6):
+        assert square[query].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
+    gaps = torch.tensor([True, False, True, True, False, True])[None, None, None]
+    assert windowed(gaps, 2, 1, keys)[0, 0, 0].nonzero().flatten().tolist() == [3, 5]
+
+
+def test_attention_against_the_formula():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 5, 6, generator=generator, dtype=torch.float64) for h in (6, 2, 2))
+    scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(3, 1)) / math.sqrt(6)
+    scores = scores.masked_fill(torch.ones(5, 5).bool().triu(1), -math.inf)
+    expected = torch.einsum("bhts,bhsd->bhtd", scores.softmax(-1), v.repeat_interleave(3, 1))
+    torch.testing.assert_close(attend(q, k, v, None), expected)
+
+
+def test_rope_rotates_by_the_angle():
+    positions = torch.tensor([[0, 1, 7]])
+    frequencies = torch.tensor([1.0, 0.25], dtype=torch.float64)
+    cos, sin = rope.cos_sin(positions, frequencies, 1.0, torch.float64)
+    x = torch.randn(1, 3, 1, 4, dtype=torch.float64)
+    turned = rope.rotate(x, cos, sin)
+    pairs, turned_pairs = torch.complex(x[..., :2], x[..., 2:]), torch.complex(turned[..., :2], turned[..., 2:])
+    angle = positions[..., None, None] * frequencies
+    torch.testing.assert_close(turned_pairs, pairs * torch.exp(1j * angle))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_survives_the_round_trip(case):
+    import transformers
+
+    family, options = CASES[case]
+    values = transformers.AutoConfig.for_model(family, **SMALL | options).to_dict()
+    config = from_hf(values)
+    written = to_hf(config, head="lm", dtype="float32")
+    assert from_hf(written) == config
+    assert from_hf(transformers.AutoConfig.for_model(**written).to_dict()) == config
+
+
+def test_old_configs_mean_the_same():
+    """transformers 4 wrote rope_theta and rope_scaling with `type`, and left defaults out."""
+    old = {"model_type": "llama", **SMALL, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"model_type": "llama", **SMALL}
+    new["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    assert from_hf(old) == from_hf(new)
+    assert from_hf({"model_type": "mistral", **SMALL}).sliding_window == 4096
+    assert from_hf({"model_type": "qwen2", **SMALL}).sliding_layers == ()
+    assert from_hf({"model_type": "qwen3", **SMALL}).head_dim == 128
+    missing = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    assert from_hf({"model_type": "llama", **missing}).num_kv_heads == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "supported are llama"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": None}, "'hidden_size' is None"),
+        ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_attention_heads": 8, "head_dim": 8}, "not a multiple"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "positive number 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "kinds of layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused(change, words):
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        from_hf({"model_type": "llama", **SMALL} | change)
+
+
+def test_switches_that_a_family_does_not_have_are_refused():
+    llama = from_hf({"model_type": "llama", **SMALL})
+    values = {name: getattr(llama, name) for name in llama.__dataclass_fields__}
+    for change in ({"qk_norm": True}, {"attention_output_bias": True}, {"sliding_window": 4, "sliding_layers": (0,)}):
+        with pytest.raises(UserError, match="llama"):
+            ModelConfig(**values | change)
+    with pytest.raises(UserError, match="attention_bias=True"):
+        ModelConfig(**values | {"model_type": "qwen2"})
