@@ -1,7 +1,7 @@
 """The one program and its verbs: train (on MPI ranks), check (no MPI, no torch), generate folders from GGUF files.
 
-    mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
-    python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
+mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
+python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 """
 
 import argparse

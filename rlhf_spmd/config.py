@@ -163,7 +163,9 @@ def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise UserError(f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02")
+            raise UserError(
+                f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
+            )
         config = _override(config, key.split("."), text, key)
     _check_sizes(config)
     return config
@@ -179,7 +181,9 @@ def _override(config: Any, path: list[str], text: str, full: str) -> Any:
     value = getattr(config, name)
     if name == "strategy":
         if len(rest) != 1:
-            raise UserError(f"{full}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy")
+            raise UserError(
+                f"{full}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
+            )
         return dataclasses.replace(config, strategy={**value, rest[0]: text})
     if dataclasses.is_dataclass(value):
         if not rest:
@@ -238,7 +242,9 @@ def shape_of_folder(folder: str) -> ModelShape:
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; a checkpoint folder needs a config.json (Hugging Face format)") from error
+        raise UserError(
+            f"{path} does not exist; a checkpoint folder needs a config.json (Hugging Face format)"
+        ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from error
     try:

@@ -51,7 +51,9 @@ class Strategy:
                 hint = f" (did you mean strategy.{close[0]}?)" if close else ""
                 raise UserError(f"it has no option {name!r}{hint}; options: {', '.join(known) or 'none'}")
             annotation = known[name].annotation
-            typed[name] = parse_value(Any if annotation is inspect.Parameter.empty else annotation, value, f"strategy.{name}")
+            typed[name] = parse_value(
+                Any if annotation is inspect.Parameter.empty else annotation, value, f"strategy.{name}"
+            )
         return typed
 
 
@@ -83,5 +85,7 @@ def load_strategy(name: str) -> Strategy:
         module = importlib.import_module(f"rlhf_spmd.strategies.{name}")
         path, title = Path(module.__file__), name
     if not callable(getattr(module, "place", None)):
-        raise UserError(f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py")
+        raise UserError(
+            f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py"
+        )
     return Strategy(title, path.read_text(), module.place)

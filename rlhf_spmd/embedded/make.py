@@ -131,7 +131,7 @@ def train(model: Transformer, steps: int, lr: float, loss_of_step, name: str) ->
 
 def next_token_loss(model: Transformer, tokens_BT: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token, padding left out."""
-    logits_BTV = model.logits(model(tokens_BT[:, :-1].clamp(min=0)))
+    logits_BTV = model.logits(model(tokens_BT[:, :-1]))
     return cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten(), ignore_index=-1)
 
 
@@ -231,7 +231,7 @@ class Pairs:
 
 def last_hidden(model: Transformer, tokens_BT: Tensor) -> Tensor:
     """The hidden state at each row's last real token, [B, D]."""
-    hidden_BTD = model(tokens_BT.clamp(min=0))
+    hidden_BTD = model(tokens_BT)
     last_B = (tokens_BT >= 0).sum(1) - 1
     return hidden_BTD[torch.arange(len(last_B)), last_B]
 
@@ -269,7 +269,7 @@ def standardise(model: Transformer, tokens_BT: Tensor) -> None:
 
 
 def accuracy(model: Transformer, tokenizer, rng: random.Random, num_pairs: int = 1000, margin: float = 0.1) -> float:
-    """The share of fresh grammar pairs, scored more than `margin` apart, that the reward model ranks like the grammar."""
+    """The share of fresh grammar pairs, scored over `margin` apart, that the reward model ranks like the grammar."""
     better, worse = [], []
     while len(better) < num_pairs:
         start = grammar.opening(rng)
@@ -293,7 +293,6 @@ def round_weights(model: Transformer) -> None:
 
 def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
     """A freshly initialised model of the recipe's shape."""
-    torch.manual_seed(SEEDS["weights"])
     config = ModelConfig(
         model_type="llama",
         vocab_size=tokenizer.vocab_size,
@@ -307,9 +306,11 @@ def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
         rope_theta=10_000.0,
         max_position_embeddings=256,
         tie_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_ids=(tokenizer.eos_token_id,),
+        pad_token_id=tokenizer.pad_token_id,
     )
-    return Transformer(config, head=head)
+    return Transformer(config, head=head, seed=SEEDS["weights"])
 
 
 def make(out: Path, recipe: Recipe) -> dict:
@@ -346,8 +347,8 @@ def make(out: Path, recipe: Recipe) -> dict:
         "grammar_score_of_actor": sum(grammar.score(text) for text, _ in samples) / len(samples),
     }
     (out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-    save_model(actor.bfloat16(), out / "actor", source=None)
-    save_model(reward.bfloat16(), out / "reward", source=None)
+    save_model(actor.bfloat16(), out / "actor")
+    save_model(reward.bfloat16(), out / "reward")
     made = {key: round(value, 4) for key, value in made.items()}
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     made |= {

@@ -180,6 +180,9 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
         state.pop("lm_head.weight", None)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
+    values = weights.read_json(folder / "tokenizer_config.json")
+    own = {key: value for key, value in values.items() if key not in ("is_local", "local_files_only")}
+    weights.write_json(folder / "tokenizer_config.json", own)
     save_state(state, config, "lm", folder)
 
 

@@ -99,17 +99,21 @@ def attend(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B1TS: Tensor | N
     causal = mask_B1TS is None and num_new > 1
     if causal and num_new != num_keys:
         mask_B1TS, causal = causal_mask(num_new, num_keys, q_BHTd.device), False
-    if group == 1 or q_BHTd.device.type == "cpu" or (mask_B1TS is None and q_BHTd.dtype.itemsize == 2):
-        # The CPU's and the half-precision flash kernels read grouped heads in place.
+    if group == 1 or reads_groups(q_BHTd, masked=mask_B1TS is not None):
         return F.scaled_dot_product_attention(
             q_BHTd, k_BKSd, v_BKSd, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=group > 1
         )
     if num_new == 1:  # decoding: the heads of a group become queries of one head, and the cache is not copied
         q_BKgd = q_BHTd.reshape(batch, num_kv_heads, group, head_dim)
         return F.scaled_dot_product_attention(q_BKgd, k_BKSd, v_BKSd, attn_mask=mask_B1TS).reshape(q_BHTd.shape)
-    # GPU kernels with a mask or in float32 know no groups: repeating beats falling back to the T x S matrix.
     k_BHSd, v_BHSd = k_BKSd.repeat_interleave(group, 1), v_BKSd.repeat_interleave(group, 1)
     return F.scaled_dot_product_attention(q_BHTd, k_BHSd, v_BHSd, attn_mask=mask_B1TS, is_causal=causal)
+
+
+def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:
+    """Whether a kernel reads grouped heads in place: the CPU's, and the GPU's flash kernel (half precision, no mask).
+    Elsewhere torch would fall back to writing out the T x S matrix, which repeating keys and values avoids."""
+    return q_BHTd.device.type == "cpu" or (q_BHTd.dtype.itemsize == 2 and not masked)
 
 
 def causal_mask(num_new: int, num_keys: int, device: torch.device) -> Tensor:

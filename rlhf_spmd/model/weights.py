@@ -125,7 +125,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) 
     for name, shard in zip(names, shards, strict=True):
         owned = {key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}
         temporary = folder / (name + ".tmp")
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the user's umask allows; save_file makes files only their owner can read
         save_file(owned, temporary, metadata={"format": "pt"})
+        temporary.chmod(mode)
         os.replace(temporary, folder / name)
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

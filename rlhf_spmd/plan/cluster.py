@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from rlhf_spmd.errors import UserError
 
 # Device memory in bytes by device type; None where no limit is known (host memory is shared by the ranks of a node).
-DEVICE_BYTES: dict[str, int | None] = {"cpu": None, "a100-80g": 80 * 2**30, "h100-80g": 80 * 2**30, "h200-141g": 141 * 2**30}
+DEVICE_BYTES: dict[str, int | None] = {
+    "cpu": None,
+    "a100-80g": 80 * 2**30,
+    "h100-80g": 80 * 2**30,
+    "h200-141g": 141 * 2**30,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
         start, offset = offset, offset + share
         group.append(model)
         if offset > 1:
-            raise UserError(f"ratios of {', '.join(group)} sum to {offset}, more than 1; make a group's shares sum to 1")
+            raise UserError(
+                f"ratios of {', '.join(group)} sum to {offset}, more than 1; make a group's shares sum to 1"
+            )
         first, last = (floor(edge * len(ranks) + Fraction(1, 2)) for edge in (start, offset))
         if first == last:
             raise UserError(

@@ -21,7 +21,9 @@ def format_bytes(num: float) -> str:
 def table(rows: list[tuple[str, ...]]) -> str:
     """Rows (the first is the heading) with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     return "\n".join([lines[0], "  " + "  ".join("-" * width for width in widths), *lines[1:]])
 
 
@@ -33,7 +35,11 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
         for layout in layouts_of(call, workload, placement):
             counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
             share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
-            groups = {step.group for step in program.instructions[layout.ranks[0]] if isinstance(step, Run) and step.call == call.name}
+            groups = {
+                step.group
+                for step in program.instructions[layout.ranks[0]]
+                if isinstance(step, Run) and step.call == call.name
+            }
             group = next(iter(groups - {None}), "-")
             rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
     parts = [title, table(rows), "", "Transfers per iteration"]
@@ -41,7 +47,9 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     for number, transfer in enumerate(program.transfers):
         moves.append((str(number), transfer.what, str(len(transfer.messages)), f"{transfer.num_bytes:,}"))
     total = sum(transfer.num_bytes for transfer in program.transfers)
-    parts.append(table([*moves, ("", "all", "", f"{total:,}")]) if len(moves) > 1 else "  nothing moves between layouts: 0 bytes")
+    parts.append(
+        table([*moves, ("", "all", "", f"{total:,}")]) if len(moves) > 1 else "  nothing moves between layouts: 0 bytes"
+    )
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
     parts += ["", "Static bytes per rank", table(_memory(program))]
     parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
@@ -73,7 +81,14 @@ def _memory(program: Program) -> list[tuple[str, ...]]:
         values = dict(items)
         limit = values.pop("limit")
         cells = [format_bytes(value) for value in values.values()]
-        rows.append((format_ranks(tuple(ranks)), *cells, format_bytes(sum(values.values())), format_bytes(limit) if limit else "-"))
+        rows.append(
+            (
+                format_ranks(tuple(ranks)),
+                *cells,
+                format_bytes(sum(values.values())),
+                format_bytes(limit) if limit else "-",
+            )
+        )
     names = list(forecast_bytes(program, 0))
     return [("ranks", *names, "sum", "device"), *rows]
 

@@ -64,12 +64,13 @@ class Board:
             self.store.set(f"at/{self.rank}", text)
 
     def read(self, ranks: tuple[int, ...]) -> dict[int, list[str]]:
-        """The last few positions of each rank, the newest last; [] for one that has said nothing or can't be heard."""
+        """The last few positions of each rank, the newest last; a rank of which nothing can be known is left out."""
         texts = {rank: self._slot(self.slots[rank]) for rank in ranks if rank in self.slots}
         elsewhere = [rank for rank in ranks if rank not in texts]
         if elsewhere and self.store is not None:
-            texts |= self._ask(lambda: self._from_store(elsewhere), {})
-        return {rank: texts[rank].decode(errors="replace").split("\n") if texts.get(rank) else [] for rank in ranks}
+            found = self._ask(lambda: self._from_store(elsewhere))
+            texts |= {0: b"nothing: its store does not answer"} if found is None and 0 in elsewhere else found or {}
+        return {rank: text.decode(errors="replace").split("\n") for rank, text in sorted(texts.items())}
 
     def claim(self) -> bool:
         """True on the one rank that is to report why the job ends: the first to ask on its node, and of those the
@@ -82,10 +83,10 @@ class Board:
                 return False
         if self.num_nodes == 1 and self.shared:
             return True
-        place = self._ask(lambda: self.store.add("claim", 1), 0) if self.store is not None else 0
-        if place == 0:
+        place = None if self.store is None else self._ask(lambda: self.store.add("claim", 1))
+        if place is None:
             time.sleep(TURN_S * self.turn)
-        return place <= 1
+        return place in (None, 1)
 
     def _slot(self, index: int) -> bytes:
         start = SLOT_BYTES * index
@@ -93,11 +94,11 @@ class Board:
         return self.memory[start + LENGTH.size : start + LENGTH.size + length]
 
     def _from_store(self, ranks: list[int]) -> dict[int, bytes]:
-        known = [rank for rank in ranks if self.store.check([f"at/{rank}"])]
-        return {rank: self.store.get(f"at/{rank}") for rank in known}
+        said = [rank for rank in ranks if self.store.check([f"at/{rank}"])]
+        return {rank: self.store.get(f"at/{rank}") if rank in said else b"" for rank in ranks}
 
-    def _ask(self, question: Callable[[], Any], unanswered: Any) -> Any:
-        """Asks the store in a thread of its own: while rank 0 is stopped, its store answers nobody."""
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Asks the store in a thread of its own: while rank 0 is stopped, its store answers nobody (None)."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -107,4 +108,4 @@ class Board:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(STORE_ANSWER_S)
-        return answers[0] if answers else unanswered
+        return answers[0] if answers else None

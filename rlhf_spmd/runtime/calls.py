@@ -164,7 +164,9 @@ class Calls:
         ppo, store = self.config.ppo, data.store
         layout = self._consumer_layout(call)
         columns = self._columns(layout)
-        responses, logprobs, ref_logprobs, scores, values = (store[key][:, columns].flatten(0, 1) for key in call.inputs)
+        responses, logprobs, ref_logprobs, scores, values = (
+            store[key][:, columns].flatten(0, 1) for key in call.inputs
+        )
         mask, ended = ppo_math.response_mask(responses), ppo_math.ended(responses, self.eos_ids)
         shaped = ppo_math.shaped_scores(
             scores,
@@ -178,9 +180,7 @@ class Calls:
         kl = ppo_math.token_kl(logprobs, ref_logprobs, mask)
         rewards = ppo_math.token_rewards(shaped, kl, mask, state.kl_coef)
         bootstrap = ~ended if ppo.truncation == "bootstrap" else None
-        advantages, returns = ppo_math.gae(
-            rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam, bootstrap_B=bootstrap
-        )
+        advantages, returns = ppo_math.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam, bootstrap_B=bootstrap)
         if ppo.whiten == "batch":
             moments = self._summed(ppo_math.moments(advantages, mask), step.group)
             advantages = ppo_math.whiten(advantages, mask, moments)
@@ -259,7 +259,9 @@ class Calls:
         """Equal number on every rank of the layout; a rank that runs out passes blank rows, whose loss is 0."""
         most = -(-self.workload.mini_batch // layout.dp)
         num = -(-most // self._micro_batch(layout))
-        chunks = [{key: value[chunk] for key, value in rows.items()} for chunk in self._chunks(len(rows["responses"]), layout)]
+        chunks = [
+            {key: value[chunk] for key, value in rows.items()} for chunk in self._chunks(len(rows["responses"]), layout)
+        ]
         while len(chunks) < num:
             blank = {key: value.new_zeros(1, *value.shape[1:]) for key, value in rows.items()}
             blank["prompts"][:, 1:] = -1

@@ -35,7 +35,9 @@ def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
 
 def tokens_sha256(answers: Sequence[Mapping]) -> str:
     """Hash of all response tokens in prompt order: int32, little-endian, -1 after each response."""
-    rows = sorted({(prompt, sample): tokens for answer in answers for prompt, sample, tokens in answer["responses"]}.items())
+    rows = sorted(
+        {(prompt, sample): tokens for answer in answers for prompt, sample, tokens in answer["responses"]}.items()
+    )
     digest = hashlib.sha256()
     for _, tokens in rows:
         digest.update(np.array([*tokens, -1], dtype="<i4").tobytes())
@@ -86,7 +88,9 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
             job.config.seed, SAMPLE_ITERATION, np.arange(num), np.zeros(num, int), job.config.generation.max_new_tokens
         )
         with job.models.weights(generating.model) as model:
-            responses_BG, _ = generate(model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.sampling)
+            responses_BG, _ = generate(
+                model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.sampling
+            )
         tokens = responses_BG.tolist()
     everyone = job.world.allgather(tokens if rank == layouts[generating.name].ranks[0] else [], "the samples")
     tokens = next(found for found in everyone if found)
@@ -96,7 +100,9 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
             responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
             scores = job.calls.scorer(prompts_BP, responses_BG, num).tolist()
     scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
-    return [(job.tokenizer.decode([t for t in row if t >= 0]), score) for row, score in zip(tokens, scores, strict=True)]
+    return [
+        (job.tokenizer.decode([t for t in row if t >= 0]), score) for row, score in zip(tokens, scores, strict=True)
+    ]
 
 
 def join_samples(job: "Job", before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]]) -> list[Sample]:

@@ -114,7 +114,15 @@ def occurrences(prompt_N: np.ndarray) -> np.ndarray:
 
 
 def train(
-    config: Config, program: Program, world: World, *, strategy: str, source: str, summary: str, root: str, name: str | None
+    config: Config,
+    program: Program,
+    world: World,
+    *,
+    strategy: str,
+    source: str,
+    summary: str,
+    root: str,
+    name: str | None,
 ) -> Result:
     """Runs all iterations and leaves the run folder `root`/`name`; rank 0 prints.
 

@@ -193,23 +193,19 @@ class _DeepSpeedEngine:
         - Stage 3 waits at barriers of the default group, and others ask it for their rank.
         - DeepSpeed keeps the `mpu` of the engine made last in a module-global; several engines take turns here.
         - It wants LOCAL_RANK, which must be the index of the current device, and asserts that Open MPI's local rank is
-          the same, which it need not be.
+          the same, which it need not be. On CPU it starts `numactl` at every reduction unless LOCAL_SIZE is set.
         """
         groups = self._deepspeed.utils.groups
         local_rank = str(torch.cuda.current_device() if self._device.type == "cuda" else 0)
         world, mpu = distributed_c10d._get_default_group(), groups.mpu
-        names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-        environment = {name: os.environ.pop(name, None) for name in names}
-        os.environ["LOCAL_RANK"] = local_rank
-        distributed_c10d._update_default_pg(self._group)
-        groups.mpu = self._mpu
-        try:
-            yield
-        finally:
-            groups.mpu = mpu
-            distributed_c10d._update_default_pg(world)
-            del os.environ["LOCAL_RANK"]
-            os.environ.update({name: value for name, value in environment.items() if value is not None})
+        with _environment({"LOCAL_RANK": local_rank, "LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": None}):
+            distributed_c10d._update_default_pg(self._group)
+            groups.mpu = self._mpu
+            try:
+                yield
+            finally:
+                groups.mpu = mpu
+                distributed_c10d._update_default_pg(world)
 
     def _agree_on_numbers(self) -> None:
         """Let the group number its weights from the same number on.
@@ -272,6 +268,24 @@ class _DeepSpeedEngine:
                 with self._deepspeed.zero.GatheredParameters([p]):
                     state[name] = p.detach().to("cpu", copy=True)
         return state
+
+
+@contextmanager
+def _environment(values: dict[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: unset) and restore them."""
+
+    def put(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    before = {name: os.environ.get(name) for name in values}
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -153,7 +153,7 @@ class World:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
         except Late as late:
             where = self.board.read(late.ranks)
-            last = {rank: texts[-1] for rank, texts in where.items() if texts}
+            last = {rank: texts[-1] for rank, texts in where.items() if texts[-1]}
             raise _deadline_error(late, self.rank, self.hosts, last) from None
         except Failed as failed_ranks:
             self._leave({rank: json.loads(text) for rank, text in failed_ranks.failures.items()})
@@ -308,9 +308,13 @@ class World:
         self.board.post(position)
 
     def stragglers(self, ranks: Sequence[int], position: str) -> dict[int, str]:
-        """Of `ranks` those that have not come to `position`, with what each last said it was doing."""
+        """Of `ranks` those that have not come to `position`, with what each last said it was doing.
+
+        Seconds at most, whatever state the others are in. Ranks of which nothing can be known, because rank 0 is late
+        and keeps the store, are left out.
+        """
         where = self.board.read(tuple(ranks))
-        return {r: texts[-1] if texts else "nothing heard" for r, texts in where.items() if position not in texts}
+        return {rank: texts[-1] or "nothing" for rank, texts in where.items() if position not in texts}
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
@@ -336,7 +340,7 @@ def _deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[i
     if not late.ranks:
         text = "all ranks arrived, but their messages did not get through: look at the network between the hosts"
     else:
-        text = f"{_name_ranks(late.ranks, hosts)} did not arrive; look for what holds them there, or raise the deadline"
+        text = f"{_name_ranks(late.ranks, hosts)} did not arrive; find out what holds them up, or raise the deadline"
         for straggler, position in last.items():
             text += f"\n  rank {straggler} last said: {position}"
     return DeadlineError(f"{late.what}: {me} waited {late.waited_s:.3g} s, but {text}")

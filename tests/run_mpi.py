@@ -1,0 +1,230 @@
+"""Runs the tests that need several ranks: one launch of mpiexec for each number of ranks, each with a time limit.
+
+    python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks
+    python tests/run_mpi.py 4 -- tests/mpi/test_world.py -k deadline
+
+Shows rank 0's pytest; what the other ranks wrote appears only if something failed. Fails if any rank failed, if a
+launch ran into its limit (all its processes are then killed), or if it passed no test at all. Starting up costs about
+three seconds of import per rank, shared among the cores, so all files run in one launch. Works with MPICH and Open MPI.
+
+`mpi_command(n)` and `run_limited(command)` serve the tests that launch the program itself.
+"""
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NUM_RANKS = (2, 4, 5, 8)
+LIMIT_S = 900.0
+GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed
+TAIL_LINES = 60
+
+
+@functools.cache
+def _mpiexec() -> tuple[str, ...]:
+    beside = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise SystemExit("run_mpi: no mpiexec beside this python nor on PATH: `pip install mpich`")
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" not in version and "prte" not in version.lower():
+        return (mpiexec,)
+    options = [
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "--mca",
+        "btl",
+        "^ofi",
+    ]  # without btl/ofi it starts a second sooner
+    return (mpiexec, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), *options)
+
+
+def mpi_command(num_ranks: int) -> list[str]:
+    """The beginning of a command that starts `num_ranks` ranks on this machine, more than its cores if need be."""
+    return [*_mpiexec(), "-n", str(num_ranks)]
+
+
+def mpi_environment(**more: str) -> dict[str, str]:
+    """This process's environment, made fit for many ranks on few cores."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
+
+
+def run_limited(
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    capture: bool = True,
+) -> tuple[int | None, str, str]:
+    """Runs a command and returns (status, stdout, stderr); the status is None if it had to be stopped at the limit.
+
+    No process outlives it: mpiexec is asked first, since its ranks are in process groups of their own.
+    """
+    pipe = subprocess.PIPE if capture else None
+    process = subprocess.Popen(
+        command, env=environment or mpi_environment(), cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=limit_s)
+        return process.returncode, stdout or "", stderr or ""
+    except BaseException as error:
+        stdout, stderr = _stop(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return None, stdout, stderr
+
+
+def _stop(process: subprocess.Popen) -> tuple[str, str]:
+    family = _descendants(process.pid)
+    process.terminate()
+    try:
+        stdout, stderr = process.communicate(timeout=GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, stderr = "", ""
+    for pid, started in family.items():
+        if _started(pid) == started:
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    return stdout or "", stderr or ""
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _started(pid: int) -> str | None:
+    fields = _stat(pid)
+    return fields[19] if fields else None
+
+
+def _descendants(root: int) -> dict[int, str | None]:
+    """The start time of every process below `root`."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields:
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, todo = {}, [root]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found[child] = _started(child)
+            todo.append(child)
+    return found
+
+
+class Counter:
+    """A pytest plugin that counts outcomes, and spares rank 0's reader the MPI library's details."""
+
+    def __init__(self):
+        self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+
+    def pytest_configure(self, config):
+        for plugin in config.pluginmanager.get_plugins():
+            if type(plugin).__name__ == "MPIPlugin":
+                config.pluginmanager.unregister(plugin)
+                config.pluginmanager.register(_quiet(plugin))
+
+
+def _quiet(plugin):
+    class Quiet(type(plugin)):
+        def pytest_terminal_summary(self):
+            pass
+
+    plugin.__class__ = Quiet
+    return plugin
+
+
+def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
+    """What each process of a launch does: pytest, with all ranks but 0 writing to files, and a record of the outcome."""
+    import pytest
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    if rank > 0:
+        log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    counter = Counter()
+    status = pytest.main(["--with-mpi", "-p", "no:cacheprovider", *arguments], plugins=[counter])
+    (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}))
+    sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
+
+
+def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[int, int]:
+    """One launch; returns how many tests passed and failed (on rank 0, and one more for anything else that is wrong)."""
+    print(f"--- {num_ranks} ranks", flush=True)
+    with tempfile.TemporaryDirectory(prefix="run_mpi_") as name:
+        folder, start = Path(name), time.monotonic()
+        program = [sys.executable, "-m", "mpi4py", str(Path(__file__).resolve()), "--as-rank", name, "--", *arguments]
+        status, _, _ = run_limited([*mpi_command(num_ranks), *program], limit_s=limit_s, capture=False)
+        results = {}
+        for rank in range(num_ranks):
+            file = folder / f"{rank}.json"
+            results[rank] = json.loads(file.read_text()) if file.exists() else None
+        first = results[0] or {"passed": 0, "failed": 0}
+        problems = []
+        if status is None:
+            problems.append(f"stopped at the limit of {limit_s:g} s")
+        elif status != 0:
+            problems.append(f"mpiexec ended with status {status}")
+        lost = [rank for rank, result in results.items() if result is None]
+        bad = [rank for rank, result in results.items() if result and result["status"] != 0]
+        if lost:
+            problems.append(f"ranks {lost} did not finish")
+        if bad:
+            problems.append(f"pytest failed on ranks {bad}")
+        if first["passed"] == 0:
+            problems.append("no test passed")
+        if problems:
+            _show_logs(folder, [rank for rank in lost + bad if rank > 0])
+            print(f"--- {num_ranks} ranks: {'; '.join(problems)} ({time.monotonic() - start:.0f} s)", flush=True)
+        return first["passed"], max(first["failed"], 1 if problems else 0)
+
+
+def _show_logs(folder: Path, ranks: Sequence[int]) -> None:
+    for rank in ranks[:3]:  # the others mostly say the same
+        log = folder / f"{rank}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        print(f"--- rank {rank} wrote last:", *lines[-TAIL_LINES:], sep="\n", flush=True)
+
+
+def main() -> int:
+    own, arguments = sys.argv[1:], []
+    if "--" in own:
+        split = own.index("--")
+        own, arguments = own[:split], own[split + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("num_ranks", nargs="*", type=int, default=NUM_RANKS, help="launch with so many ranks each")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one launch may take")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(own)
+    if options.as_rank:
+        be_a_rank(options.as_rank, arguments)
+        return 0
+    totals = [launch(num, arguments or ["tests/mpi"], options.limit) for num in options.num_ranks]
+    passed, failed = (sum(column) for column in zip(*totals, strict=True))
+    print(f"{passed} passed, {failed} failed", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
