@@ -51,6 +51,36 @@ def sample_ref(logits_BV: Tensor, uniforms_B, temperature: float = 1.0) -> tuple
     return tokens_B1[:, 0], logprobs_B1[:, 0].to(scaled_BV.dtype)
 
 
+@torch.no_grad()
+def kept_tokens(
+    logits_BV: Tensor, temperature: float = 1.0, *, top_k: int, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """The tokens that top-k, then top-p, then min-p leave to be drawn: ids int64 [B, min(top_k, V)], most likely first,
+    -1 after the last.
+
+    top-p keeps the smallest set of the most likely tokens whose mass (of what top-k left) reaches top_p (Holtzman et
+    al., arXiv 1904.09751); min-p those of at least min_p times the largest probability (arXiv 2407.01082). The most
+    likely token always stays, a banned one (-inf) never.
+    """
+    assert top_k > 0 and 0 < top_p <= 1 and 0 <= min_p <= 1
+    scaled_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
+    scaled_BK, ids_BK = scaled_BV.topk(min(top_k, logits_BV.shape[1]))
+    probs_BK = scaled_BK.softmax(dim=1)
+    before_BK = probs_BK.cumsum(dim=1) - probs_BK
+    keep_BK = (before_BK < top_p) & (probs_BK >= min_p * probs_BK[:, :1]) & (probs_BK > 0)
+    keep_BK[:, 0] = True
+    return ids_BK.masked_fill(~keep_BK, -1)
+
+
+@torch.no_grad()
+def restrict(logits_BV: Tensor, kept_BK: Tensor) -> Tensor:
+    """The logits with every token outside the kept set made impossible."""
+    restricted_BV = torch.full_like(logits_BV, -torch.inf)
+    first_B1 = kept_BK[:, :1]  # stands in for the padding: it is always kept
+    ids_BK = torch.where(kept_BK >= 0, kept_BK, first_B1)
+    return restricted_BV.scatter_(1, ids_BK, logits_BV.gather(1, ids_BK))
+
+
 def _first_above(cdf_BN: Tensor, target_B1: Tensor) -> tuple[Tensor, Tensor]:
     """Index [B, 1] of the first entry above the target, and the rest of the target there; index 0 if all is NaN."""
     index_B1 = (cdf_BN <= target_B1).sum(dim=1, keepdim=True)

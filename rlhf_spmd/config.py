@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
-from rlhf_spmd.algorithms.ppo import PPO, NonNegative, workflow
+from rlhf_spmd.algorithms.ppo import PPO, Fraction01, NonNegative, workflow
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.plan.workload import ModelShape, Workload
@@ -45,6 +45,9 @@ class Generation:
     max_new_tokens: PositiveInt = 128
     min_new_tokens: NonNegativeInt = 0
     temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0  # 0: off; bounds the set that is stored with every token and replayed in every pass
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Fraction01 = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def smollm2() -> Config:
         reward_function="rlhf_spmd.rewards:vader_positive",
         data=Data(prompts=str(EMBEDDED / "sentiment_prompts.txt"), max_prompt=32),
         generation=Generation(max_new_tokens=24),
-        ppo=PPO(epochs=1, kl_coef=0.05, truncation="bootstrap"),
+        ppo=PPO(epochs=1, kl_coef=0.05, truncation="score"),
         optimizer=Optimizer(actor_lr=1e-5, critic_lr=1e-4),
     )
 
@@ -227,6 +230,12 @@ def _check_sizes(config: Config) -> None:
             f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences} sequences "
             f"are not a multiple of mini_batch {config.mini_batch}; change one of them"
         )
+    generation = config.generation
+    if (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k:
+        raise UserError(
+            "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
+            "e.g. generation.top_k=200"
+        )
     if config.generation.min_new_tokens > config.generation.max_new_tokens:
         raise UserError("generation.min_new_tokens is larger than generation.max_new_tokens")
 
@@ -289,7 +298,7 @@ def make_workload(config: Config) -> Workload:
         if shapes[name]:
             shapes[name] = dataclasses.replace(shapes[name], **scalar)
     return Workload(
-        workflow=workflow(config.ppo),
+        workflow=workflow(config.ppo, replay=config.generation.top_k > 0),
         models=shapes,
         rollout_batch=config.rollout_batch,
         samples_per_prompt=config.samples_per_prompt,
@@ -300,6 +309,7 @@ def make_workload(config: Config) -> Workload:
         max_response=config.generation.max_new_tokens,
         param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
         whiten=config.ppo.whiten,
+        max_kept=config.generation.top_k,
     )
 
 

@@ -31,28 +31,28 @@ class PPO:
     clip_value: PositiveFloat = 0.2
     whiten: Literal["mini_batch", "batch"] = "mini_batch"
     old_logprobs: Literal["generator", "recompute"] = "generator"
-    truncation: Literal["penalty", "bootstrap"] = "penalty"
+    truncation: Literal["penalty", "bootstrap", "score"] = "penalty"
     truncation_penalty: float = -1.0
     clip_score: PositiveFloat | None = None
     normalize_scores: bool = False
     kl_early_stop: PositiveFloat | None = None  # nats per token; skips the rest of the iteration's actor steps
 
 
-def workflow(options: PPO) -> Workflow:
-    """The graph of one PPO iteration."""
+def workflow(options: PPO, *, replay: bool = False) -> Workflow:
+    """The graph of one PPO iteration; `replay`: sampling is restricted (top-k, ...), and its sets are replayed."""
 
     def ppo(model: Callable, compute: Callable, prompts) -> None:
         actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
-        responses, logprobs = actor.generate(prompts)
+        responses, logprobs, *kept = actor.generate(prompts, replay=replay)
         if options.old_logprobs == "recompute":
-            logprobs = actor.infer("logprobs", prompts, responses, output="old_logprobs")
-        ref_logprobs = reference.infer("logprobs", prompts, responses, output="ref_logprobs")
+            logprobs = actor.infer("logprobs", prompts, responses, *kept, output="old_logprobs")
+        ref_logprobs = reference.infer("logprobs", prompts, responses, *kept, output="ref_logprobs")
         scores = reward.infer("scores", prompts, responses)
         values = critic.infer("values", prompts, responses)
         advantages, returns = compute(
             "estimate_advantages", (responses, logprobs, ref_logprobs, scores, values), ("advantages", "returns")
         )
-        actor.train("policy_loss", prompts, responses, logprobs, advantages)
+        actor.train("policy_loss", prompts, responses, logprobs, advantages, *kept)
         critic.train("value_loss", prompts, responses, values, returns)
 
     return trace(ppo)

@@ -41,9 +41,9 @@ def last_index(mask_BG: Tensor) -> Tensor:
 
 def ended(responses_BG: Tensor, eos_ids: Sequence[int]) -> Tensor:
     """True where the last real token is an EOS id, False where the response was truncated (or is empty): bool [B]."""
-    last_B = last_index(response_mask(responses_BG))
-    token_B = responses_BG.gather(1, last_B.clamp(min=0)[:, None])[:, 0]
-    return (last_B >= 0) & torch.isin(token_B, token_B.new_tensor(list(eos_ids)))
+    last_B = last_index(response_mask(responses_BG)).clamp(min=0)  # an empty response gives its -1, which is no token
+    token_B = responses_BG.gather(1, last_B[:, None])[:, 0]
+    return torch.isin(token_B, token_B.new_tensor(list(eos_ids)))
 
 
 def ban_tokens(logits_BGV: Tensor, token_ids: Sequence[int], num_positions: int) -> Tensor:
@@ -71,6 +71,20 @@ def token_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, temperature: float = 1
     return -nll.view(tokens_BG.shape)
 
 
+def kept_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, kept_BGK: Tensor, temperature: float = 1.0) -> Tensor:
+    """Like token_logprobs, under the distribution over the kept set that each token was drawn from: [B, G].
+
+    kept_BGK: token ids, -1 padding, as generation stored them. Replaying the very set (and not the rule that made it)
+    keeps the first ratio at 1: a set found anew from slightly other logits would be biased by the mass it differs by.
+    """
+    real_BG = tokens_BG >= 0
+    kept_BGK = kept_BGK.to(torch.int64)
+    some_BGK = torch.where((kept_BGK >= 0) | ~real_BG[..., None], kept_BGK.clamp(min=0), -1)
+    logits_BGK = _scaled(logits_BGV.gather(2, some_BGK.clamp(min=0)), temperature).masked_fill(some_BGK < 0, -math.inf)
+    token_BG1 = _scaled(logits_BGV.gather(2, tokens_BG.clamp(min=0)[..., None]), temperature)
+    return torch.where(real_BG, token_BG1[..., 0] - logits_BGK.logsumexp(dim=-1), 0.0)
+
+
 def entropy(logits_BGV: Tensor, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature); banned tokens (-inf) add nothing: [B, G]."""
     logprobs_BGV = _scaled(logits_BGV, temperature).log_softmax(dim=-1)
@@ -84,7 +98,7 @@ def shaped_scores(
     scores_B: Tensor,
     ended_B: Tensor,
     *,
-    truncation: Literal["penalty", "bootstrap"] = "penalty",
+    truncation: Literal["penalty", "bootstrap", "score"] = "penalty",
     truncation_penalty: float = -1.0,
     clip_score: float | None = None,
     mean: float = 0.0,
@@ -93,12 +107,15 @@ def shaped_scores(
     """The score that enters the rewards: (score - mean) / std, then clipped to +-clip_score: [B].
 
     Only a response that ended has a meaningful score. A truncated one gets the fixed `truncation_penalty` instead
-    ([N+]; neither normalised nor clipped), or 0 under "bootstrap", where `gae` continues it by its last value.
+    ([N+]; neither normalised nor clipped), or 0 under "bootstrap", where `gae` continues it by its last value. "score"
+    is for tasks whose responses all have the full length ([LM]'s 24 tokens): there a cut response is what is judged.
     """
-    assert truncation in ("penalty", "bootstrap") and std > 0
+    assert truncation in ("penalty", "bootstrap", "score") and std > 0
     shaped_B = (scores_B - mean) / std
     if clip_score is not None:
         shaped_B = shaped_B.clamp(-clip_score, clip_score)
+    if truncation == "score":
+        return shaped_B
     return torch.where(ended_B, shaped_B, truncation_penalty if truncation == "penalty" else 0.0)
 
 

@@ -40,7 +40,8 @@ class Recipe:
     vocab_size: int = 1024
     hidden_size: int = 128
     intermediate_size: int = 352
-    num_layers: int = 4
+    actor_layers: int = 4
+    reward_layers: int = 2  # the first two of the actor are where it starts from
     num_heads: int = 4
     num_kv_heads: int = 2
     sft_steps: int = 1500
@@ -298,7 +299,7 @@ def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
         vocab_size=tokenizer.vocab_size,
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
-        num_layers=recipe.num_layers,
+        num_layers=recipe.actor_layers if head == "lm" else recipe.reward_layers,
         num_heads=recipe.num_heads,
         num_kv_heads=recipe.num_kv_heads,
         head_dim=recipe.hidden_size // recipe.num_heads,

@@ -218,7 +218,10 @@ def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
     """Hugging Face's one, several or no token ids -> a tuple."""
     if eos is None:
         return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    ids = (eos,) if isinstance(eos, int) else tuple(eos)
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise UserError(f"eos_token_id is {eos!r}, but must be one or several whole numbers")
+    return ids
 
 
 def _integer(values: dict[str, Any], name: str) -> int:

@@ -43,6 +43,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith(str(folder)) else f"{folder / 'config.json'}: {text}") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} holds a value of the wrong kind ({error}); mend it") from None
     return config
 
 

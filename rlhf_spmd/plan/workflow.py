@@ -88,9 +88,10 @@ class Model:
     name: str
     recorder: Recorder
 
-    def generate(self, prompts: Data) -> tuple[Data, Data]:
-        """Sample responses and the logprobs of their tokens."""
-        return self.recorder.record(self.name, "generate", "sample", (prompts,), ("responses", "logprobs"))
+    def generate(self, prompts: Data, *, replay: bool = False) -> tuple[Data, ...]:
+        """Sample responses and the logprobs of their tokens; with `replay` also the set each token was drawn from."""
+        outputs = ("responses", "logprobs", *(("kept_tokens",) if replay else ()))
+        return self.recorder.record(self.name, "generate", "sample", (prompts,), outputs)
 
     def infer(self, function: str, *inputs: Data, output: str | None = None) -> Data:
         """A forward pass without gradients; `function` names what is computed, `output` its key."""

@@ -58,6 +58,7 @@ class Workload:
     max_response: int
     param_bytes: int
     whiten: str = "mini_batch"
+    max_kept: int = 0  # largest set that a token is drawn from, if sampling is restricted
 
     @property
     def num_sequences(self) -> int:
@@ -71,6 +72,7 @@ class Workload:
     def row_bytes(self, key: str) -> int:
         """Bytes of one sequence's value of a data key on the wire: fixed width, int32 or float32."""
         widths = {"prompts": self.max_prompt, "scores": 1, "values": self.max_response + 1}
+        widths["kept_tokens"] = self.max_response * self.max_kept
         return 4 * widths.get(key, self.max_response)
 
     def weight_bytes(self, model: str) -> int:

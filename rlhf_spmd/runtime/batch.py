@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.ppo_math import ban_tokens, token_logprobs
+from rlhf_spmd.algorithms.ppo_math import ban_tokens, kept_logprobs, token_logprobs
 from rlhf_spmd.model.transformer import Transformer
 
 
@@ -40,11 +40,22 @@ class Sequences:
 
 
 def response_logprobs(
-    model: Transformer, batch: Sequences, *, temperature: float, eos_ids: tuple[int, ...], min_new_tokens: int
+    model: Transformer,
+    batch: Sequences,
+    kept_BGK: Tensor | None = None,
+    *,
+    temperature: float,
+    eos_ids: tuple[int, ...],
+    min_new_tokens: int,
 ) -> Tensor:
-    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from; 0 on padding."""
+    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from; 0 on padding.
+
+    kept_BGK: the sets that the tokens were drawn from, if sampling was restricted.
+    """
     hidden_BGD = batch.before(model(batch.tokens_BT), batch.responses_BG.shape[1])
     logits_BGV = ban_tokens(model.logits(hidden_BGD), eos_ids, min_new_tokens)
+    if kept_BGK is not None:
+        return kept_logprobs(logits_BGV, batch.responses_BG, kept_BGK, temperature)
     return token_logprobs(logits_BGV, batch.responses_BG, temperature)
 
 

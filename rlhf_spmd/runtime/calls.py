@@ -65,6 +65,9 @@ class Calls:
             "eos_ids": self.eos_ids,
             "min_new_tokens": config.generation.min_new_tokens,
         }
+        generation = config.generation
+        limits = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
+        self.restricted = self.sampling | limits  # the kept sets are found when generating, and replayed afterwards
         tolerance = config.parity_tolerance
         self.parity_tolerance = PARITY_TOLERANCE[config.dtype] if tolerance is None else tolerance
         # Metrics of a compute that runs on several groups of ranks are counted on the first one only.
@@ -76,6 +79,8 @@ class Calls:
         call = self.workload.workflow.call(step.call)
         if call.kind == "generate":
             self._generate(call, data)
+        elif call.function == "scores":
+            self._score(call, data)
         elif call.kind == "infer":
             self._infer(call, data)
         elif call.kind == "compute":
@@ -100,12 +105,14 @@ class Calls:
         prompts_MBP = data.store["prompts"][:, columns]
         started = time.perf_counter()
         with self.models.weights(call.model) as model:
-            responses, logprobs = generate(
-                model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[:, columns].flatten(0, 1), **self.sampling
+            responses, logprobs, kept = generate(
+                model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[:, columns].flatten(0, 1), **self.restricted
             )
         shape = prompts_MBP.shape[:2]
         self._keep(data, "responses", columns, responses.unflatten(0, shape))
         self._keep(data, "logprobs", columns, logprobs.unflatten(0, shape))
+        if kept is not None:
+            self._keep(data, "kept_tokens", columns, kept.unflatten(0, shape))
         mask = responses >= 0
         num_ended = ppo_math.ended(responses, self.eos_ids).sum()
         data.meter.add("response_length", mask.sum(), len(responses))
@@ -117,25 +124,35 @@ class Calls:
         layout = self._layout(call)
         columns = self._columns(layout)
         prompts, responses = data.store["prompts"][:, columns], data.store["responses"][:, columns]
-        if call.function == "scores":
-            with torch.no_grad():
-                scores_B = self.scorer(prompts.flatten(0, 1), responses.flatten(0, 1), self._micro_batch(layout))
-            self._keep(data, call.outputs[0], columns, scores_B.unflatten(0, prompts.shape[:2]))
-            data.meter.add("score", scores_B.double().sum(), len(scores_B))
-            data.meter.add("score_sq", scores_B.double().square().sum(), len(scores_B))
-            return
+        kept = data.store["kept_tokens"][:, columns] if "kept_tokens" in call.inputs else None
         results = []
         with self.models.weights(call.model) as model:
             for mini_batch in range(self.workload.num_mini_batches):
                 for rows in self._chunks(prompts.shape[1], layout):
                     batch = Sequences.join(prompts[mini_batch, rows], responses[mini_batch, rows])
                     if call.function == "logprobs":
-                        results.append(response_logprobs(model, batch, **self.sampling))
+                        sets = None if kept is None else kept[mini_batch, rows]
+                        results.append(response_logprobs(model, batch, sets, **self.sampling))
                     else:
                         results.append(response_values(model, batch))
         if results:
             whole = torch.cat(results).float().unflatten(0, prompts.shape[:2])
             self._keep(data, call.outputs[0], columns, whole)
+
+    def _score(self, call: Call, data: Iteration) -> None:
+        """Scores of this rank's columns by reward model or function."""
+        layout = self._layout(call)
+        columns = self._columns(layout)
+        prompts, responses = data.store["prompts"][:, columns], data.store["responses"][:, columns]
+        with torch.no_grad():
+            scores_B = self.scorer(prompts.flatten(0, 1), responses.flatten(0, 1), self._micro_batch(layout))
+        self._keep(data, call.outputs[0], columns, scores_B.unflatten(0, prompts.shape[:2]))
+        wide_B, used_B = scores_B.double(), ppo_math.ended(responses.flatten(0, 1), self.eos_ids)
+        if self.config.ppo.truncation == "score":
+            used_B = torch.ones_like(used_B)
+        for name, counted_B in (("score", wide_B), ("used_score", wide_B[used_B])):
+            data.meter.add(name, counted_B.sum(), len(counted_B))
+            data.meter.add(f"{name}_sq", counted_B.square().sum(), len(counted_B))
 
     def _chunks(self, num_rows: int, layout: Layout) -> list[slice]:
         size = self._micro_batch(layout)
@@ -146,13 +163,16 @@ class Calls:
         self.place_for(data, key)[:, columns] = value
 
     def place_for(self, data: Iteration, key: str) -> Tensor:
-        """The store's tensor [M, C, ...] of a key, made when first needed; int64 for tokens, float32 otherwise."""
+        """The store's tensor [M, C, ...] of a key, made when first needed; integers for tokens, float32 otherwise."""
         if key not in data.store:
             shape: tuple[int, ...] = (self.workload.num_mini_batches, self.workload.mini_batch)
             if key != "scores":
                 shape += (self.workload.max_response + (key == "values"),)
-            if key == "responses":
-                data.store[key] = torch.full(shape, -1, dtype=torch.int64, device=self.world.device)
+            if key == "kept_tokens":
+                shape += (self.workload.max_kept,)
+            if key in ("responses", "kept_tokens"):
+                dtype = torch.int64 if key == "responses" else torch.int32
+                data.store[key] = torch.full(shape, -1, dtype=dtype, device=self.world.device)
             else:
                 data.store[key] = torch.zeros(shape, device=self.world.device)
         return data.store[key]
@@ -271,7 +291,7 @@ class Calls:
 
     def _policy_loss(self, model, rows: dict[str, Tensor], first: bool, data: Iteration) -> tuple[Tensor, dict]:
         batch = Sequences.join(rows["prompts"], rows["responses"])
-        logprobs_BG = response_logprobs(model, batch, **self.sampling)
+        logprobs_BG = response_logprobs(model, batch, rows.get("kept_tokens"), **self.sampling)
         mask_BG = ppo_math.response_mask(rows["responses"])
         old_BG = rows.get("logprobs", rows.get("old_logprobs"))
         if first:

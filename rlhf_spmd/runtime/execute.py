@@ -121,7 +121,7 @@ class Executor:
         for key in transfer.keys:
             place = self.calls.place_for(data, key)[:, part]
             piece = words[start : start + place.numel()].view(place.shape)
-            place.copy_(piece if place.dtype == torch.int64 else piece.view(torch.float32))
+            place.copy_(piece.view(torch.float32) if place.is_floating_point() else piece)
             start += place.numel()
 
     # ---- failures -------------------------------------------------------------------------------------------------------

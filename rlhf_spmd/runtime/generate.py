@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.ppo_math import ban_tokens
-from rlhf_spmd.kernels.sample import sample_ref
+from rlhf_spmd.kernels.sample import kept_tokens, restrict, sample_ref
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.kvcache import KVCache
 
@@ -23,18 +23,25 @@ def generate(
     temperature: float = 1.0,
     eos_ids: Sequence[int] = (),
     min_new_tokens: int = 0,
-) -> tuple[Tensor, Tensor]:
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one response per row.
 
     prompts_BP: int64, -1 right of the prompt. uniforms_BG: one number in [0, 1) per token. Returns responses_BG int64
-    (-1 after the end; the EOS is included) and logprobs_BG float32 under the tempered distribution (0 after the end).
+    (-1 after the end; the EOS is included), logprobs_BG float32 under the distribution sampled from (0 after the end), and,
+    if top_k is on, kept_BGK int32, the set that each token was drawn from (see kernels/sample.py; -1 padding).
     """
     num_rows, max_response = uniforms_BG.shape
     device = prompts_BP.device
     responses_BG = torch.full((num_rows, max_response), -1, dtype=torch.int64, device=device)
     logprobs_BG = torch.zeros(num_rows, max_response, device=device)
+    kept_BGK = None
+    if top_k:
+        kept_BGK = torch.full((num_rows, max_response, top_k), -1, dtype=torch.int32, device=device)
     if num_rows == 0:
-        return responses_BG, logprobs_BG
+        return responses_BG, logprobs_BG, kept_BGK
     lengths_B = (prompts_BP >= 0).sum(1)
     prompts_BP = prompts_BP[:, : int(lengths_B.max())]
     dtype = model.embed_tokens.weight.dtype
@@ -49,7 +56,12 @@ def generate(
         logits_B1V = model.logits(hidden_BD)[:, None]
         if t < min_new_tokens:
             logits_B1V = ban_tokens(logits_B1V, eos_ids, 1)
-        tokens_B, token_logprobs_B = sample_ref(logits_B1V[:, 0], uniforms_BG[rows_B, t], temperature)
+        logits_BV = logits_B1V[:, 0]
+        if kept_BGK is not None:
+            kept_BK = kept_tokens(logits_BV, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+            kept_BGK[rows_B, t, : kept_BK.shape[1]] = kept_BK.int()
+            logits_BV = restrict(logits_BV, kept_BK)
+        tokens_B, token_logprobs_B = sample_ref(logits_BV, uniforms_BG[rows_B, t], temperature)
         responses_BG[rows_B, t], logprobs_BG[rows_B, t] = tokens_B, token_logprobs_B.float()
         running_B = ~torch.isin(tokens_B, eos_E)
         if t + 1 == max_response or not running_B.any():
@@ -60,4 +72,4 @@ def generate(
             cache.keep(left)
         hidden_BD = model(tokens_B[:, None], positions_BT=cache.lengths_B[:, None], cache=cache)[:, 0]
         cache.advance()
-    return responses_BG, logprobs_BG
+    return responses_BG, logprobs_BG, kept_BGK

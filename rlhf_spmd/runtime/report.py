@@ -25,6 +25,8 @@ SAMPLE_ITERATION = 2**32 - 1  # the uniforms of the samples before and after: ap
 def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
     """Global metrics of one iteration, the same on every rank. Names as in run_folder.METRICS."""
     metrics, weights = combine(answers)
+    for name in ("used_score", "used_score_sq"):  # for train.update
+        metrics.pop(name, None)
     metrics["score_std"] = math.sqrt(max(metrics.pop("score_sq") - metrics["score"] ** 2, 0.0))
     metrics["kl_coef"] = kl_coef
     metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
@@ -56,15 +58,32 @@ def check_finite(metrics: Mapping, number: int) -> None:
 def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
     """The heading of a run."""
     config, shapes = job.config, job.program.workload.models
-    millions = {name: f"{shape.num_params / 1e6:.1f} M" for name, shape in shapes.items() if shape}
+    sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
     reward = config.reward_function or "reward model"
     return {
-        "models": ", ".join(f"{name} {size}" for name, size in millions.items()) + f" parameters, {config.dtype}",
+        "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
         "prompts": f"{len(job.prompts)} from {config.data.prompts}",
         "iteration": f"{config.rollout_batch} prompts x {config.samples_per_prompt}, mini-batches of {config.mini_batch}, "
         f"{config.ppo.epochs} epochs, at most {config.generation.max_new_tokens} new tokens",
         "run folder": str(folder.path),
+    }
+
+
+def format_count(num: int) -> str:
+    """1234567 -> "1.2 M"."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if num >= size:
+            return f"{num / size:.1f} {letter}"
+    return str(num)
+
+
+def next_commands(strategy: str, ranks: int, preset: str) -> dict[str, str]:
+    """What to try after a run."""
+    return {
+        "see the placement": f"python -m rlhf_spmd check {strategy} --layout 1x{ranks} --preset {preset}",
+        "change an option": f"mpirun -n {ranks} python -m rlhf_spmd train --preset {preset} ppo.kl_coef=0.02",
+        "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check ./mine.py --layout 1x{ranks}",
     }
 
 
@@ -88,8 +107,8 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
             job.config.seed, SAMPLE_ITERATION, np.arange(num), np.zeros(num, int), job.config.generation.max_new_tokens
         )
         with job.models.weights(generating.model) as model:
-            responses_BG, _ = generate(
-                model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.sampling
+            responses_BG, *_ = generate(
+                model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.restricted
             )
         tokens = responses_BG.tolist()
     everyone = job.world.allgather(tokens if rank == layouts[generating.name].ranks[0] else [], "the samples")
@@ -105,8 +124,12 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
     ]
 
 
-def join_samples(job: "Job", before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]]) -> list[Sample]:
-    """Samples before and after training, side by side."""
+def join_samples(
+    job: "Job", before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]] | None = None
+) -> list[Sample]:
+    """Samples before and, when there are some, after training, side by side."""
+    if after is None:
+        return [Sample(i, job.prompts.texts[i], text, score) for i, (text, score) in enumerate(before)]
     return [
         Sample(index, job.prompts.texts[index], old, old_score, new, new_score)
         for index, ((old, old_score), (new, new_score)) in enumerate(zip(before, after, strict=True))

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from rlhf_spmd.runtime.calls import Calls, Iteration, State
 from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
 from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.run_folder import RunFolder
 from rlhf_spmd.runtime.scorer import Scorer
@@ -138,11 +140,12 @@ def train(
     folder.write_config(resolved(config))
     folder.write_strategy(source)
     folder.write_program(program.fingerprint, summary)
-    console.heading(f"rlhf_spmd: PPO by {strategy} on {world.size} ranks", report.facts(job, folder))
+    console.heading(f"rlhf_spmd: PPO by {strategy} on {'1 rank' if world.size == 1 else f'{world.size} ranks'}", report.facts(job, folder))
 
     executor = Executor(program, world, job.models, job.calls, recorder)
     state = State(kl_coef=config.ppo.kl_coef)
     before = report.sample_responses(job)
+    folder.write_samples(report.join_samples(job, before))
     history: list[dict] = []
     for number in range(config.iterations):
         began = time.perf_counter()
@@ -150,7 +153,7 @@ def train(
         metrics = report.summarize(job, answers, state.kl_coef)
         metrics["iteration_s"] = time.perf_counter() - began
         report.check_finite(metrics, number)
-        update(state, config, metrics)
+        update(state, config, metrics, answers)
         history.append(metrics)
         folder.write_metrics(number, metrics)
         console.iteration(number + 1, config.iterations, metrics)
@@ -163,20 +166,21 @@ def train(
     folder.write_timeline(records, title=f"{strategy} on {world.size} ranks")
     folder.close()
     result = report.result(strategy, world.size, history, time.perf_counter() - started, folder)
-    console.closing(result, folder)
+    console.closing(result, folder, report.next_commands(strategy, world.size, config.preset))
     return result
 
 
-def update(state: State, config: Config, metrics: dict) -> None:
+def update(state: State, config: Config, metrics: Mapping, answers: Sequence[Mapping]) -> None:
     """What changes between iterations, from global numbers only, so that it changes alike on every rank."""
     sequences = config.rollout_batch * config.samples_per_prompt
     if config.ppo.kl_controller == "adaptive":
         state.kl_coef = ppo_math.next_kl_coef(
             state.kl_coef, metrics["kl"], sequences, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon
         )
-    spread = metrics["score_std"] ** 2 + metrics["score"] ** 2
-    moments = torch.tensor([1.0, metrics["score"], spread], dtype=torch.float64) * sequences
-    state.scores = state.scores.updated(moments)
+    means, weights = combine(answers)
+    if "used_score" in means:  # a truncated response has no score to normalise
+        moments = torch.tensor([1.0, means["used_score"], means["used_score_sq"]], dtype=torch.float64)
+        state.scores = state.scores.updated(moments * weights["used_score"])
 
 
 def save_actor(job: Job, folder: RunFolder) -> None:

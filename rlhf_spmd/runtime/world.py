@@ -343,7 +343,7 @@ def _deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[i
         text = f"{_name_ranks(late.ranks, hosts)} did not arrive; find out what holds them up, or raise the deadline"
         for straggler, position in last.items():
             text += f"\n  rank {straggler} last said: {position}"
-    return DeadlineError(f"{late.what}: {me} waited {late.waited_s:.3g} s, but {text}")
+    return DeadlineError(f"{late.what}: {me} waited {late.waited_s:.1f} s, but {text}")
 
 
 def _name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

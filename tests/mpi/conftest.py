@@ -12,6 +12,7 @@ from rlhf_spmd.runtime.world import DeadlineError, World
 
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
+MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
 _world: World | None = None
 
 
@@ -66,13 +67,12 @@ def pytest_runtest_makereport(item, call):
     if _world is not None and "world" in item.fixturenames and call.when in ("setup", "call"):
         outcomes = _outcomes([report.outcome, report.longreprtext], f"{call.when} of {item.nodeid[-40:]}")
         failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
-        if failed and report.outcome != "failed":
-            rank = min(failed)
+        skips = {outcome for outcome, _ in outcomes if outcome != "failed"}
+        if report.outcome != "failed" and (failed or len(skips) > 1):
             report.outcome = "failed"
-            report.longrepr = f"failed on ranks {sorted(failed)}; rank {rank} says:\n{failed[rank]}"
-        elif not failed and len({outcome for outcome, _ in outcomes}) > 1:
-            report.outcome = "failed"
-            report.longrepr = f"skipped on some ranks only: {[outcome for outcome, _ in outcomes]}"
+            report.longrepr = f"failed on ranks {sorted(failed)}" if failed else "skipped on some ranks only"
+        causes = {rank: text for rank, text in failed.items() if MISMATCH not in text} or failed
+        report.sections += [(f"rank {rank}", text) for rank, text in causes.items() if rank != _world.rank]
     return report
 
 

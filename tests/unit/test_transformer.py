@@ -231,6 +231,14 @@ def test_precisions(case):
     assert (logits[torch.bfloat16] - exact).abs().max() < 0.1 * exact.abs().max()
 
 
+def test_norms_of_half_precision_are_computed_in_float32():
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).mul(1e-2).bfloat16()
+    norm = transformer.RMSNorm(300, 1e-6)
+    norm.weight.data.fill_(1.5)
+    wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * 1.5
+    torch.testing.assert_close(norm.bfloat16()(x).double(), wide, atol=0, rtol=2**-8)
+
+
 def test_every_parameter_gets_a_gradient():
     for head in ("lm", "scalar"):
         mine = ours(theirs("qwen3 biases tied", head=head), head=head)

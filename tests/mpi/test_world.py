@@ -1,0 +1,285 @@
+"""The world on real ranks: discovery, control messages, deadlines, leaving together, and process groups.
+
+    python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_world.py
+
+Two seconds beside the start-up. Jobs that end by failing are in tests/e2e/test_world_failures.py.
+"""
+
+import atexit
+import dataclasses
+import math
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import world as world_module
+from rlhf_spmd.runtime.control import INLINE, Control, Late
+from rlhf_spmd.runtime.world import DeadlineError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+DEADLINE_S = 0.5
+
+
+def second_world(world, deadline_s=DEADLINE_S):
+    """The same ranks with control messages of their own, which a test may leave in pieces."""
+    return dataclasses.replace(world, control=Control(world.control.comm.Dup(), deadline_s=deadline_s))
+
+
+# Discovery
+
+
+def test_discovery_is_one_picture(world):
+    own = [world.rank, world.size, world.local_rank, world.node, world.num_nodes, socket.gethostname()]
+    pictures = world.allgather(own)
+    assert [picture[0] for picture in pictures] == list(range(world.size))
+    assert {picture[1] for picture in pictures} == {world.size}
+    assert tuple(picture[3] for picture in pictures) == world.nodes
+    assert tuple(picture[5] for picture in pictures) == world.hosts
+    assert len(world.devices_per_node) == world.num_nodes == len(set(world.nodes))
+    firsts = [world.nodes.index(node) for node in range(world.num_nodes)]
+    assert firsts == sorted(firsts)  # nodes are numbered by their lowest rank
+    for node in range(world.num_nodes):
+        local_ranks = [picture[2] for picture in pictures if picture[3] == node]
+        assert local_ranks == list(range(len(local_ranks)))
+
+
+# Control messages
+
+
+def test_allgather_takes_odd_values(world):
+    def odd(rank):
+        return [None, True, rank, -(10**30), 1e-300, math.inf, "", "naïve \u2603 \0", {"a": {"b": []}}, [[rank]] * rank]
+
+    for _ in range(3):
+        assert world.allgather(odd(world.rank)) == [odd(rank) for rank in range(world.size)]
+    assert math.isnan(world.allgather(math.nan)[-1])
+
+
+@pytest.mark.parametrize("length", [0, 1, INLINE - 3, INLINE - 2, INLINE - 1, 5_000, 300_000])
+def test_messages_of_any_length_and_unequal_ones(world, length):
+    assert world.allgather("x" * length) == ["x" * length] * world.size
+    unequal = ["x" * (length * rank // world.size) for rank in range(world.size)]
+    assert world.allgather(unequal[world.rank]) == unequal
+    root = world.size - 1
+    assert world.bcast("y" * length if world.rank == root else None, root=root) == "y" * length
+
+
+def test_many_messages_stay_in_order(world):
+    for number in range(50):
+        assert world.allgather(number * world.size + world.rank) == [
+            number * world.size + rank for rank in range(world.size)
+        ]
+        world.barrier()
+
+
+def test_barrier_waits_for_all(world):
+    world.barrier()
+    start = time.monotonic()
+    if world.rank == 0:
+        time.sleep(0.2)
+    world.barrier()
+    assert time.monotonic() - start > 0.15
+
+
+def test_ranks_in_different_places_learn_it(world):
+    other = second_world(world, deadline_s=20)
+    with pytest.raises(AssertionError, match="different places.*'here'.*'there'"):
+        other.barrier("there" if world.rank == world.size - 1 else "here")
+
+
+def test_agree(world):
+    world.agree("the configuration", {"seed": "1", "text": "z" * 10_000})
+    wrong = world.size - 1
+    mine = {"seed": "1", "text": "z" * 10_000, "fine": ""}
+    if world.rank == wrong:
+        mine |= {"seed": "2", "text": "z" * 9_999}
+    with pytest.raises(UserError) as caught:
+        world.agree("the configuration", mine)
+    text = str(caught.value)
+    assert "the configuration: seed is not the same" in text and "'2' on rank 1".replace("1", str(wrong)) in text
+    assert len(set(world.allgather(text))) == 1
+    with pytest.raises(UserError, match="extra is not the same.*missing on"):
+        world.agree("options", {"extra": ""} if world.rank == 0 else {})
+
+
+# Deadlines
+
+
+def test_expiry_names_the_late_rank_and_what_it_did(world):
+    late, other = world.size - 1, second_world(world)
+    if world.rank == late:
+        world.progress("iteration 3: asleep")
+        time.sleep(3 * DEADLINE_S)
+        other.barrier("the stop decision")  # all others are waiting in it still, as far as MPI knows
+    else:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError) as caught:
+            other.barrier("the stop decision")
+        assert DEADLINE_S <= time.monotonic() - start < 3 * DEADLINE_S
+        text = str(caught.value)
+        assert text.startswith(f"the stop decision: rank {world.rank} (host {socket.gethostname()}) waited 0.5 s")
+        assert f"rank {late} (host {socket.gethostname()}) did not arrive" in text
+        assert f"rank {late} last said: iteration 3: asleep" in text
+    world.barrier()
+
+
+def test_expiry_names_all_late_ranks(world):
+    control = second_world(world).control
+    if world.rank == 0:
+        with pytest.raises(Late) as caught:
+            control.exchange("x", b"")
+        assert caught.value.ranks == tuple(range(1, world.size))
+    else:
+        time.sleep(3 * DEADLINE_S)
+        control.exchange("x", b"")
+    world.barrier()
+
+
+def test_a_deadline_of_one_message(world):
+    with pytest.raises(DeadlineError) if world.rank else world_module.suppress():
+        if world.rank == 0:
+            time.sleep(0.6)
+        second = second_world(world, deadline_s=50)
+        second.barrier()
+        if world.rank == 0:
+            time.sleep(0.6)
+        second.barrier(deadline_s=0.2)
+    world.barrier()
+
+
+# Leaving together
+
+
+@pytest.fixture
+def no_end():
+    yield
+    atexit.unregister(world_module._end_job)
+
+
+def leave(world, block, capsys):
+    """Runs `block(rank)` in together; returns the exit status, and what each rank printed on stderr."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught, world.together("reading the configuration"):
+        block(world.rank)
+    return caught.value.code, world.allgather(capsys.readouterr().err)
+
+
+def test_together_passes_when_all_is_well(world):
+    for _ in range(3):
+        with world.together("reading the configuration"):
+            pass
+
+
+def test_a_mistake_on_all_ranks_is_one_message(world, capsys, no_end):
+    def block(rank):
+        raise UserError("no such file: a.json")
+
+    assert leave(world, block, capsys) == (2, ["rlhf_spmd: error: no such file: a.json\n"] + [""] * (world.size - 1))
+
+
+def test_a_mistake_on_one_rank_names_it(world, capsys, no_end):
+    def block(rank):
+        if rank == world.size - 1:
+            raise UserError("no such file: a.json" + "x" * 1000)
+
+    status, printed = leave(world, block, capsys)
+    assert status == 2 and printed[:-1] == [""] * (world.size - 1)
+    assert printed[-1].startswith("rlhf_spmd: error: no such file: a.json")
+    assert printed[-1].endswith(f" (on rank {world.size - 1} (host {socket.gethostname()}) of {world.size})\n")
+
+
+def test_different_mistakes_are_all_told_by_the_first(world, capsys, no_end):
+    def block(rank):
+        if rank > 0:
+            raise UserError(f"no such file: {rank % 2}.json")
+
+    status, printed = leave(world, block, capsys)
+    told = printed[1].splitlines()
+    assert status == 2 and len(told) == min(2, world.size - 1)
+    assert all(line.startswith("rlhf_spmd: error: no such file: ") for line in told)
+    assert printed[0] == "" and printed[2:] == [""] * (world.size - 2)
+
+
+def test_a_mistake_reaches_ranks_that_wait_inside_the_block(world, capsys, no_end):
+    def block(rank):
+        if rank == 0:
+            raise UserError("rank 0 gave up")
+        world.barrier("inside")
+        raise AssertionError("not reached")
+
+    assert leave(world, block, capsys)[0] == 2
+
+
+def test_a_programming_error_shows_one_traceback(world, capsys, no_end):
+    def block(rank):
+        if rank == 0:
+            raise UserError("only a consequence")
+        raise KeyError("wrong key")
+
+    status, printed = leave(world, block, capsys)
+    assert status == 1
+    assert printed[0].count("Traceback") == 1 and "KeyError: 'wrong key'" in printed[0]
+    assert printed[1:] == [""] * (world.size - 1)
+
+
+# Process groups
+
+
+def test_sums_in_groups_of_odd_shapes(world, make_group):
+    from conftest import group_ranks
+
+    for name, ranks in group_ranks(world.size).items():
+        if world.rank in ranks:
+            number = torch.tensor([float(2**world.rank)])
+            group = world.group(name)
+            assert (group is None) == (len(ranks) == 1)
+            if group is not None:
+                distributed.all_reduce(number, group=group)
+            assert number.item() == sum(2**rank for rank in ranks)
+        elif len(ranks) > 1:
+            with pytest.raises(AssertionError, match="is not in group"):
+                world.group(name)
+    assert world.group("the_same") is world.group("all") is not distributed.group.WORLD
+    assert distributed.get_world_size(make_group((0, 1))) in (2, -1)
+
+
+def test_the_world_group_and_the_device(world):
+    number = torch.ones(3, device=world.device)
+    distributed.all_reduce(number)
+    assert number.tolist() == [world.size] * 3
+    assert torch.get_num_threads() == 1
+
+
+def test_stragglers_of_a_torch_collective(world):
+    late, position = world.size - 1, "iteration 7: all_reduce"
+    group = distributed.new_group(timeout=timedelta(seconds=1))
+    world.progress("iteration 6: all_reduce")
+    if world.rank == late:
+        time.sleep(2.5)
+    else:
+        world.progress(position)
+        with pytest.raises(RuntimeError):
+            distributed.all_reduce(torch.ones(1), group=group)
+        assert world.stragglers(range(world.size), position) == {late: "iteration 6: all_reduce"}
+        assert world.stragglers([world.rank], position) == {}
+    world.barrier()
+    if world.rank == late:
+        world.progress(position)
+    world.progress("iteration 8: all_reduce")
+    world.barrier()
+    assert world.stragglers(range(world.size), position) == {}  # who has gone on is not late
+
+
+def test_progress_is_cheap(world):
+    seconds = []
+    for number in range(30):
+        start = time.perf_counter()
+        for _ in range(20):
+            world.progress(f"iteration {number}: train actor, micro-batch 3 of 8")
+        seconds.append((time.perf_counter() - start) / 20)
+    assert min(seconds) < 60e-6
