@@ -6,12 +6,14 @@ python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 
 USER_STATUS = 2
+PIPE_STATUS = 141  # as a shell shows a program that SIGPIPE ended
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,14 +23,22 @@ def main(arguments: list[str] | None = None) -> int:
         return _train(arguments)
     try:
         parsed = _parse(arguments)
-        return {"check": _check, "convert": _convert}[parsed.verb](parsed)
+        status = {"check": _check, "convert": _convert}[parsed.verb](parsed)
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"rlhf_spmd: error: {error}", file=sys.stderr)
         return USER_STATUS
+    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough; the interpreter's last flush must not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_STATUS
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit: under mpirun every rank would."""
+    """Raises where argparse would print and exit: under mpirun every rank would. Options are spelt out."""
+
+    def __init__(self, **settings):
+        super().__init__(**(settings | {"allow_abbrev": False}))
 
     def error(self, message: str):
         raise UserError(f"{message} ({self.prog} --help shows what there is)")
@@ -47,7 +57,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="rlhf_spmd", description="RLHF as one SPMD program.", epilog=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="rlhf_spmd", description="RLHF as one SPMD program.", epilog=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, presets as functions, dotted overrides (`ppo.kl_coef=0.02`); unknown keys are errors.
+"""What a run is: frozen dataclasses, presets as functions, dotted overrides (`ppo.kl_coef=0.02`); no unknown keys.
 
 Imports neither torch nor MPI, so that `check` starts at once.
 """
@@ -6,12 +6,14 @@ Imports neither torch nor MPI, so that `check` starts at once.
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PydanticUserError, TypeAdapter, ValidationError
 
 from rlhf_spmd.algorithms.ppo import PPO, Fraction01, NonNegative, workflow
 from rlhf_spmd.errors import UserError
@@ -19,6 +21,7 @@ from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 EMBEDDED = Path(__file__).parent / "embedded"
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class Optimizer:
     critic_lr: PositiveFloat = 5e-6
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    beta1: NonNegative = 0.9
-    beta2: NonNegative = 0.95
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
     eps: PositiveFloat = 1e-5
     weight_decay: NonNegative = 0.0
     max_grad_norm: PositiveFloat = 1.0
@@ -73,7 +76,7 @@ class Config:
     models: Models = Models()
     shape: str = ""  # a preset without weights names a model shape instead (for check and plan)
     device: str = "cpu"  # device type of the forecast of bytes, see plan/cluster.py
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     iterations: PositiveInt = 10
     dtype: Literal["float32", "bfloat16"] = "float32"
     rollout_batch: PositiveInt = 128  # prompts
@@ -180,7 +183,10 @@ def _override(config: Any, path: list[str], text: str, full: str) -> Any:
     hints = get_type_hints(type(config), include_extras=True)
     if name not in hints:
         keys = [f"{full[: len(full) - len('.'.join(path))]}{known}" for known in hints]
-        raise UserError(f"unknown config key {full!r}{_did_you_mean(full, keys)}; known here: {', '.join(keys)}")
+        hint = _did_you_mean(full, keys) or _did_you_mean(full, all_keys())
+        raise UserError(f"unknown config key {full!r}{hint}; known here: {', '.join(keys)}")
+    if full == "preset":
+        raise UserError(f"{full}={text}: the preset is what the overrides change; choose it by --preset {text}")
     value = getattr(config, name)
     if name == "strategy":
         if len(rest) != 1:
@@ -198,22 +204,39 @@ def _override(config: Any, path: list[str], text: str, full: str) -> Any:
     return dataclasses.replace(config, **{name: parse_value(hints[name], text, full)})
 
 
+def all_keys() -> list[str]:
+    """Every key that an override may set."""
+    keys = []
+    for part in dataclasses.fields(Config):
+        inner = dataclasses.fields(part.type) if dataclasses.is_dataclass(part.type) else ()
+        keys += [f"{part.name}.{leaf.name}" for leaf in inner] or [part.name]
+    return keys
+
+
 def parse_value(annotation: Any, text: Any, key: str) -> Any:
-    """Text to the annotated type: as it stands, else read as JSON ("none" is null). Raises UserError naming the key."""
-    adapter = TypeAdapter(annotation)
-    if not isinstance(text, str):
-        return adapter.validate_python(text)
-    candidates: list[Any] = [text]
+    """Text to the annotated type: as it stands, else read as JSON ("none" is null), else as a list with commas.
+
+    Raises UserError naming key and value; infinity and NaN are no numbers here.
+    """
     try:
-        candidates.append(json.loads("null" if text.lower() == "none" else text))
-    except json.JSONDecodeError:
+        adapter = TypeAdapter(annotation)
+    except PydanticUserError as error:
+        raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
+    candidates: list[Any] = [text]
+    if isinstance(text, str):
+        with suppress(ValueError, RecursionError):
+            candidates.append(json.loads("null" if text.lower() == "none" else text))
         candidates.append([part.strip() for part in text.split(",")])
     problem = None
     for candidate in candidates:
         try:
-            return adapter.validate_python(candidate)
+            value = adapter.validate_python(candidate)
         except ValidationError as error:
             problem = problem or error
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}={text}: Input should be a finite number")
+        return value
     detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
     raise UserError(f"{key}={text}: {detail}")
 
@@ -227,8 +250,8 @@ def _check_sizes(config: Config) -> None:
     sequences = config.rollout_batch * config.samples_per_prompt
     if sequences % config.mini_batch:
         raise UserError(
-            f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences} sequences "
-            f"are not a multiple of mini_batch {config.mini_batch}; change one of them"
+            f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences} "
+            f"sequences are not a multiple of mini_batch {config.mini_batch}; change one of them"
         )
     generation = config.generation
     if (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k:
@@ -236,8 +259,12 @@ def _check_sizes(config: Config) -> None:
             "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
             "e.g. generation.top_k=200"
         )
-    if config.generation.min_new_tokens > config.generation.max_new_tokens:
-        raise UserError("generation.min_new_tokens is larger than generation.max_new_tokens")
+    least, most = config.generation.min_new_tokens, config.generation.max_new_tokens
+    if least > most:
+        raise UserError(f"generation.min_new_tokens={least} is larger than generation.max_new_tokens={most}")
+    if config.shape and config.shape not in _LLAMA:
+        hint = _did_you_mean(config.shape, _LLAMA)
+        raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(_LLAMA)}")
 
 
 def resolved(config: Config) -> dict[str, Any]:
@@ -256,6 +283,8 @@ def shape_of_folder(folder: str) -> ModelShape:
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no JSON object; copy the checkpoint again")
     try:
         config = from_hf(values)
     except UserError as error:
@@ -279,7 +308,7 @@ def shape_of_folder(folder: str) -> ModelShape:
 def make_workload(config: Config) -> Workload:
     """The workload that strategies and the compiler see."""
     scalar = {"scalar_head": True}
-    if config.shape:
+    if config.shape and not config.models.actor:
         layers, hidden, intermediate, heads, kv_heads = _LLAMA[config.shape]
         base = ModelShape(layers, hidden, intermediate, heads, kv_heads, hidden // heads, 32000)
         shapes = {"actor": base, "critic": base, "reference": base, "reward": base}

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,18 +33,23 @@ class Strategy:
         """place() with typed options, then the program. A UserError names this strategy."""
         try:
             placement = self.place(workload, cluster, **self.typed(options))
-            if not isinstance(placement, Placement):
-                raise UserError(f"place() returned {type(placement).__name__}, not a Placement")
-            return compile_program(workload, placement, cluster)
         except UserError as error:
             raise UserError(f"strategy {self.name}: {error}") from error
         except Exception as error:
             raise UserError(f"strategy {self.name}: place() raised {type(error).__name__}: {error}") from error
+        if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
+            text = f"place() returned {placement!r:.80}, not a Placement; use Placement.by_model(workload, actor=...)"
+            raise UserError(f"strategy {self.name}: {text}")
+        try:
+            return compile_program(workload, placement, cluster)
+        except UserError as error:
+            raise UserError(f"strategy {self.name}: {error}") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options as place()'s annotations want them."""
-        parameters = inspect.signature(self.place, eval_str=True).parameters
-        known = {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+        parameters = list(inspect.signature(self.place, eval_str=True).parameters.values())[2:]  # workload, cluster
+        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        known = {p.name: p for p in parameters if p.kind in by_name}
         typed = {}
         for name, value in options.items():
             if name not in known:
@@ -71,9 +77,10 @@ def load_strategy(name: str) -> Strategy:
             raise UserError(f"strategy file {name} does not exist")
         spec = importlib.util.spec_from_file_location(f"_strategy_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up there
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"strategy file {name} cannot be imported: {type(error).__name__}: {error}") from error
         title = path.stem
     else:
@@ -88,4 +95,4 @@ def load_strategy(name: str) -> Strategy:
         raise UserError(
             f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py"
         )
-    return Strategy(title, path.read_text(), module.place)
+    return Strategy(title, importlib.util.decode_source(path.read_bytes()), module.place)

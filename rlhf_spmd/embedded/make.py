@@ -159,7 +159,7 @@ def sample(model: Transformer, tokenizer, starts: list[str], seed: int, recipe: 
     uniforms_BG = uniforms(seed, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
     prompts_BP = padded([tokenizer.encode(start) for start in starts])
     with torch.no_grad():
-        responses_BG, _ = generate(
+        responses_BG, *_ = generate(
             model, prompts_BP, torch.as_tensor(uniforms_BG), temperature=1.0, eos_ids=(tokenizer.eos_token_id,)
         )
     rows = [[token for token in row if token >= 0] for row in responses_BG.tolist()]

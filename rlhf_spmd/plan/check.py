@@ -1,16 +1,11 @@
-"""Proves that a program cannot deadlock, reads nothing that is not there, and fits the devices.
+"""Proves that a program cannot deadlock (blocking.py), reads nothing that is not there, and fits the devices."""
 
-The proof runs the instruction lists against *blocking* semantics, the strictest that any backend has: a Run with a group
-finishes only when every rank of the group stands at the same Run; a Wait finishes only when every peer of the transfer
-has posted it; Agree needs all ranks. If all lists run to their end so, no order of arrival can hang the real program.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlhf_spmd.plan.blocking import deadlocks, misorders
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.memory import forecast_bytes
-from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Wait
+from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,48 +24,150 @@ class Finding:
 
 
 def check(program: Program) -> list[Finding]:
-    """Every finding about a program, errors first."""
-    structural = _structure(program)
-    found = structural or [*_data(program), *_order(program), *_blocking(program)]
+    """Every finding about a program, errors first. What the later checks rely on is checked first."""
+    found = _declarations(program) or _structure(program)
+    if not found:
+        hangs = [*misorders(program), *deadlocks(program)]
+        found = [*_runs(program), *_data(program), *_weights(program)]
+        found += [Finding("error", text, rank, position) for rank, position, text in hangs]
     found += _memory(program) + _idle(program)
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
+# ---- what the instructions refer to --------------------------------------------------------------------------------
+
+
+def _declarations(program: Program) -> list[Finding]:
+    """Lists, groups and transfers stay inside the world, and transfers carry what the workflow makes."""
+    size, workflow = program.cluster.num_devices, program.workload.workflow
+    found = []
+    if len(program.instructions) != size:
+        found.append(f"there are {len(program.instructions)} instruction lists for {size} ranks")
+    for name, ranks in program.groups.items():
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
+            found.append(f"group {name!r} is not a set of ranks of this world (0-{size - 1}): {list(ranks)}")
+    made = {key for call in workflow.calls for key in call.outputs}
+    for number, transfer in enumerate(program.transfers):
+        unknown = [key for key in transfer.keys if key not in made]
+        if transfer.model is None and (unknown or not transfer.keys):
+            found.append(f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes")
+        if transfer.model is not None and workflow.train_call(transfer.model) is None:
+            found.append(f"transfer {number} carries the weights of {transfer.model}, which no call trains")
+        for message in transfer.messages:
+            ends = (message.source, message.destination)
+            if not all(0 <= rank < size for rank in ends) or ends[0] == ends[1]:
+                found.append(f"transfer {number} has a message from rank {ends[0]} to rank {ends[1]}")
+    return [Finding("error", text) for text in found]
+
+
 def _structure(program: Program) -> list[Finding]:
-    """Instructions name groups and transfers that exist and that the rank takes part in; each transfer is used once."""
+    """Instructions name calls, groups and transfers that the rank takes part in; each transfer is used once."""
     found = []
     for rank, instructions in enumerate(program.instructions):
         posted: set[int] = set()
         waited: set[int] = set()
-
-        def error(text: str, position: int | None = None, rank: int = rank) -> None:
-            found.append(Finding("error", text, rank, position))
-
         for position, step in enumerate(instructions):
-            if isinstance(step, Run) and step.group is not None and rank not in program.groups.get(step.group, ()):
-                error(f"{step} enters a group that this rank is not in", position)
-            if not isinstance(step, Post | Wait):
-                continue
-            seen = posted if isinstance(step, Post) else waited
-            if not 0 <= step.transfer < len(program.transfers):
-                error(f"{step} does not exist", position)
-                continue
-            if rank not in program.transfers[step.transfer].ranks:
-                error(f"{step} has nothing for this rank", position)
-            if step.transfer in seen:
-                error(f"{step} appears twice", position)
-            if isinstance(step, Wait) and step.transfer not in posted:
-                error(f"{step} comes before its Post: it would wait for a message that it never started", position)
-            seen.add(step.transfer)
+            if isinstance(step, Run):
+                texts = _run_problems(program, step, rank)
+            elif isinstance(step, Post | Wait):
+                texts = _transfer_problems(program, step, rank, posted, waited)
+                (posted if isinstance(step, Post) else waited).add(step.transfer)
+            else:
+                texts = [] if isinstance(step, Agree) else [f"{step!r} is no instruction"]
+            found += [Finding("error", text, rank, position) for text in texts]
         for number, transfer in enumerate(program.transfers):
             if rank not in transfer.ranks:
                 continue
             peers = format_ranks(tuple(sorted(transfer.peers(rank))))
             if number not in posted:
-                error(f"never posts transfer {number} ({program.describe(number)}): ranks {peers} would wait for ever")
+                text = f"never posts transfer {number} ({program.describe(number)}): ranks {peers} would wait for ever"
+                found.append(Finding("error", text, rank))
             elif number not in waited:
-                error(f"posts transfer {number} but never waits for it: its buffers could be freed in flight")
+                text = f"posts transfer {number} but never waits for it: its buffers could be freed in flight"
+                found.append(Finding("error", text, rank))
     return found
+
+
+def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
+    """What is wrong with a Run, taken by itself."""
+    workload, layouts = program.workload, program.placement.layouts
+    call = next((call for call in workload.workflow.calls if call.name == step.call), None)
+    if call is None:
+        return [f"{step}: the workflow has no call {step.call}"]
+    site = step.reader or step.call
+    if site not in layouts or (call.kind == "compute") != (step.reader is not None):
+        return [f"{step}: {site} has no place to run at"]
+    found = []
+    if rank not in layouts[site].ranks:
+        found.append(f"{step} runs here, but its place is ranks {format_ranks(layouts[site].ranks)}")
+    if step.group is not None and rank not in program.groups.get(step.group, ()):
+        found.append(f"{step} enters a group that this rank is not in")
+    return found
+
+
+def _transfer_problems(program: Program, step: Post | Wait, rank: int, posted: set[int], waited: set[int]) -> list[str]:
+    """What is wrong with a Post or Wait after those that came before it."""
+    if not 0 <= step.transfer < len(program.transfers):
+        return [f"{step} does not exist"]
+    found = []
+    if rank not in program.transfers[step.transfer].ranks:
+        found.append(f"{step} has nothing for this rank")
+    if step.transfer in (posted if isinstance(step, Post) else waited):
+        found.append(f"{step} appears twice")
+    if isinstance(step, Wait) and step.transfer not in posted:
+        found.append(f"{step} comes before its Post: it would wait for a message that it never started")
+    return found
+
+
+# ---- what is computed, read and sent -------------------------------------------------------------------------------
+
+
+def _runs(program: Program) -> list[Finding]:
+    """Every rank runs each of its calls exactly as often as an iteration needs, and trains in order."""
+    found = []
+    for rank, instructions in enumerate(program.instructions):
+        due = _due(program, rank)
+        seen: set[tuple] = set()
+        last: dict[str, tuple[int, int]] = {}
+        for position, step in enumerate(instructions):
+            if not isinstance(step, Run):
+                continue
+            key = _key(step)
+            if key in seen:
+                found.append(Finding("error", f"{step} is there a second time", rank, position))
+            elif key not in due:
+                found.append(Finding("error", f"{step} belongs to no iteration of this workload", rank, position))
+            elif step.mini_batch is not None:
+                turn = (step.epoch, step.mini_batch)
+                if turn < last.get(step.call, turn):
+                    epoch, mini_batch = last[step.call]
+                    text = f"{step} comes after epoch {epoch} mini-batch {mini_batch}"
+                    found.append(Finding("error", text, rank, position))
+                last[step.call] = turn
+            seen.add(key)
+        found += [Finding("error", f"never executes {step}", rank) for key, step in due.items() if key not in seen]
+    return found
+
+
+def _key(step: Run) -> tuple:
+    """What tells the Runs of one iteration apart."""
+    return step.call, step.reader, step.epoch, step.mini_batch
+
+
+def _due(program: Program, rank: int) -> dict[tuple, Run]:
+    """The Runs that an iteration needs on a rank, by key."""
+    workload, placement = program.workload, program.placement
+    due = []
+    for call in workload.workflow.calls:
+        for site in placement.sites(call, workload.workflow):
+            if rank not in placement.layouts[site].ranks:
+                continue
+            if call.kind == "train":
+                steps = [(m, e) for e in range(workload.epochs) for m in range(workload.num_mini_batches)]
+                due += [Run(call.name, None, mini_batch, epoch) for mini_batch, epoch in steps]
+            else:
+                due.append(Run(call.name, reader=site if call.kind == "compute" else None))
+    return {_key(step): step for step in due}
 
 
 def _data(program: Program) -> list[Finding]:
@@ -81,121 +178,86 @@ def _data(program: Program) -> list[Finding]:
         held: dict[str, set[int]] = {key: set(range(workload.mini_batch)) for key in workload.workflow.given}
         for position, step in enumerate(instructions):
             if isinstance(step, Run):
-                call = workload.workflow.call(step.call)
-                columns = _run_columns(program, step, rank)
-                for key in call.inputs:
-                    lacking = sorted(set(columns) - held.get(key, set()))
+                columns = program.layout_of(step).columns(rank, workload.mini_batch)
+                for key in workload.workflow.call(step.call).inputs:
+                    lacking = set(columns) - held.get(key, set())
                     if lacking:
-                        text = f"{step} reads {key} of columns {format_ranks(tuple(lacking))}, which never arrive here"
+                        names = format_ranks(tuple(sorted(lacking)))
+                        why = _arrival(program, rank, key, lacking, position)
+                        text = f"{step} reads {key} of columns {names}, which are not here: {why}"
                         found.append(Finding("error", text, rank, position))
-                for key in call.outputs:
-                    held.setdefault(key, set()).update(columns)
-            elif isinstance(step, Post | Wait):
+            elif isinstance(step, Post):
                 transfer = program.transfers[step.transfer]
                 for message in transfer.messages:
-                    if isinstance(step, Wait) and message.destination == rank:
-                        for key in transfer.keys:
-                            held.setdefault(key, set()).update(message.columns)
-                    if isinstance(step, Post) and message.source == rank:
-                        found += _unsent(transfer.keys, message, held, rank, position)
+                    if message.source == rank:
+                        found += _unsent(step, transfer, message, held, position)
+            for key, columns in _made(program, step, rank):
+                held.setdefault(key, set()).update(columns)
     return found
 
 
-def _unsent(keys: tuple[str, ...], message: Message, held: dict, rank: int, position: int) -> list[Finding]:
-    lacking = [key for key in keys if set(message.columns) - held.get(key, set())]
-    text = f"sends {', '.join(lacking)} to rank {message.destination} before it has it"
-    return [Finding("error", text, rank, position)] if lacking else []
-
-
-def _run_columns(program: Program, step: Run, rank: int) -> range:
-    """Columns that a Run computes on a rank."""
-    workload = program.workload
-    call = workload.workflow.call(step.call)
-    if call.kind != "compute":
-        layouts = [program.placement.layouts[call.name]]
-    else:  # a compute runs where its results are read
-        readers = workload.workflow.consumers(call.outputs)
-        layouts = [program.placement.layouts[c.name] for c in readers if c.kind != "compute"]
-    for layout in layouts:
-        if rank in layout.ranks:
-            return layout.columns(rank, workload.mini_batch)
-    return range(0)
-
-
-def _order(program: Program) -> list[Finding]:
-    """Both ends of every pair post their common transfers in one order, as backends without tags require."""
-    found = []
-    orders = [[step.transfer for step in steps if isinstance(step, Post)] for steps in program.instructions]
-    peers = [transfer.ranks for transfer in program.transfers]
-    for rank, mine in enumerate(orders):
-        partners = {peer for number in mine for peer in peers[number] if peer > rank}
-        for peer in sorted(partners):
-            common = [n for n in mine if peer in program.transfers[n].peers(rank)]
-            theirs = [n for n in orders[peer] if rank in program.transfers[n].peers(peer)]
-            if common != theirs:
-                text = f"posts transfers {common} with rank {peer}, which posts them as {theirs}"
-                found.append(Finding("error", text, rank))
-    return found
-
-
-def _blocking(program: Program) -> list[Finding]:
-    """Runs all lists under blocking semantics; whoever is left standing is a finding."""
-    lists = program.instructions
-    position = [0] * len(lists)
-    posted: list[set[int]] = [set() for _ in lists]
-
-    def current(rank: int) -> Instruction | None:
-        return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
-
-    runnable = set(range(len(lists)))
-    waiting_for: dict[int, set[int]] = {}  # rank -> ranks that may release it
-    while runnable:
-        rank = runnable.pop()
-        step = current(rank)
-        if step is None:
-            continue
-        late, together = _late(program, rank, step, current, posted)
-        if late:
-            waiting_for[rank] = late
-            continue
-        for member in together:
-            position[member] += 1
-            waiting_for.pop(member, None)
-            runnable.add(member)
-        if isinstance(step, Post):
-            posted[rank].add(step.transfer)
-            runnable |= {r for r, peers in waiting_for.items() if rank in peers}
-        elif len(together) == 1:
-            runnable |= {r for r, peers in waiting_for.items() if rank in peers}
-    stuck = [rank for rank in range(len(lists)) if current(rank) is not None]
-    return [_deadlock(program, rank, current, position, posted) for rank in stuck]
-
-
-def _late(
-    program: Program, rank: int, step: Instruction, current: Callable, posted: list[set[int]]
-) -> tuple[set[int], tuple[int, ...]]:
-    """Ranks that `step` still waits for, and the ranks that pass it together when there are none."""
-    if isinstance(step, Run) and step.group is not None:
-        members = program.groups[step.group]
-        return {member for member in members if current(member) != step}, members
-    if isinstance(step, Agree):
-        everyone = range(len(program.instructions))
-        return {member for member in everyone if current(member) != step}, tuple(everyone)
+def _made(program: Program, step: Instruction, rank: int) -> list[tuple[str, range]]:
+    """Keys and columns that a rank holds once it has passed an instruction."""
+    if isinstance(step, Run):
+        columns = program.layout_of(step).columns(rank, program.workload.mini_batch)
+        return [(key, columns) for key in program.workload.workflow.call(step.call).outputs]
     if isinstance(step, Wait):
-        peers = program.transfers[step.transfer].peers(rank)
-        return {peer for peer in peers if step.transfer not in posted[peer]}, (rank,)
-    return set(), (rank,)
+        transfer = program.transfers[step.transfer]
+        here = [message for message in transfer.messages if message.destination == rank]
+        return [(key, message.columns) for key in transfer.keys for message in here]
+    return []
 
 
-def _deadlock(program: Program, rank: int, current: Callable, position: list[int], posted: list) -> Finding:
-    """Says where a rank stands for ever and where those stand that it waits for."""
-    step = current(rank)
-    late, _ = _late(program, rank, step, current, posted)
-    culprit = min(late, key=lambda r: (current(r) is not None, r))
-    there = current(culprit)
-    where = f"stands at instruction {position[culprit]}: {there}" if there is not None else "has ended its list"
-    text = f"{step} waits for ever for ranks {format_ranks(tuple(sorted(late)))}; rank {culprit} {where}"
-    return Finding("error", text, rank, position[rank])
+def _arrival(program: Program, rank: int, key: str, lacking: set[int], position: int) -> str:
+    """Which later instruction brings the lacking columns."""
+    later = program.instructions[rank][position:]
+    for number, step in enumerate(later, start=position):
+        if any(made == key and lacking & set(columns) for made, columns in _made(program, step, rank)):
+            return f"they come only by instruction {number}, {step}"
+    return "nothing brings them"
+
+
+def _unsent(step: Post, transfer: Transfer, message: Message, held: dict, position: int) -> list[Finding]:
+    lacking = [key for key in transfer.keys if set(message.columns) - held.get(key, set())]
+    text = f"{step} sends {', '.join(lacking)} to rank {message.destination} before it is here"
+    return [Finding("error", text, message.source, position)] if lacking else []
+
+
+def _weights(program: Program) -> list[Finding]:
+    """Every copy outside of where its model trains gets the new weights once, when nothing uses the old ones."""
+    found = []
+    workflow, layouts = program.workload.workflow, program.placement.layouts
+    trains = [call for call in workflow.calls if call.kind == "train"]
+    for train in trains:
+        moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
+        arrivals = [message.destination for _, move in moves for message in move.messages]
+        for rank in program.cluster.ranks:
+            times = arrivals.count(rank)
+            if rank in layouts[train.name].ranks or train.model not in program.copies(rank):
+                continue
+            if times != 1:
+                text = f"gets the new weights of {train.model} {times} times an iteration instead of once"
+                found.append(Finding("error", text, rank))
+        for number, move in moves:
+            for rank in move.ranks:
+                found += _early(program, rank, number, move, layouts[train.name].ranks)
+    return found
+
+
+def _early(program: Program, rank: int, number: int, move: Transfer, home: tuple[int, ...]) -> list[Finding]:
+    """Weights that leave a rank without them, or move while a call may still use or change them."""
+    post = program.instructions[rank].index(Post(number))
+    if rank not in home and any(message.source == rank for message in move.messages):
+        text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {format_ranks(home)}"
+        return [Finding("error", text, rank, post)]
+    for position, step in enumerate(program.instructions[rank][post:], start=post):
+        if isinstance(step, Run) and program.workload.workflow.call(step.call).model == move.model:
+            text = f"Post transfer {number} moves the weights of {move.model} before instruction {position}, {step}"
+            return [Finding("error", text, rank, post)]
+    return []
+
+
+# ---- whether it fits -----------------------------------------------------------------------------------------------
 
 
 def _memory(program: Program) -> list[Finding]:
@@ -209,8 +271,9 @@ def _memory(program: Program) -> list[Finding]:
     return [
         Finding(
             "error",
-            f"ranks {format_ranks(tuple(ranks))} need {need / 2**30:.1f} GiB for weights, gradients and optimizer state, "
-            f"but the device has {limit / 2**30:.0f} GiB: raise the ZeRO stage, split the models, or use more devices",
+            f"ranks {format_ranks(tuple(ranks))} need {need / 2**30:.1f} GiB for weights, gradients and optimizer "
+            f"state, but the device has {limit / 2**30:.0f} GiB: raise the ZeRO stage, split the models, or use more "
+            "devices",
         )
         for (need, limit), ranks in found.items()
     ]

@@ -14,6 +14,9 @@ DEVICE_BYTES: dict[str, int | None] = {
 }
 
 
+MAX_DEVICES = 4096  # a program lists every rank's instructions: larger clusters would take minutes and gigabytes
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One machine: how many devices (= ranks) it has and of which type."""
@@ -31,12 +34,15 @@ class Cluster:
     @classmethod
     def parse(cls, layout: str, device: str = "cpu") -> "Cluster":
         """`Cluster.parse("2x8")`: two nodes of eight devices. Raises UserError for anything else."""
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", layout)
+        match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", layout)
         if not match:
             raise UserError(f"layout {layout!r} is not of the form NxG (N nodes of G devices), e.g. 2x8")
         if device not in DEVICE_BYTES:
             raise UserError(f"unknown device type {device!r}; known: {', '.join(DEVICE_BYTES)}")
         num_nodes, num_devices = int(match[1]), int(match[2])
+        if num_nodes * num_devices > MAX_DEVICES:
+            total = num_nodes * num_devices
+            raise UserError(f"layout {layout} has {total:,} devices; at most {MAX_DEVICES:,} can be planned for")
         return cls((Node(num_devices, device),) * num_nodes)
 
     @property

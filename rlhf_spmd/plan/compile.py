@@ -32,14 +32,8 @@ def compile_program(workload: Workload, placement: Placement, cluster: Cluster) 
 
 
 def layouts_of(call: Call, workload: Workload, placement: Placement) -> tuple[Layout, ...]:
-    """Where a call runs: its layout, or for a `compute` every distinct set of ranks that consumes its outputs."""
-    if call.kind != "compute":
-        return (placement.layouts[call.name],)
-    found: dict[tuple[int, ...], Layout] = {}
-    for consumer in workload.workflow.consumers(call.outputs):
-        for layout in layouts_of(consumer, workload, placement):
-            found.setdefault(layout.ranks, layout)
-    return tuple(found.values())
+    """Where a call runs: its layout, or for a `compute` every distinct list of ranks that reads its results."""
+    return tuple(placement.layouts[site] for site in placement.sites(call, workload.workflow))
 
 
 @dataclass(slots=True)
@@ -52,47 +46,60 @@ class _Compiler:
     instructions: list[list[Instruction]] = field(default_factory=list)
     posts: dict[str, list[int]] = field(default_factory=dict)  # producer call -> transfers
     waits: dict[str, list[int]] = field(default_factory=dict)  # consumer call -> transfers it needs
+    held: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # key, rank -> columns there by now
 
     def plan_transfers(self) -> None:
         """Finds what each call lacks where it runs, and which rank has it."""
-        workflow = self.workload.workflow
-        for call in workflow.calls:
-            for layout in layouts_of(call, self.workload, self.placement):
-                by_producer: dict[str, list[str]] = {}
-                for key in call.inputs:
-                    producer = workflow.producer(key)
-                    if producer is not None:  # given keys are on every rank
-                        by_producer.setdefault(producer.name, []).append(key)
-                for producer_name, keys in by_producer.items():
-                    self._plan_move(workflow.call(producer_name), tuple(keys), call, layout)
+        for call in self.workload.workflow.calls:
+            layouts = layouts_of(call, self.workload, self.placement)
+            for layout in layouts:
+                self._plan_moves(call, layout)
+            for layout in layouts:  # what is made stays where it is made
+                for rank in layout.ranks:
+                    for key in call.outputs:
+                        self._columns_held(key, rank).update(layout.columns(rank, self.workload.mini_batch))
         self._plan_weights()
 
-    def _plan_move(self, producer: Call, keys: tuple[str, ...], call: Call, layout: Layout) -> None:
-        """Adds the transfer of `keys` from where they are made to `layout`, unless they are there already."""
-        sources = layouts_of(producer, self.workload, self.placement)
-        if layout.ranks in {source.ranks for source in sources}:
-            return  # made in place
-        for number in self.posts.get(producer.name, []):  # sent there already for an earlier call?
-            move = self.transfers[number]
-            if move.to == layout.ranks and set(keys) <= set(move.keys):
-                self.waits.setdefault(call.name, []).append(number)
-                return
-        source = sources[0]
-        row_bytes = sum(self.workload.row_bytes(key) for key in keys)
+    def _columns_held(self, key: str, rank: int) -> set[int]:
+        return self.held.setdefault((key, rank), set())
+
+    def _plan_moves(self, call: Call, layout: Layout) -> None:
+        """Adds the transfers of what `call` reads and the ranks of `layout` do not hold yet; keys that one call makes
+        and that are lacking in the same places travel together."""
+        moves: dict[tuple[str, tuple], list[str]] = {}
+        for key in call.inputs:
+            producer = self.workload.workflow.producer(key)
+            if producer is None:
+                continue  # given keys are on every rank
+            lacking = []
+            for rank in layout.ranks:
+                held = self._columns_held(key, rank)
+                columns = [c for c in layout.columns(rank, self.workload.mini_batch) if c not in held]
+                lacking += [(rank, tuple(columns))] if columns else []
+                held.update(columns)
+            if lacking:
+                moves.setdefault((producer.name, tuple(lacking)), []).append(key)
+        for (producer_name, lacking), keys in moves.items():
+            messages = self._messages(self.workload.workflow.call(producer_name), tuple(keys), lacking)
+            what = f"{', '.join(keys)} to ranks {format_ranks(layout.ranks)}"
+            self._add(Transfer(what, layout.ranks, tuple(keys), messages), producer_name, call.name)
+
+    def _messages(self, producer: Call, keys: tuple[str, ...], lacking: tuple) -> tuple[Message, ...]:
+        """From where `producer` runs to each (rank, columns): one message per run of columns with the same owner."""
+        source = layouts_of(producer, self.workload, self.placement)[0]
+        owner = {c: rank for rank in source.ranks for c in source.columns(rank, self.workload.mini_batch)}
+        column_bytes = self.workload.num_mini_batches * sum(self.workload.row_bytes(key) for key in keys)
         messages = []
-        for destination in layout.ranks:
-            need = layout.columns(destination, self.workload.mini_batch)
-            for rank in source.ranks:
-                has = source.columns(rank, self.workload.mini_batch)
-                common = range(max(has.start, need.start), min(has.stop, need.stop))
-                if rank == destination or not common:
+        for destination, columns in lacking:
+            start = 0
+            for stop in range(1, len(columns) + 1):
+                first, last = columns[start], columns[stop - 1]
+                if stop < len(columns) and columns[stop] == last + 1 and owner[columns[stop]] == owner[first]:
                     continue
-                size = len(common) * self.workload.num_mini_batches * row_bytes
-                messages.append(Message(rank, destination, common, size))
-        if not messages:
-            return
-        what = f"{', '.join(keys)} to ranks {format_ranks(layout.ranks)}"
-        self._add(Transfer(what, layout.ranks, keys, tuple(messages)), producer.name, call.name)
+                size = (last + 1 - first) * column_bytes
+                messages.append(Message(owner[first], destination, range(first, last + 1), size))
+                start = stop
+        return tuple(messages)
 
     def _plan_weights(self) -> None:
         """New weights go from where a model trains to every other rank that uses it, a same-node sender first."""
@@ -103,10 +110,11 @@ class _Compiler:
             users = [c for c in self.workload.workflow.placed_calls if c.model == call.model]
             shadows = sorted({r for c in users for r in self.placement.layouts[c.name].ranks} - set(home.ranks))
             load = dict.fromkeys(home.ranks, 0)
+            nodes = {rank: self.cluster.node_of(rank) for rank in (*home.ranks, *shadows)}
+            near = {nodes[rank] for rank in home.ranks}
             messages = []
-            for rank in shadows:
-                node = self.cluster.node_of(rank)
-                sender = min(home.ranks, key=lambda r: (self.cluster.node_of(r) != node, load[r], r))  # noqa: B023
+            for rank in sorted(shadows, key=lambda r: nodes[r] not in near):  # who has a choice comes last
+                sender = min(home.ranks, key=lambda r: (nodes[r] != nodes[rank], load[r], r))
                 load[sender] += 1
                 messages.append(Message(sender, rank, range(0), self.workload.weight_bytes(call.model)))
             if messages:
@@ -129,8 +137,10 @@ class _Compiler:
             self._emit_waits(call, waited)
             if call.kind == "train":
                 continue
-            for layout in layouts_of(call, self.workload, self.placement):
-                self._emit(layout.ranks, Run(call.name, self._group(call, layout)))
+            for site in self.placement.sites(call, self.workload.workflow):
+                layout = self.placement.layouts[site]
+                reader = site if call.kind == "compute" else None
+                self._emit(layout.ranks, Run(call.name, self._group(call, layout), reader=reader))
             self._emit_posts(call)
         trains = [call for call in calls if call.kind == "train"]
         for epoch in range(self.workload.epochs):

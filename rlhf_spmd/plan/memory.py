@@ -1,8 +1,8 @@
 """Bytes that a rank holds all through an iteration: weights, gradients and optimizer state by ZeRO stage.
 
-Mixed precision as runtime/train_engine.py lays it out (ZeRO, arXiv 1910.02054, section 3): with p parameters and c bytes
-per weight in the compute precision, a trained model holds c*p weights, gradients that are accumulated in float32, the
-two AdamW moments in float32, and, where c < 4, float32 master weights.
+Mixed precision as runtime/train_engine.py lays it out (ZeRO, arXiv 1910.02054, section 3): with p parameters and c
+bytes per weight in the compute precision, a trained model holds c*p weights, gradients that are accumulated in float32,
+the two AdamW moments in float32, and, where c < 4, float32 master weights.
 """
 
 from rlhf_spmd.plan.program import Program

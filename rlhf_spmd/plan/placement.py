@@ -7,7 +7,8 @@ from math import floor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.workflow import Call, Workflow
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -20,10 +21,26 @@ class Placement:
     @classmethod
     def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
         """One layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`."""
-        missing = [model for model in workload.workflow.models if model not in layouts]
+        models, calls = workload.workflow.models, workload.workflow.placed_calls
+        unknown = [model for model in layouts if model not in models]
+        if unknown:
+            raise UserError(f"{', '.join(unknown)} is no model of this workflow; its models are {', '.join(models)}")
+        missing = [model for model in models if model not in layouts]
         if missing:
-            raise UserError(f"no layout for model {', '.join(missing)}; by_model needs one for each model")
-        return cls({call.name: layouts[call.model] for call in workload.workflow.placed_calls})
+            homeless = ", ".join(call.name for call in calls if call.model in missing)
+            raise UserError(f"no layout for {', '.join(missing)}, so {homeless} cannot run; give by_model one each")
+        return cls({call.name: layouts[call.model] for call in calls})
+
+    def sites(self, call: Call, workflow: Workflow) -> tuple[str, ...]:
+        """The placed calls in whose layouts a call runs: itself; or for a `compute`, of the calls that read its
+        results, the first one on every distinct list of ranks."""
+        if call.kind != "compute":
+            return (call.name,)
+        found: dict[tuple[int, ...], str] = {}
+        for reader in workflow.consumers(call.outputs):
+            for site in self.sites(reader, workflow):
+                found.setdefault(self.layouts[site].ranks, site)
+        return tuple(found.values())
 
 
 def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -61,12 +78,13 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
 
 def _share(model: str, ratio: float | str | Fraction) -> Fraction:
     try:
-        share = Fraction(ratio).limit_denominator(10_000)
-    except (ValueError, ZeroDivisionError, TypeError) as error:
+        share = Fraction(ratio)
+    except (ValueError, ArithmeticError, TypeError) as error:  # ArithmeticError: 1/0, infinity
         raise UserError(f"ratio {ratio!r} of {model} is not a number; write 0.5 or 1/2") from error
     if not 0 < share <= 1:
         raise UserError(f"ratio {ratio} of {model} is not in (0, 1]")
-    return share
+    near = share.limit_denominator(10_000)  # 0.3333333333333333 means 1/3
+    return near if abs(near - share) < 1e-9 else share
 
 
 def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None:
@@ -82,6 +100,9 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
         if layout is None:
             problems.append(f"call {call.name} has no layout; add it to the placement")
             continue
+        if not isinstance(layout, Layout):
+            problems.append(f"call {call.name}: {layout!r} is not a Layout; use Layout.data_parallel(ranks)")
+            continue
         found = layout.problems()
         outside = [rank for rank in layout.ranks if not 0 <= rank < size]
         if outside:
@@ -89,9 +110,10 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
                 f"rank {outside[0]} is outside the world of {size} ranks (0-{size - 1}); "
                 f"use ranks below {size} or start at least {max(layout.ranks) + 1} ranks"
             )
-        if layout.pp * layout.tp > 1:
+        if (layout.pp, layout.tp) != (1, 1):
             found.append(f"pp {layout.pp}, tp {layout.tp}: only data parallelism runs so far; set pp = tp = 1")
-        problems += [f"call {call.name}: {text}" for text in found]
+        where = f" on ranks {format_ranks(layout.ranks)}" if layout.ranks else ""
+        problems += [f"call {call.name}{where}: {text}" for text in found]
     if not problems:
         problems = _zero_problems(placement, workload)
     if problems:
@@ -107,9 +129,10 @@ def _zero_problems(placement: Placement, workload: Workload) -> list[str]:
         home = placement.layouts[train.name] if train else layout
         if home.zero == 3 and train and set(layout.ranks) != set(home.ranks):
             problems.append(
-                f"call {call.name} on ranks {list(layout.ranks)}: {train.name} shards the weights over ranks "
-                f"{list(home.ranks)} by ZeRO 3; use the same ranks, or ZeRO 0-2 for {train.name}"
+                f"call {call.name} on ranks {format_ranks(layout.ranks)}: {train.name} shards the weights over ranks "
+                f"{format_ranks(home.ranks)} by ZeRO 3; use the same ranks, or ZeRO 0-2 for {train.name}"
             )
         if train is None and layout.zero:
-            problems.append(f"call {call.name}: ZeRO {layout.zero} is for trained models; use zero=0")
+            where = f"call {call.name} on ranks {format_ranks(layout.ranks)}"
+            problems.append(f"{where}: ZeRO {layout.zero} is for trained models; use zero=0")
     return problems

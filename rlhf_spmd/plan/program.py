@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
@@ -25,9 +25,11 @@ class Run:
     group: str | None = None
     mini_batch: int | None = None  # None: all mini-batches
     epoch: int = 0
+    reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
 
     def __str__(self) -> str:
         where = "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
+        where += f" for {self.reader}" if self.reader else ""
         return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
 
 
@@ -108,6 +110,10 @@ class Program:
     def fingerprint(self) -> str:
         """Hash of everything that ranks must agree on before the first collective."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def layout_of(self, step: Run) -> Layout:
+        """Where the rows of a Run lie; a rank may run a compute once for each of several readers, on other columns."""
+        return self.placement.layouts[step.reader or step.call]
 
     def copies(self, rank: int) -> tuple[str, ...]:
         """Models whose weights a rank holds."""

@@ -35,12 +35,9 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
         for layout in layouts_of(call, workload, placement):
             counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
             share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
-            groups = {
-                step.group
-                for step in program.instructions[layout.ranks[0]]
-                if isinstance(step, Run) and step.call == call.name
-            }
-            group = next(iter(groups - {None}), "-")
+            steps = [step for step in program.instructions[layout.ranks[0]] if isinstance(step, Run)]
+            collective = any(step.call == call.name and step.group == layout.group for step in steps)
+            group = layout.group if collective else "-"
             rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
     parts = [title, table(rows), "", "Transfers per iteration"]
     moves = [("number", "what", "messages", "bytes")]

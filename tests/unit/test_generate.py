@@ -56,27 +56,46 @@ def draw(num: int, seed: int = 0, width: int = MAX_RESPONSE) -> np.ndarray:
     return uniforms(seed, 0, np.arange(num), np.zeros(num, int), width)
 
 
-def run(model: Transformer, prompts: list[list[int]], uniforms_BG: np.ndarray, **options) -> tuple[Tensor, Tensor]:
+def run(model: Transformer, prompts: list[list[int]], uniforms_BG: np.ndarray, **options):
     return generate(model, pad(prompts), torch.from_numpy(uniforms_BG), **options)
 
 
 def slow_response(
-    model: Transformer, prompt: list[int], uniforms_G, *, temperature=1.0, eos_ids=(), min_new_tokens=0
-) -> tuple[list[int], list[float]]:
-    """Tokens and logprobs by the textbook: softmax and running sum in float64, nothing remembered between tokens."""
-    response, logprobs = [], []
+    model: Transformer, prompt: list[int], uniforms_G, *, temperature=1.0, eos_ids=(), min_new_tokens=0, **limits
+) -> tuple[list[int], list[float], list[list[int]]]:
+    """Tokens, logprobs and kept sets by the textbook, in float64; nothing is remembered between tokens."""
+    response, logprobs, sets = [], [], []
     for t, uniform in enumerate(uniforms_G.tolist()):
         logits = model.logits(model(torch.tensor([prompt + response]))[0, -1]).double().numpy() / temperature
         if t < min_new_tokens:
             logits[list(eos_ids)] = -np.inf
-        weights = np.exp(logits - logits.max())
-        probabilities = weights / weights.sum()
+        kept = slow_kept(softmax(logits), **limits)
+        sets.append(kept)
+        logits[[v for v in range(VOCAB) if v not in kept]] = -np.inf
+        probabilities = softmax(logits)
         token = next(v for v, below in enumerate(np.cumsum(probabilities)) if below > uniform)
         response.append(token)
         logprobs.append(float(np.log(probabilities[token])))
         if token in eos_ids:
             break
-    return response, logprobs
+    return response, logprobs, sets
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def slow_kept(probabilities: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """The most likely tokens, in that order, until one of the three limits ends the list."""
+    likely = [int(v) for v in np.argsort(-probabilities) if probabilities[v] > 0][: top_k or VOCAB]
+    whole, kept, mass = sum(probabilities[v] for v in likely), [], 0.0
+    for v in likely:
+        if kept and (mass >= top_p * whole or probabilities[v] < min_p * probabilities[likely[0]]):
+            break
+        kept.append(v)
+        mass += probabilities[v]
+    return kept
 
 
 def rows(responses_BG: Tensor) -> list[list[int]]:
@@ -96,6 +115,10 @@ CASES = {
     "ends early": {"eos_ids": OFTEN, "temperature": 0.7},
     "not before 3": {"eos_ids": OFTEN, "min_new_tokens": 3},
     "never": {"eos_ids": OFTEN, "min_new_tokens": MAX_RESPONSE},
+    "top-k": {"eos_ids": OFTEN, "min_new_tokens": 2, "top_k": 7, "temperature": 1.3},
+    "top-1": {"eos_ids": OFTEN, "top_k": 1},
+    "top-p": {"eos_ids": OFTEN, "top_k": VOCAB + 7, "top_p": 0.6},
+    "min-p": {"eos_ids": SELDOM, "top_k": 20, "top_p": 0.95, "min_p": 0.3, "temperature": 1.6},
 }
 
 
@@ -105,13 +128,20 @@ CASES = {
 def test_equals_the_slow_twin(num_rows, options, shape):
     model, prompts = make_model(**shape), make_prompts(num_rows, seed=num_rows)
     uniforms_BG = draw(num_rows, seed=num_rows)
-    responses_BG, logprobs_BG = run(model, prompts, uniforms_BG, **options)
+    responses_BG, logprobs_BG, kept_BGK = run(model, prompts, uniforms_BG, **options)
     assert responses_BG.dtype == torch.int64 and logprobs_BG.dtype == torch.float32
     slow = [slow_response(model, prompt, u_G, **options) for prompt, u_G in zip(prompts, uniforms_BG, strict=True)]
-    assert rows(responses_BG) == [tokens for tokens, _ in slow]
-    for found, (_, expected) in zip(logprobs_BG.tolist(), slow, strict=True):
+    assert rows(responses_BG) == [tokens for tokens, _, _ in slow]
+    for found, (_, expected, _) in zip(logprobs_BG.tolist(), slow, strict=True):
         assert found[: len(expected)] == pytest.approx(expected, abs=1e-5)
         assert not any(found[len(expected) :])
+    if "top_k" not in options:
+        assert kept_BGK is None
+        return
+    assert kept_BGK.shape == (num_rows, MAX_RESPONSE, options["top_k"]) and kept_BGK.dtype == torch.int32
+    for found_GK, (_, _, expected) in zip(kept_BGK, slow, strict=True):
+        assert rows(found_GK)[: len(expected)] == expected
+        assert (found_GK[len(expected) :] == -1).all()
 
 
 def test_the_cases_end_early_late_and_never():
@@ -135,10 +165,13 @@ def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
     model.init_weights(1, std=std)
     model.to(dtype)
     prompts, worst = make_prompts(24), 0.0
-    for number, (temperature, eos_ids, least) in enumerate([(1.0, OFTEN, 0), (0.6, SELDOM, 2), (1.5, OFTEN, 4)]):
+    cases = [(1.0, OFTEN, 0, 0), (0.6, SELDOM, 2, 0), (1.5, OFTEN, 4, 0), (0.8, OFTEN, 1, 9)]
+    for number, (temperature, eos_ids, least, top_k) in enumerate(cases):
         sampling = {"temperature": temperature, "eos_ids": eos_ids, "min_new_tokens": least}
-        responses_BG, logprobs_BG = run(model, prompts, draw(24, number), **sampling)
-        forced_BG = response_logprobs(model, Sequences.join(pad(prompts), responses_BG), **sampling)
+        responses_BG, logprobs_BG, kept_BGK = run(
+            model, prompts, draw(24, number), **sampling, top_k=top_k, top_p=0.9 if top_k else 1.0
+        )
+        forced_BG = response_logprobs(model, Sequences.join(pad(prompts), responses_BG), kept_BGK, **sampling)
         assert logprobs_BG.dtype == torch.float32
         assert not logprobs_BG[responses_BG < 0].any() and not forced_BG[responses_BG < 0].any()
         assert (logprobs_BG[responses_BG >= 0] <= 0).all()
@@ -163,7 +196,7 @@ def test_tokens_do_not_depend_on_the_batch(shape, seed):
         pieces = [slice(start, start + size) for start in range(0, 17, size)]
         apart = [row for piece in pieces for row in rows(run(model, prompts[piece], uniforms_BG[piece], **options)[0])]
         assert apart == together
-    wide, _ = generate(model, pad(prompts, 30), torch.from_numpy(uniforms_BG), **options)
+    wide, *_ = generate(model, pad(prompts, 30), torch.from_numpy(uniforms_BG), **options)
     assert rows(wide) == together
 
 
@@ -177,16 +210,15 @@ def test_a_shorter_limit_only_cuts():
 
 
 def test_no_rows():
-    responses_BG, logprobs_BG = generate(
-        make_model(), torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, MAX_RESPONSE), eos_ids=SELDOM
-    )
+    nothing_BP, uniforms_BG = torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, MAX_RESPONSE)
+    responses_BG, logprobs_BG, kept_BGK = generate(make_model(), nothing_BP, uniforms_BG, eos_ids=SELDOM, top_k=3)
     assert responses_BG.shape == logprobs_BG.shape == (0, MAX_RESPONSE)
-    assert responses_BG.dtype == torch.int64
+    assert responses_BG.dtype == torch.int64 and kept_BGK.shape == (0, MAX_RESPONSE, 3)
 
 
 def test_all_rows_end_at_once():
     model, everything = make_model(), tuple(range(VOCAB))
-    responses_BG, _ = run(model, make_prompts(4), draw(4), eos_ids=everything)
+    responses_BG, *_ = run(model, make_prompts(4), draw(4), eos_ids=everything)
     assert [len(row) for row in rows(responses_BG)] == [1] * 4
 
 

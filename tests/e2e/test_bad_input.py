@@ -1,0 +1,174 @@
+"""What a user gets wrong: one clear message from one rank that names culprit and mend, a non-zero exit of the whole
+job within ten seconds, and no traceback. Each case is a real launch of two ranks."""
+
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.folders import write_all, write_model
+from tests.run_mpi import mpi_command, run_limited
+
+LIMIT_S = 60.0  # for a hang; what is promised is measured below
+PROMISED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of one wrong run and what its message must say. `files` are written into the folder first."""
+
+    options: tuple[str, ...]
+    says: tuple[str, ...]
+    files: dict[str, str] = field(default_factory=dict)
+
+
+STRATEGY_HEAD = "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement, split_by_ratio\n"
+
+
+def strategy(body: str) -> str:
+    """A strategy module around one expression for the layout of the reward model."""
+    return (
+        STRATEGY_HEAD
+        + "def place(workload, cluster):\n    everyone = Layout.data_parallel(cluster.ranks)\n"
+        + f"    reward = {body}\n"
+        + "    return Placement.by_model(workload, actor=everyone, critic=everyone, reference=everyone, reward=reward)\n"
+    )
+
+
+CASES = {
+    "unknown strategy": Case(("--strategy", "flatening"), ("flatening", "did you mean 'flattening'")),
+    "missing strategy file": Case(("--strategy", "{folder}/no.py"), ("no.py", "does not exist")),
+    "unknown preset": Case(("--preset", "tinny"), ("tinny", "did you mean 'tiny'")),
+    "unknown key": Case(("ppo.klcoef=1",), ("ppo.klcoef", "did you mean 'ppo.kl_coef'")),
+    "wrong value": Case(("iterations=many",), ("iterations=many", "integer")),
+    "not an override": Case(("iterations",), ("iterations", "key=value")),
+    "unknown option": Case(("--stategy", "flattening"), ("--stategy",)),
+    "unknown strategy option": Case(("strategy.zerro=1",), ("flattening", "zerro", "did you mean strategy.zero")),
+    "call without ranks": Case(
+        ("--strategy", "{folder}/s.py"),
+        ("strategy s", "reward_infer", "no ranks"),
+        {"s.py": strategy("Layout.data_parallel(())")},
+    ),
+    "missing call": Case(
+        ("--strategy", "{folder}/s.py"),
+        ("strategy s", "critic_infer has no layout"),
+        {
+            "s.py": STRATEGY_HEAD
+            + "def place(workload, cluster):\n    return Placement({c.name: Layout.data_parallel(cluster.ranks) "
+            + "for c in workload.workflow.placed_calls if c.name != 'critic_infer'})\n"
+        },
+    ),
+    "rank outside the world": Case(
+        ("--strategy", "{folder}/s.py"),
+        ("strategy s", "reward_infer", "rank 7 is outside the world of 2 ranks", "at least 8 ranks"),
+        {"s.py": strategy("Layout.data_parallel((0, 7))")},
+    ),
+    "ratio of no rank": Case(
+        ("--strategy", "{folder}/s.py"),
+        ("strategy s", "reward rounds to no rank"),
+        {"s.py": strategy("Layout.data_parallel(split_by_ratio({'a': 0.9, 'reward': 0.1}, cluster.ranks)['reward'])")},
+    ),
+    "missing checkpoint": Case(("models.actor={folder}/nowhere",), ("nowhere", "config.json")),
+    "truncated checkpoint": Case(("models.actor={folder}/cut",), ("model.safetensors",)),
+    "unsupported family": Case(("models.actor={folder}/gpt2",), ("gpt2", "llama")),
+    "empty prompts": Case(("data.prompts={folder}/p.jsonl",), ("p.jsonl", "empty"), {"p.jsonl": ""}),
+    "malformed prompts": Case(
+        ("data.prompts={folder}/p.jsonl",),
+        ("p.jsonl", "line 2"),
+        {"p.jsonl": '{"prompt": "ba be"}\n{"prompt": "ba\n'},
+    ),
+    "long prompt": Case(
+        ("data.prompts={folder}/p.txt",), ("p.txt", "line 2", "data.max_prompt"), {"p.txt": "ba\n" + "be " * 40 + "\n"}
+    ),
+    "missing prompts": Case(("data.prompts={folder}/no.jsonl",), ("no.jsonl",)),
+    "reward raises": Case(
+        ("reward_function={folder}/r.py:f",),
+        ("r.py:f", "ValueError", "no such luck"),
+        {"r.py": "def f(prompts, responses):\n    raise ValueError('no such luck')\n"},
+    ),
+    "reward of wrong count": Case(
+        ("reward_function={folder}/r.py:f",), ("r.py:f",), {"r.py": "def f(prompts, responses):\n    return [1.0]\n"}
+    ),
+    "reward is NaN": Case(
+        ("reward_function={folder}/r.py:f",),
+        ("r.py:f", "nan"),
+        {"r.py": "def f(prompts, responses):\n    return [float('nan')] * len(prompts)\n"},
+    ),
+    "reward function missing": Case(
+        ("reward_function={folder}/r.py:g",), ("r.py", "'g'"), {"r.py": "def f(prompts, responses): ...\n"}
+    ),
+    "top_p alone": Case(("generation.top_p=0.9",), ("generation.top_k",)),
+    "mini-batch": Case(("mini_batch=7",), ("24 sequences", "mini_batch 7")),
+    "too long for the model": Case(("generation.max_new_tokens=60",), ("68 tokens", "64")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Good models and prompts, and three bad checkpoints."""
+    folder = tmp_path_factory.mktemp("bad")
+    write_all(folder)
+    write_model(folder / "cut")
+    whole = (folder / "cut" / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    shutil.copytree(folder / "actor", folder / "gpt2")
+    config = (folder / "gpt2" / "config.json").read_text().replace('"llama"', '"gpt2"')
+    (folder / "gpt2" / "config.json").write_text(config)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_message(name, folder, tmp_path):
+    case = CASES[name]
+    for file, text in case.files.items():
+        (tmp_path / file).write_text(text)
+    shown = folder if not case.files else tmp_path
+    options = [option.format(folder=shown) for option in case.options]
+    status, output, seconds = run(folder, options, tmp_path)
+    assert status not in (0, None), output
+    assert output.count("rlhf_spmd: error:") == 1, output
+    assert "Traceback" not in output, output
+    for words in case.says:
+        assert words in output, f"{words!r} is not in:\n{output}"
+    assert seconds < PROMISED_S, output
+
+
+def test_different_configs(folder, tmp_path):
+    """Ranks started with different options find out before they compute anything."""
+    good = [*python(folder, tmp_path), "seed=1"]
+    command = [*mpi_command(1), *good, ":", "-n", "1", *python(folder, tmp_path), "seed=2"]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
+    assert status not in (0, None)
+    assert stderr.count("rlhf_spmd: error:") == 1, stderr
+    assert "config is not the same on every rank" in stderr and "Traceback" not in stderr
+
+
+def test_no_run_folder_is_left_by_bad_input(folder, tmp_path):
+    run(folder, ["ppo.nonsense=1"], tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def python(folder: Path, runs: Path) -> list[str]:
+    return [sys.executable, "-m", "rlhf_spmd", "train", *write_all_once(folder), "--runs", str(runs / "runs")]
+
+
+def write_all_once(folder: Path) -> list[str]:
+    """The overrides of the module's good folder."""
+    return [
+        f"models.actor={folder / 'actor'}",
+        f"models.reward={folder / 'reward'}",
+        f"data.prompts={folder / 'prompts.jsonl'}",
+        *"data.max_prompt=8 generation.max_new_tokens=10 rollout_batch=24 mini_batch=12 iterations=2".split(),
+    ]
+
+
+def run(folder: Path, options: list[str], runs: Path) -> tuple[int | None, str, float]:
+    started = time.perf_counter()
+    status, stdout, stderr = run_limited(
+        [*mpi_command(2), *python(folder, runs), *options],
+        limit_s=LIMIT_S,
+    )
+    return status, stdout + stderr, time.perf_counter() - started

@@ -1,0 +1,132 @@
+"""The main job as a user starts it: what it prints, what it leaves behind, and that its numbers are its own seed's."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.folders import write_all
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LIMIT_S = 120.0
+RESULT_KEYS = {
+    "strategy",
+    "ranks",
+    "iterations",
+    "reward_first",
+    "reward_last",
+    "kl_last",
+    "gen_tokens_per_s",
+    "parity_max_abs",
+    "wall_s",
+    "run_dir",
+}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    return write_all(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def finished(overrides, tmp_path_factory) -> tuple[str, dict, Path]:
+    """Standard output, last line and run folder of one run on four ranks."""
+    runs = tmp_path_factory.mktemp("runs")
+    status, stdout, stderr = train(4, [*overrides, "--runs", str(runs), "--name", "one"])
+    assert status == 0, stderr
+    return stdout, json.loads(stdout.splitlines()[-1]), runs / "one"
+
+
+def train(num_ranks: int, options: list[str], **environment: str) -> tuple[int | None, str, str]:
+    launcher = mpi_command(num_ranks) if num_ranks else []
+    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *options]
+    return run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(**environment))
+
+
+def test_last_line(finished):
+    stdout, result, folder = finished
+    assert set(result) == RESULT_KEYS
+    assert (result["strategy"], result["ranks"], result["iterations"]) == ("flattening", 4, 3)
+    assert Path(result["run_dir"]) == folder
+    assert 0 <= result["parity_max_abs"] < 1e-4
+
+
+def test_a_person_sees_progress_samples_and_next_commands(finished):
+    stdout, _, folder = finished
+    for words in ("1/3", "3/3", "gen tok/s", "before", "after", "timeline.png", "tensorboard", str(folder)):
+        assert words in stdout
+
+
+def test_run_folder(finished):
+    _, result, folder = finished
+    assert json.loads((folder / "config.json").read_text())["rollout_batch"] == 24
+    assert "def place(" in (folder / "strategy.py").read_text()
+    assert len(json.loads((folder / "program.json").read_text())["fingerprint"]) == 16
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert len(row["tokens_sha256"]) == 64
+        assert {"reward", "kl", "kl_coef", "policy_loss", "value_loss", "clip_fraction", "actor_grad_norm"} <= set(row)
+    assert result["reward_last"] == rows[-1]["reward"] and result["kl_last"] == rows[-1]["kl"]
+    assert list(folder.glob("events.out.tfevents.*"))
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 3
+    assert (folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+    assert not folder.stat().st_mode & 0o007, "a run folder is not for the world"
+
+
+def test_timeline_has_a_lane_per_rank(finished):
+    events = json.loads((finished[2] / "timeline.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train"} <= {
+        event["name"] for event in events
+    }
+
+
+def test_actor_folder_loads_in_transformers(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished[2] / "actor"
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 63
+    assert AutoTokenizer.from_pretrained(folder)("ba be").input_ids
+
+
+def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, tmp_path):
+    status, stdout, stderr = train(0, [*overrides, "--runs", str(tmp_path), "--name", "alone"])
+    assert status == 0, stderr
+    assert json.loads(stdout.splitlines()[-1])["ranks"] == 1
+    assert hashes(tmp_path / "alone") == hashes(finished[2])
+
+
+def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
+    (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text())
+    (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n")
+    options = ["--strategy", str(tmp_path / "mine.py"), f"reward_function={tmp_path / 'r.py'}:f"]
+    options += ["ppo.truncation=score", "strategy.ratio=1/3", "reward_function_mode=add", "iterations=1"]
+    status, stdout, stderr = train(5, [*overrides, *options, "--runs", str(tmp_path), "--name", "mine"])
+    assert status == 0, stderr
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
+    assert hashes(tmp_path / "mine") == hashes(finished[2])[:1]  # another reward changes nothing before the first step
+    first = json.loads((finished[2] / "metrics.jsonl").read_text().splitlines()[0])
+    mine = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()[0])
+    assert mine["score"] == pytest.approx(first["score"] + first["response_length"], abs=1.0)  # words, less the EOS
+
+
+def test_another_tokenizer_of_the_reward_model_gets_the_text(overrides, tmp_path):
+    """A reward model with other token ids scores the same words."""
+    from tests.folders import write_model
+
+    reward = write_model(tmp_path / "reward", head="scalar", seed=2)
+    file = reward / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")  # another file, the same words
+    runs = ["--runs", str(tmp_path)]
+    status, _, stderr = train(1, [*overrides, f"models.reward={reward}", "iterations=1", *runs, "--name", "text"])
+    assert status == 0, stderr
+    status, _, stderr = train(1, [*overrides, "iterations=1", *runs, "--name", "tokens"])
+    assert status == 0, stderr
+    rows = [json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("text", "tokens")]
+    assert rows[0]["response_length"] == rows[1]["response_length"]
+
+
+def hashes(folder: Path) -> list[str]:
+    return [json.loads(line)["tokens_sha256"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
