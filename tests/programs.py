@@ -1,0 +1,91 @@
+"""Small workloads, random placements and the programs compiled from them, for the tests of plan/."""
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+from rlhf_spmd.algorithms.ppo import PPO, workflow
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.workload import ModelShape, Workload
+
+SHAPE = ModelShape(2, 8, 16, 2, 1, 4, 32)
+Choose = Callable[[Sequence[Any]], Any]  # random.choice, or hypothesis' draw from a list
+
+
+def make_workload(
+    *,
+    mini_batch: int = 4,
+    num_mini_batches: int = 2,
+    epochs: int = 1,
+    shape: ModelShape | None = SHAPE,
+    replay: bool = False,
+    **options,
+) -> Workload:
+    """PPO with four models of one shape; `options` are PPO's."""
+    ppo = PPO(epochs=epochs, **options)
+    return Workload(
+        workflow=workflow(ppo, replay=replay),
+        models=dict.fromkeys(("actor", "critic", "reference", "reward"), shape),
+        rollout_batch=mini_batch * num_mini_batches,
+        samples_per_prompt=1,
+        mini_batch=mini_batch,
+        micro_batch=2,
+        epochs=epochs,
+        max_prompt=5,
+        max_response=7,
+        param_bytes=2,
+        whiten=ppo.whiten,
+        max_kept=3 if replay else 0,
+    )
+
+
+def subsets(size: int) -> list[tuple[int, ...]]:
+    """Every non-empty set of ranks, small ones first."""
+    return [ranks for count in range(1, size + 1) for ranks in combinations(range(size), count)]
+
+
+def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
+    """Any workload, with every call on any ranks of up to six: often the same few sets, so that calls share them."""
+    workload = make_workload(
+        mini_batch=choose(range(1, 8)),
+        num_mini_batches=choose(range(1, 4)),
+        epochs=choose(range(1, 4)),
+        old_logprobs=choose(["generator", "recompute"]),
+        whiten=choose(["mini_batch", "batch"]),
+        replay=choose([False, True]),
+    )
+    cluster = Cluster.parse(choose(["1x1", "1x2", "2x1", "1x3", "2x2", "1x5", "2x3", "3x2", "1x6"]))
+    sets = subsets(cluster.num_devices)
+    pool = [choose(sets) for _ in range(choose([1, 2, 3, 4, 7]))]
+    ranks = {call.name: choose(pool) for call in workload.workflow.placed_calls}
+    zero = {}
+    for call in workload.workflow.placed_calls:
+        if call.kind == "train":
+            users = {ranks[other.name] for other in workload.workflow.placed_calls if other.model == call.model}
+            zero[call.name] = choose([0, 1, 2, 3] if len(users) == 1 else [0, 1, 2])  # ZeRO 3 keeps no full copy
+    layouts = {name: Layout.data_parallel(where, zero=zero.get(name, 0)) for name, where in ranks.items()}
+    return workload, Placement(layouts), cluster
+
+
+def random_program(choose: Choose) -> Program:
+    return compile_program(*random_plan(choose))
+
+
+def place_models(workload: Workload, size: int, **ranks) -> Program:
+    """A program in which each model keeps to its ranks; whichever model is not named has all of them."""
+    everyone = Layout.data_parallel(range(size))
+    layouts = {model: Layout.data_parallel(where) for model, where in ranks.items()}
+    placement = Placement.by_model(workload, **(dict.fromkeys(workload.workflow.models, everyone) | layouts))
+    return compile_program(workload, placement, Cluster.parse(f"1x{size}"))
+
+
+def place_calls(workload: Workload, layout: str, **ranks) -> Program:
+    """A program in which each call keeps to its ranks; whichever call is not named has all of them."""
+    cluster = Cluster.parse(layout)
+    calls = workload.workflow.placed_calls
+    layouts = {call.name: Layout.data_parallel(ranks.get(call.name, cluster.ranks)) for call in calls}
+    return compile_program(workload, Placement(layouts), cluster)
