@@ -209,6 +209,7 @@ class Calls:
         self._keep(data, "returns", columns, returns.unflatten(0, shape))
         if self.world.rank in self.counting:
             data.meter.add("reward", shaped.double().sum(), len(shaped))
+            data.meter.add("reward_sq", shaped.double().square().sum(), len(shaped))
             data.meter.add("kl", kl.double().sum(), len(shaped))
             data.meter.add("kl_per_token", kl.double().sum(), mask.sum())
             data.meter.add("return", returns.double().sum(), mask.sum())

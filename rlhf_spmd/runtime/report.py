@@ -27,7 +27,8 @@ def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
     metrics, weights = combine(answers)
     for name in ("used_score", "used_score_sq"):  # for train.update
         metrics.pop(name, None)
-    metrics["score_std"] = math.sqrt(max(metrics.pop("score_sq") - metrics["score"] ** 2, 0.0))
+    for name in ("reward", "score"):
+        metrics[f"{name}_std"] = math.sqrt(max(metrics.pop(f"{name}_sq") - metrics[name] ** 2, 0.0))
     metrics["kl_coef"] = kl_coef
     metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
     metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]

@@ -35,6 +35,7 @@ PNG_ITERATIONS = 2  # drawn in timeline.png
 # The standard metrics and their group in TensorBoard. Sums and means are global: over all ranks.
 METRICS = {
     "reward": "reward",  # mean per response, after clipping, normalising and the rule for truncated responses
+    "reward_std": "reward",  # over the responses of the iteration
     "score": "reward",  # mean per response, as the reward model or function gave it
     "score_std": "reward",
     "kl": "reward",  # sum over a response of log pi_actor - log pi_reference, mean over responses, nats

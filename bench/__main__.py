@@ -1,0 +1,20 @@
+"""`python -m bench NAME [options]` runs a bench; `python -m bench` lists them."""
+
+import importlib
+import sys
+
+BENCHES = {
+    "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
+    "invariance": "one run at 1, 2, 4, 5 and 8 ranks and under several placements: tokens and weights compared",
+}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
+        print("\n".join(f"python -m bench {name:<12} {what}" for name, what in BENCHES.items()))
+        return 2
+    return importlib.import_module(f"bench.{sys.argv[1].replace('-', '_')}").main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

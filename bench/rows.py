@@ -1,0 +1,53 @@
+"""Result rows: one JSON object per line with commit, hardware, versions and date, so that a number can be traced."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "bench" / "results"
+PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
+
+
+def provenance() -> dict:
+    """Where and with what a row was measured."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip() or None,
+        "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def write(name: str, rows: list[dict]) -> Path:
+    """Replaces bench/results/NAME.jsonl."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.jsonl"
+    about = provenance()
+    path.write_text("".join(json.dumps(row | about) + "\n" for row in rows))
+    return path
+
+
+def train(num_ranks: int, options: list[str], *, limit_s: float = 900.0) -> tuple[dict, list[dict]]:
+    """Runs the program as a user would; returns its last line and its metrics rows. Raises if it fails."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    command = [str(mpirun), "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_s, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(options)} ended with {done.returncode}:\n{done.stderr}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = [json.loads(line) for line in (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    return result, rows
