@@ -1,1 +1,1 @@
-"""Benches: each prints for people, appends rows to bench/results/NAME.jsonl, and ends with one JSON object with `ok`."""
+"""Benches: each prints for people, writes rows to bench/results/NAME.jsonl and ends with a JSON object with `ok`."""

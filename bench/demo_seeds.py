@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
                 f"{gain:8.2f}  {row['kl_last']:7.2f}  {row['wall_s']:7.1f}",
                 flush=True,
             )
-    path = write("demo_seeds", rows)
+    write("demo_seeds", rows)
     ok = all(row["ok"] for row in rows)
     print(json.dumps({"bench": "demo-seeds", "seeds": len(rows), "passed": sum(r["ok"] for r in rows), "ok": ok}))
     return 0 if ok else 1

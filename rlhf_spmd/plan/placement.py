@@ -83,7 +83,7 @@ def _share(model: str, ratio: float | str | Fraction) -> Fraction:
         raise UserError(f"ratio {ratio!r} of {model} is not a number; write 0.5 or 1/2") from error
     if not 0 < share <= 1:
         raise UserError(f"ratio {ratio} of {model} is not in (0, 1]")
-    near = share.limit_denominator(10_000)  # 0.3333333333333333 means 1/3
+    near = share.limit_denominator(1_000_000)  # 0.3333333333333333 means 1/3
     return near if abs(near - share) < 1e-9 else share
 
 

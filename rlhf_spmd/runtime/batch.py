@@ -1,6 +1,6 @@
 """From stored prompts and responses to the tokens of a forward pass, and back to per-response-token tensors."""
 
-# B sequences, P prompt tokens, G response tokens (padded with -1), T tokens of prompt + response, V vocabulary, D hidden
+# B sequences, P prompt tokens, G response tokens (padded with -1), T tokens of both, V vocabulary, D hidden
 
 from dataclasses import dataclass
 

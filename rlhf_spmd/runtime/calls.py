@@ -177,7 +177,7 @@ class Calls:
                 data.store[key] = torch.zeros(shape, device=self.world.device)
         return data.store[key]
 
-    # ---- advantages ----------------------------------------------------------------------------------------------------
+    # ---- advantages -------------------------------------------------------------------------------------------------
 
     def _estimate_advantages(self, call: Call, step: Run, data: Iteration, state: State) -> None:
         """Rewards, GAE and returns of this rank's columns; whitened here only if whiten=batch."""
@@ -227,7 +227,7 @@ class Calls:
             dist.all_reduce(tensor, group=self.world.group(group))
         return tensor
 
-    # ---- training ------------------------------------------------------------------------------------------------------
+    # ---- training ---------------------------------------------------------------------------------------------------
 
     def _train(self, call: Call, step: Run, data: Iteration, state: State) -> None:
         """One optimizer step on one global mini-batch."""
@@ -322,8 +322,8 @@ class Calls:
             raise UserError(
                 f"generation and training disagree: token {token} at position {found.position} has logprob "
                 f"{float(old_BG[found.row, found.position]):.6f} from the generator and "
-                f"{float(new_BG[found.row, found.position]):.6f} in training, {found.max_abs:.2e} nats apart; the limit "
-                f"is parity_tolerance={self.parity_tolerance:g}: use dtype=float32, or raise it if that is rounding"
+                f"{float(new_BG[found.row, found.position]):.6f} in training, {found.max_abs:.2e} nats apart; "
+                f"the limit is parity_tolerance={self.parity_tolerance:g}: use dtype=float32, or raise it if that is rounding"
             )
 
     def _learning_rate(self, model: str, step: int) -> float:

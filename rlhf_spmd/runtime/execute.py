@@ -72,7 +72,7 @@ class Executor:
                 responses.append([prompt, sample, [token for token in row if token >= 0]])
         return data.meter.to_message() | {"responses": responses}
 
-    # ---- transfers ------------------------------------------------------------------------------------------------------
+    # ---- transfers --------------------------------------------------------------------------------------------------
 
     def _post(self, number: int, data: Iteration) -> None:
         """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
@@ -124,7 +124,7 @@ class Executor:
             place.copy_(piece.view(torch.float32) if place.is_floating_point() else piece)
             start += place.numel()
 
-    # ---- failures -------------------------------------------------------------------------------------------------------
+    # ---- failures ---------------------------------------------------------------------------------------------------
 
     def _explained(self, error: Exception, step: Instruction, position: int, data: Iteration) -> Exception:
         """A lost or late peer as a UserError with names; any other error as it is."""

@@ -30,8 +30,8 @@ def generate(
     """Samples one response per row.
 
     prompts_BP: int64, -1 right of the prompt. uniforms_BG: one number in [0, 1) per token. Returns responses_BG int64
-    (-1 after the end; the EOS is included), logprobs_BG float32 under the distribution sampled from (0 after the end), and,
-    if top_k is on, kept_BGK int32, the set that each token was drawn from (see kernels/sample.py; -1 padding).
+    (-1 after the end; the EOS is included), logprobs_BG float32 under the distribution sampled from (0 after the end),
+    and, if top_k is on, kept_BGK int32, the set that each token was drawn from (see kernels/sample.py; -1 padding).
     """
     num_rows, max_response = uniforms_BG.shape
     device = prompts_BP.device

@@ -65,7 +65,7 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
         "prompts": f"{len(job.prompts)} from {config.data.prompts}",
-        "iteration": f"{config.rollout_batch} prompts x {config.samples_per_prompt}, mini-batches of {config.mini_batch}, "
+        "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, mini-batches of {config.mini_batch}, "
         f"{config.ppo.epochs} epochs, at most {config.generation.max_new_tokens} new tokens",
         "run folder": str(folder.path),
     }
@@ -84,7 +84,7 @@ def next_commands(strategy: str, ranks: int, preset: str) -> dict[str, str]:
     return {
         "see the placement": f"python -m rlhf_spmd check {strategy} --layout 1x{ranks} --preset {preset}",
         "change an option": f"mpirun -n {ranks} python -m rlhf_spmd train --preset {preset} ppo.kl_coef=0.02",
-        "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check ./mine.py --layout 1x{ranks}",
+        "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check mine.py --layout 1x{ranks}",
     }
 
 

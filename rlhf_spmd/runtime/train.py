@@ -63,7 +63,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         longest = config.data.max_prompt + config.generation.max_new_tokens
         if longest > actor.max_position_embeddings:
             raise UserError(
-                f"data.max_prompt + generation.max_new_tokens = {longest} tokens, but the model in {config.models.actor} "
+                f"data.max_prompt + generation.max_new_tokens = {longest} tokens, but {config.models.actor} "
                 f"was made for {actor.max_position_embeddings}; lower one of them"
             )
     with world.together("loading models"):
@@ -80,7 +80,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Prompts, uniforms and mini-batch order of one iteration: pure functions of (seed, iteration), equal on all ranks."""
+    """Prompts, uniforms and mini-batch order of one iteration: functions of (seed, iteration), equal on all ranks."""
     config, workload = job.config, job.program.workload
     prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
@@ -140,7 +140,8 @@ def train(
     folder.write_config(resolved(config))
     folder.write_strategy(source)
     folder.write_program(program.fingerprint, summary)
-    console.heading(f"rlhf_spmd: PPO by {strategy} on {'1 rank' if world.size == 1 else f'{world.size} ranks'}", report.facts(job, folder))
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    console.heading(f"rlhf_spmd: PPO by {strategy} on {ranks}", report.facts(job, folder))
 
     executor = Executor(program, world, job.models, job.calls, recorder)
     state = State(kl_coef=config.ppo.kl_coef)
@@ -163,7 +164,7 @@ def train(
     save_actor(job, folder)
     recent = range(config.iterations - TIMELINE_ITERATIONS, config.iterations)
     records = world.allgather(recorder.to_records(recent), "gathering the timeline")
-    folder.write_timeline(records, title=f"{strategy} on {world.size} ranks")
+    folder.write_timeline(records, title=f"{strategy} on {ranks}")
     folder.close()
     result = report.result(strategy, world.size, history, time.perf_counter() - started, folder)
     console.closing(result, folder, report.next_commands(strategy, world.size, config.preset))

@@ -25,7 +25,9 @@ class Case:
     files: dict[str, str] = field(default_factory=dict)
 
 
-STRATEGY_HEAD = "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement, split_by_ratio\n"
+STRATEGY_HEAD = (
+    "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement, split_by_ratio\n"
+)
 
 
 def strategy(body: str) -> str:
@@ -34,7 +36,8 @@ def strategy(body: str) -> str:
         STRATEGY_HEAD
         + "def place(workload, cluster):\n    everyone = Layout.data_parallel(cluster.ranks)\n"
         + f"    reward = {body}\n"
-        + "    return Placement.by_model(workload, actor=everyone, critic=everyone, reference=everyone, reward=reward)\n"
+        + "    others = dict.fromkeys(('actor', 'critic', 'reference'), everyone)\n"
+        + "    return Placement.by_model(workload, reward=reward, **others)\n"
     )
 
 

@@ -100,7 +100,8 @@ def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, tmp
 
 def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
     (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text())
-    (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n")
+    function = "def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n"
+    (tmp_path / "r.py").write_text(function)
     options = ["--strategy", str(tmp_path / "mine.py"), f"reward_function={tmp_path / 'r.py'}:f"]
     options += ["ppo.truncation=score", "strategy.ratio=1/3", "reward_function_mode=add", "iterations=1"]
     status, stdout, stderr = train(5, [*overrides, *options, "--runs", str(tmp_path), "--name", "mine"])

@@ -24,9 +24,10 @@ SHAPES = {
     "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 12},
     "window": {"model_type": "mistral", "sliding_window": 5, "sliding_layers": (0, 1)},
 }
-# Nats. Measured over all cases here: 1.4e-6 in float32, 0.029 in bfloat16 (4.8e-7 and 0.0078 with initial weights of
-# a tenth of these, std 0.02). The parity gate allows 1e-4 and 0.5.
-PARITY = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float64: 1e-6}
+# Nats per token, with about ten times the largest difference found here: 3.1e-6 in float32, 0.045 in bfloat16 and, as
+# logprobs are stored in float32, 2.8e-7 in float64. (The models are wild: with the usual initial weights, std 0.02, it
+# is 4.8e-7 and 0.0021.) The parity gate's own limits are 1e-4 and 0.5.
+PARITY = {torch.float32: 3e-5, torch.bfloat16: 0.3, torch.float64: 3e-6}
 
 
 def make_model(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes) -> Transformer:

@@ -1,0 +1,128 @@
+"""Clusters and layouts: the grid, who owns which columns, ranks in words."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import MAX_DEVICES, Cluster, Node
+from rlhf_spmd.plan.layout import Layout, exact_div, format_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((), ""), ((3,), "3"), ((0, 1, 2), "0-2"), ((0, 1, 2, 5), "0-2,5"), ((7, 1, 2), "7,1-2"), ((2, 1), "2,1")],
+)
+def test_ranks_in_words(ranks, text):
+    assert format_ranks(ranks) == text
+
+
+@given(ranks=st.lists(st.integers(0, 20), unique=True))
+def test_ranks_in_words_tell_all(ranks):
+    """The words name every rank in order, so two layouts share a group name only if they are the same list."""
+    parts = [part.partition("-") for part in format_ranks(tuple(ranks)).split(",") if part]
+    named = [rank for start, _, stop in parts for rank in range(int(start), int(stop or start) + 1)]
+    assert named == ranks
+
+
+@given(dp=st.integers(1, 12), model=st.integers(1, 4), mini_batch=st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_columns_are_a_fair_partition(dp, model, mini_batch):
+    """The shards' columns follow each other without hole or overlap, their sizes differ by at most one, and all ranks
+    of a shard own the same."""
+    layout = Layout(range(100, 100 + dp * model), dp=dp, pp=model)
+    owned = [layout.columns(rank, mini_batch) for rank in layout.ranks]
+    shards = owned[::model]
+    assert [column for shard in shards for column in shard] == list(range(mini_batch))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert all(owned[index] == shards[index // model] for index in range(dp * model))
+
+
+def test_one_grid():
+    layout = Layout(range(4, 16), dp=3, pp=2, tp=2)
+    assert layout.grid.shape == (3, 2, 2) and (layout.grid == np.arange(4, 16).reshape(3, 2, 2)).all()
+    assert [layout.dp_index(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4 + [2] * 4
+    assert str(layout) == "dp3 pp2 tp2" and str(Layout((0,), dp=1, zero=2)) == "dp1 pp1 tp1 zero2"
+    assert layout.group == "ranks 4-15"
+
+
+def test_however_the_ranks_are_written_the_layout_is_the_same():
+    """Ranks are hashed and compared in words: a list, a range or numpy's integers must not make a difference."""
+    spellings = [range(2), [0, 1], (np.int64(0), np.int32(1)), np.arange(2)]
+    layouts = [Layout(ranks, dp=np.int64(2)) for ranks in spellings] + [Layout.data_parallel(r) for r in spellings]
+    assert {repr(layout) for layout in layouts} == {repr(Layout((0, 1), dp=2))}
+    assert len(set(layouts)) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"ranks": (0, 0.5), "dp": 2}, {"ranks": ("0",), "dp": 1}, {"ranks": (0, 1), "dp": 4 / 2}, {"ranks": 3, "dp": 3}],
+)
+def test_a_layout_is_made_of_whole_numbers(arguments):
+    with pytest.raises(UserError, match="whole numbers"):
+        Layout(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout((), dp=0), ["no ranks", "at least one"]),
+        (Layout((1, 2, 1), dp=3), ["twice", "[1, 2, 1]"]),
+        (Layout((0, 1), dp=3), ["dp 3 x pp 1 x tp 1", "number of ranks, 2"]),
+        (Layout((0, 1), dp=-2, pp=-1), ["dp -2, pp -1", "less than 1"]),
+        (Layout((0,), dp=1, zero=7), ["ZeRO stage 7", "0, 1, 2 or 3"]),
+        (Layout((0,), dp=1, micro_batch=0), ["micro_batch 0", "raise it"]),
+    ],
+)
+def test_problems_of_a_grid_in_words(layout, words):
+    text = "; ".join(layout.problems())
+    assert all(word in text for word in words), text
+
+
+def test_a_good_grid_has_no_problems():
+    assert Layout(range(8), dp=2, pp=2, tp=2, zero=3, micro_batch=4).problems() == []
+
+
+def test_exact_division_names_what_it_divides():
+    assert exact_div(12, 4, "rows by ranks") == 3
+    for total, parts in ((12, 5), (12, 0), (12, -3)):
+        with pytest.raises(UserError, match=f"rows by ranks: {total} is not divisible by {parts}"):
+            exact_div(total, parts, "rows by ranks")
+
+
+# ---- clusters ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_counts_its_devices_through_the_nodes():
+    cluster = Cluster.parse("2x3", "h100-80g")
+    assert cluster.num_devices == 6 and cluster.ranks == (0, 1, 2, 3, 4, 5) and str(cluster) == "2x3"
+    assert [cluster.node_of(rank) for rank in cluster.ranks] == [0, 0, 0, 1, 1, 1]
+    assert cluster.device_bytes(5) == 80 * 2**30
+    mixed = Cluster((Node(1), Node(2, "h200-141g")))
+    assert [mixed.node_of(rank) for rank in mixed.ranks] == [0, 1, 1] and str(mixed) == "1+2"
+    assert [mixed.device_bytes(rank) for rank in mixed.ranks] == [None, 141 * 2**30, 141 * 2**30]
+    with pytest.raises(AssertionError):
+        cluster.node_of(6)
+
+
+@pytest.mark.parametrize("layout", ["", "8", "x8", "8x", "0x8", "8x0", "-1x8", "2 x 8", "2x8x2", "axb", "٢x٢", "2x8\n"])
+def test_layout_strings_that_are_none(layout):
+    with pytest.raises(UserError, match="not of the form NxG"):
+        Cluster.parse(layout)
+
+
+@pytest.mark.parametrize("layout", ["1000x1000", "999999x999999"])
+def test_a_cluster_too_large_to_plan_for(layout):
+    with pytest.raises(UserError, match=f"{layout} has .* at most {MAX_DEVICES:,}"):
+        Cluster.parse(layout)
+
+
+def test_endless_numbers_are_refused_without_reading_them():
+    with pytest.raises(UserError, match="not of the form NxG"):
+        Cluster.parse("1x" + "9" * 5000)
+
+
+def test_unknown_device_types_name_the_known():
+    with pytest.raises(UserError, match=r"unknown device type 'h100'.*h100-80g"):
+        Cluster.parse("1x8", "h100")

@@ -1,0 +1,191 @@
+"""Model placement ratios (APP, arXiv 2312.11819) and what makes a placement fit a workload and a cluster."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement, split_by_ratio, validate
+from tests.programs import make_workload
+
+MODELS = ("actor", "critic", "reference", "reward")
+
+
+def split(shares, size: int) -> dict[str, tuple[int, ...]]:
+    return split_by_ratio(dict(zip(MODELS, shares, strict=False)), tuple(range(size)))
+
+
+# ---- shares of the ranks -------------------------------------------------------------------------------------------
+
+
+def test_the_paper_s_example():
+    """Eight devices: actor and critic on all of them, the reference on the first half, the reward on the second."""
+    placed = split((1, 1, 0.5, 0.5), 8)
+    assert placed["actor"] == placed["critic"] == tuple(range(8))
+    assert placed["reference"] == (0, 1, 2, 3) and placed["reward"] == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("shares", [(1, 0.5, 0.25, 0.25), (1, "1/2", "1/4", "1/4"), (1, 0.25, 0.5, 0.25)])
+def test_unequal_shares_neither_overlap_nor_leave_holes(shares):
+    """Taking each share times its own index as offset would put .25 and .25 behind .5 on the same ranks."""
+    placed = split(shares, 8)
+    assert placed["actor"] == tuple(range(8))
+    assert placed["critic"] + placed["reference"] + placed["reward"] == tuple(range(8))
+    assert [len(placed[model]) for model in MODELS[1:]] == [int(8 * Fraction(share)) for share in shares[1:]]
+
+
+@pytest.mark.parametrize(
+    ("shares", "size", "lengths"),
+    [
+        ((0.4, 0.4, 0.1, 0.1), 8, [3, 3, 1, 1]),
+        ((0.5, 0.5), 5, [3, 2]),
+        ((1 / 3, 1 / 3, 1 / 3), 3, [1, 1, 1]),
+        ((1 / 3, 1 / 3, 1 / 3), 8, [3, 2, 3]),
+        (("1/3", "1/3", "1/3"), 4, [1, 2, 1]),
+        ((0.3333, 0.3333, 0.3334), 6, [2, 2, 2]),
+        ((0.1, 0.2, 0.7), 10, [1, 2, 7]),
+        ((Fraction(1, 7), Fraction(6, 7)), 7, [1, 6]),
+        ((0.5, 0.5, 0.25, 0.75), 4, [2, 2, 1, 3]),  # two groups, one after the other
+        ((1, 1, 1, 1), 1, [1, 1, 1, 1]),
+        ((0.99999, 0.00001), 100_000, [99_999, 1]),  # a share very near to 1 is not all ranks
+    ],
+)
+def test_cumulative_offsets_round_half_up(shares, size, lengths):
+    placed = split(shares, size)
+    assert [len(ranks) for ranks in placed.values()] == lengths
+    assert list(placed) == list(MODELS[: len(shares)])
+
+
+def test_groups_may_be_interleaved_with_models_that_have_everything():
+    placed = split((0.5, 1, 0.5, 1), 4)
+    assert placed == {"actor": (0, 1), "critic": (0, 1, 2, 3), "reference": (2, 3), "reward": (0, 1, 2, 3)}
+
+
+def test_the_ranks_need_not_begin_at_zero():
+    assert split_by_ratio({"a": "1/3", "b": "2/3"}, (5, 7, 9)) == {"a": (5,), "b": (7, 9)}
+
+
+@pytest.mark.parametrize(
+    ("shares", "size", "words"),
+    [
+        ((0.9, 0.1), 4, ["0.1 of critic", "no rank of 4", "at least 1/4"]),
+        ((0.1, 0.9), 4, ["0.1 of actor", "no rank of 4"]),
+        ((0.4, 0.4, 0.1, 0.1), 4, ["0.1 of reward", "no rank of 4", "start more ranks"]),
+        ((0.5, 0.5), 1, ["critic", "no rank of 1"]),
+        ((1e-5, 1 - 1e-5), 8, ["1e-05 of actor", "no rank of 8"]),
+        ((0.5, 0.4), 8, ["actor, critic", "sum to 9/10", "not to 1"]),
+        ((0.5,), 8, ["actor", "sum to 1/2"]),
+        ((0.5, 0.6), 8, ["actor, critic", "11/10", "more than 1"]),
+        ((0.333, 0.333, 0.333), 8, ["999/1000", "not to 1"]),
+        ((0.5, 0.5, 0.5, 0.25), 8, ["reference, reward", "sum to 3/4"]),
+        ((0, 1), 8, ["ratio 0 of actor", "(0, 1]"]),
+        ((-0.5, 0.5), 8, ["ratio -0.5 of actor", "(0, 1]"]),
+        ((1.5,), 8, ["ratio 1.5 of actor", "(0, 1]"]),
+        (("half", 0.5), 8, ["'half' of actor", "1/2"]),
+        (("1/0", 0.5), 8, ["'1/0' of actor", "not a number"]),
+        ((float("nan"), 0.5), 8, ["nan of actor", "not a number"]),
+        ((float("inf"), 0.5), 8, ["inf of actor", "not a number"]),
+        ((None, 0.5), 8, ["None of actor", "not a number"]),
+        (([0.5], 0.5), 8, ["[0.5] of actor", "not a number"]),
+    ],
+)
+def test_shares_that_cannot_be(shares, size, words):
+    with pytest.raises(UserError) as error:
+        split(shares, size)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@given(
+    weights=st.lists(st.lists(st.integers(1, 6), min_size=2, max_size=4), min_size=1, max_size=3),
+    size=st.integers(1, 24),
+    whole=st.integers(0, 2),
+    form=st.sampled_from([float, str, Fraction]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_shares_of_a_group_partition_the_ranks(weights, size, whole, form):
+    ranks = tuple(range(3, 3 + size))
+    groups = [{f"{g}.{i}": Fraction(w, sum(group)) for i, w in enumerate(group)} for g, group in enumerate(weights)]
+    ratios = {f"all {i}": 1 for i in range(whole)} | {name: form(s) for group in groups for name, s in group.items()}
+    try:
+        placed = split_by_ratio(ratios, ranks)
+    except UserError as error:
+        assert "no rank" in str(error)
+        assert any(share * size < 1 for group in groups for share in group.values())
+        return
+    assert list(placed) == list(ratios)
+    assert all(placed[f"all {i}"] == ranks for i in range(whole))
+    for group in groups:
+        assert sum((placed[name] for name in group), ()) == ranks
+        assert all(abs(len(placed[name]) - share * size) <= 1 for name, share in group.items())
+
+
+# ---- placements ----------------------------------------------------------------------------------------------------
+
+EVERYONE = Layout.data_parallel(range(4))
+
+
+def refused(layouts: dict[str, object], *, size: int = 4) -> str:
+    workload = make_workload()
+    whole = {call.name: EVERYONE for call in workload.workflow.placed_calls} | layouts
+    placement = Placement({name: layout for name, layout in whole.items() if layout is not None})
+    with pytest.raises(UserError) as error:
+        validate(placement, workload, Cluster.parse(f"1x{size}"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        ({"critic_infer": None}, ["call critic_infer has no layout", "add it"]),
+        ({"critic_guess": EVERYONE}, ["critic_guess is not a call", "actor_generate", "critic_infer"]),
+        ({"reward_infer": (0, 1)}, ["call reward_infer: (0, 1) is not a Layout"]),
+        ({"reward_infer": Layout.data_parallel(())}, ["call reward_infer: it has no ranks"]),
+        ({"actor_train": Layout.data_parallel((0, 9))}, ["actor_train on ranks 0,9", "rank 9", "(0-3)", "10 ranks"]),
+        ({"actor_train": Layout.data_parallel((-1, 0))}, ["actor_train", "rank -1 is outside the world of 4 ranks"]),
+        ({"reward_infer": Layout.data_parallel((1, 1))}, ["reward_infer on ranks 1,1", "twice", "once"]),
+        ({"actor_train": Layout.data_parallel((0, 1), zero=7)}, ["actor_train on ranks 0-1", "ZeRO stage 7", "use 0"]),
+        ({"reward_infer": Layout((0, 1), dp=1, tp=2)}, ["reward_infer on ranks 0-1", "tp 2", "set pp = tp = 1"]),
+        ({"reward_infer": Layout((0, 1), dp=-2, pp=-1)}, ["reward_infer on ranks 0-1", "less than 1"]),
+        ({"reward_infer": Layout.data_parallel((1,), zero=2)}, ["reward_infer on ranks 1", "ZeRO 2", "use zero=0"]),
+        (
+            {"actor_train": Layout.data_parallel((0, 1), zero=3)},
+            ["actor_generate on ranks 0-3", "actor_train", "ranks 0-1 by ZeRO 3", "same ranks, or ZeRO 0-2"],
+        ),
+    ],
+)
+def test_a_placement_that_does_not_fit_names_call_ranks_and_mend(layouts, words):
+    text = refused(layouts)
+    assert all(word in text for word in words), text
+
+
+def test_everything_wrong_is_told_at_once():
+    text = refused({"critic_infer": None, "actor_train": Layout.data_parallel((0, 9)), "no_call": EVERYONE})
+    assert all(word in text for word in ("critic_infer", "rank 9", "no_call"))
+
+
+def test_more_ranks_than_there_are():
+    text = refused({}, size=2)
+    assert "rank 2 is outside the world of 2 ranks (0-1)" in text and "start at least 4 ranks" in text
+
+
+def test_by_model_wants_a_layout_for_each_model_and_no_other():
+    workload = make_workload()
+    with pytest.raises(UserError, match="no layout for critic, so critic_infer, critic_train cannot run"):
+        Placement.by_model(workload, actor=EVERYONE, reference=EVERYONE, reward=EVERYONE)
+    with pytest.raises(UserError, match=r"refrence is no model of this workflow.*reference"):
+        Placement.by_model(workload, **dict.fromkeys((*MODELS, "refrence"), EVERYONE))
+    placement = Placement.by_model(workload, **dict.fromkeys(MODELS, EVERYONE))
+    assert list(placement.layouts) == [call.name for call in workload.workflow.placed_calls]
+
+
+def test_a_compute_runs_once_for_every_distinct_list_of_ranks_that_reads_it():
+    workload = make_workload()
+    compute = workload.workflow.call("estimate_advantages")
+    same = dict.fromkeys(("actor_train", "critic_train"), EVERYONE)
+    assert Placement(same).sites(compute, workload.workflow) == ("actor_train",)
+    apart = same | {"critic_train": Layout.data_parallel((3, 2))}
+    assert Placement(apart).sites(compute, workload.workflow) == ("actor_train", "critic_train")
