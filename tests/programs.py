@@ -1,6 +1,7 @@
 """Small workloads, random placements and the programs compiled from them, for the tests of plan/."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -25,11 +26,12 @@ def make_workload(
     replay: bool = False,
     **options,
 ) -> Workload:
-    """PPO with four models of one shape; `options` are PPO's."""
+    """PPO with four models of one shape, but for their heads; `options` are PPO's."""
     ppo = PPO(epochs=epochs, **options)
+    scalar = shape and replace(shape, scalar_head=True)
     return Workload(
         workflow=workflow(ppo, replay=replay),
-        models=dict.fromkeys(("actor", "critic", "reference", "reward"), shape),
+        models={"actor": shape, "critic": scalar, "reference": shape, "reward": scalar},
         rollout_batch=mini_batch * num_mini_batches,
         samples_per_prompt=1,
         mini_batch=mini_batch,

@@ -51,6 +51,7 @@ class Recipe:
     reward_batch: int = 64  # pairs
     reward_lr: float = 1e-3
     annotator: float = 6.0  # P(a preferred to b) = sigmoid(annotator * (quality(a) - quality(b)))
+    foresight: float = 0.25
     num_prompts: int = 512
     max_new_tokens: int = 24
     pool: int = 2048  # openings for which the actor's own continuations are ranked
@@ -168,7 +169,7 @@ def sample(model: Transformer, tokenizer, starts: list[str], seed: int, recipe: 
 
 
 def damage(rng: random.Random, text: str) -> str:
-    """A continuation made worse: words shuffled, one lost or doubled, a sentence said twice, or the end missing."""
+    """A continuation made worse: words shuffled, one lost or repeated, a sentence said twice, or the end missing."""
     words = text.split()
     at = rng.randrange(len(words))
     way = rng.randrange(5)
@@ -177,7 +178,7 @@ def damage(rng: random.Random, text: str) -> str:
     elif way == 1:
         del words[at]
     elif way == 2:
-        words.insert(at, words[at])
+        words[at:at] = [words[at]] * rng.randrange(1, 4)
     elif way == 3:
         words += rng.choice(text.strip().split(". ")).rstrip(".").split()
         words[-1] += "."
@@ -189,7 +190,7 @@ def damage(rng: random.Random, text: str) -> str:
 class Pairs:
     """Preference pairs: two continuations of one opening, and which of them a noisy reader of `grammar.score` prefers.
 
-    A continuation is the actor's own (35 %), the grammar's (40 %), damaged (17 %) or another opening's (8 %); the last
+    A continuation is the actor's own (35 %), the grammar's (35 %), damaged (18 %) or another opening's (12 %); the last
     two count 1 less, so that the reward model also judges whether the text is whole and keeps to its subject.
     """
 
@@ -206,16 +207,16 @@ class Pairs:
         if way < 0.35:
             text, ended = self.samples[which][at]
             return text, grammar.score(text) - (not ended)
-        start = grammar.opening(self.rng) if way > 0.92 else self.starts[at]
+        start = grammar.opening(self.rng) if way > 0.88 else self.starts[at]
         text = grammar.continuation(self.rng, start)
-        if way < 0.75:
+        if way < 0.70:
             return text, grammar.score(text)
-        if way < 0.92:
+        if way < 0.88:
             text = damage(self.rng, text)
         return text, grammar.score(text) - 1
 
-    def batch(self, num_pairs: int) -> tuple[Tensor, Tensor]:
-        """Preferred and rejected texts, each [B, T]."""
+    def batch(self, num_pairs: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of the preferred and of the rejected texts."""
         preferred, rejected = [], []
         for _ in range(num_pairs):
             at = self.rng.randrange(len(self.starts))
@@ -224,30 +225,36 @@ class Pairs:
             order = (a, b) if self.rng.random() < chance else (b, a)
             for rows, text in zip((preferred, rejected), order, strict=True):
                 rows.append(encode(self.tokenizer, self.starts[at].text, text))
-        return padded(preferred), padded(rejected)
+        return preferred, rejected
 
 
 # -- reward model ----
 
 
-def last_hidden(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """The hidden state at each row's last real token, [B, D]."""
-    hidden_BTD = model(tokens_BT)
-    last_B = (tokens_BT >= 0).sum(1) - 1
-    return hidden_BTD[torch.arange(len(last_B)), last_B]
+def at_last(x_BT: Tensor, tokens_BT: Tensor) -> Tensor:
+    """What stands at each row's last real token, [B, ...]."""
+    return x_BT[torch.arange(len(tokens_BT)), (tokens_BT >= 0).sum(1) - 1]
 
 
 def scores(model: Transformer, tokens_BT: Tensor) -> Tensor:
     """The reward model's score of each row, [B]."""
-    return model.scalar(last_hidden(model, tokens_BT))
+    return at_last(model.scalar(model(tokens_BT)), tokens_BT)
 
 
 def train_reward(model: Transformer, pairs: Pairs, recipe: Recipe) -> float:
-    """Bradley-Terry: mean of -log sigmoid(score of the preferred - score of the rejected); returns the last loss."""
+    """Bradley-Terry: mean of -log sigmoid(score of the preferred - score of the rejected); returns the last loss.
+
+    A quarter of the squared distance between the score at earlier tokens and the last one is added: so the model also
+    foresees its verdict, and a critic that starts from it starts as a value function and not as noise.
+    """
 
     def loss_of_step(_: int) -> Tensor:
-        preferred_BT, rejected_BT = pairs.batch(recipe.reward_batch)
-        return -logsigmoid(scores(model, preferred_BT) - scores(model, rejected_BT)).mean()
+        tokens_BT = padded([row for rows in pairs.batch(recipe.reward_batch) for row in rows])
+        scores_BT = model.scalar(model(tokens_BT))
+        last_B = at_last(scores_BT, tokens_BT)
+        preferred_B, rejected_B = last_B.chunk(2)
+        foresight_BT = (scores_BT - last_B.detach()[:, None]).square()
+        return -logsigmoid(preferred_B - rejected_B).mean() + recipe.foresight * foresight_BT[tokens_BT >= 0].mean()
 
     return train(model, recipe.reward_steps, recipe.reward_lr, loss_of_step, "reward")
 
@@ -256,17 +263,16 @@ def train_reward(model: Transformer, pairs: Pairs, recipe: Recipe) -> float:
 def standardise(model: Transformer, tokens_BT: Tensor) -> None:
     """Change the score head so that the scores of these rows have mean 0 and standard deviation 1.
 
-    The head w has no bias, so the mean is moved along d = C^-1 m with m the mean hidden state and C the second moment:
-    of all changes that move the mean as far, the one that moves the single scores least.
+    The head has no bias, so the mean is moved along the direction in which the hidden states are most nearly constant:
+    d = argmin |H d - 1|^2 over all tokens.
     """
-    hidden_BD = last_hidden(model, tokens_BT).double()
-    scores_B = model.scalar(hidden_BD.float()).double()
-    mean_D = hidden_BD.mean(0)
-    moment_DD = hidden_BD.T @ hidden_BD / len(hidden_BD) + 1e-6 * torch.eye(len(mean_D), dtype=torch.float64)
-    shift_D = torch.linalg.solve(moment_DD, mean_D)
-    head = model.score.weight
-    weight_D = head[0].double() - scores_B.mean() * shift_D / (mean_D @ shift_D)
-    head[0] = (weight_D / (hidden_BD @ weight_D).std()).to(head.dtype)
+    hidden_BTD = model(tokens_BT).double()
+    every_ND, last_BD = hidden_BTD[tokens_BT >= 0], at_last(hidden_BTD, tokens_BT)
+    ridge_DD = 1e-6 * len(every_ND) * torch.eye(every_ND.shape[1], dtype=torch.float64)
+    constant_D = torch.linalg.solve(every_ND.T @ every_ND + ridge_DD, every_ND.sum(0))
+    mean_D, head_D = last_BD.mean(0), model.score.weight[0].double()
+    head_D = head_D - (mean_D @ head_D) / (mean_D @ constant_D) * constant_D
+    model.score.weight[0] = (head_D / (last_BD @ head_D).std()).to(model.score.weight.dtype)
 
 
 def accuracy(model: Transformer, tokenizer, rng: random.Random, num_pairs: int = 1000, margin: float = 0.1) -> float:

@@ -323,7 +323,7 @@ class Calls:
                 f"generation and training disagree: token {token} at position {found.position} has logprob "
                 f"{float(old_BG[found.row, found.position]):.6f} from the generator and "
                 f"{float(new_BG[found.row, found.position]):.6f} in training, {found.max_abs:.2e} nats apart; "
-                f"the limit is parity_tolerance={self.parity_tolerance:g}: use dtype=float32, or raise it if that is rounding"
+                f"the limit is parity_tolerance={self.parity_tolerance:g}: raise it if this is rounding, or use float32"
             )
 
     def _learning_rate(self, model: str, step: int) -> float:

@@ -65,8 +65,9 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
         "prompts": f"{len(job.prompts)} from {config.data.prompts}",
-        "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, mini-batches of {config.mini_batch}, "
-        f"{config.ppo.epochs} epochs, at most {config.generation.max_new_tokens} new tokens",
+        "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
+        f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
+        f"at most {config.generation.max_new_tokens} new tokens",
         "run folder": str(folder.path),
     }
 
@@ -79,8 +80,11 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def next_commands(strategy: str, ranks: int, preset: str) -> dict[str, str]:
+def next_commands(job: "Job", strategy: str) -> dict[str, str]:
     """What to try after a run."""
+    ranks, preset = job.world.size, job.config.preset
+    if preset != "tiny":
+        preset += f" --model {job.config.models.actor}"
     return {
         "see the placement": f"python -m rlhf_spmd check {strategy} --layout 1x{ranks} --preset {preset}",
         "change an option": f"mpirun -n {ranks} python -m rlhf_spmd train --preset {preset} ppo.kl_coef=0.02",

@@ -167,7 +167,7 @@ def train(
     folder.write_timeline(records, title=f"{strategy} on {ranks}")
     folder.close()
     result = report.result(strategy, world.size, history, time.perf_counter() - started, folder)
-    console.closing(result, folder, report.next_commands(strategy, world.size, config.preset))
+    console.closing(result, folder, report.next_commands(job, strategy))
     return result
 
 

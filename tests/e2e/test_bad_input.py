@@ -164,7 +164,11 @@ def write_all_once(folder: Path) -> list[str]:
         f"models.actor={folder / 'actor'}",
         f"models.reward={folder / 'reward'}",
         f"data.prompts={folder / 'prompts.jsonl'}",
-        *"data.max_prompt=8 generation.max_new_tokens=10 rollout_batch=24 mini_batch=12 iterations=2".split(),
+        "data.max_prompt=8",
+        "generation.max_new_tokens=10",
+        "rollout_batch=24",
+        "mini_batch=12",
+        "iterations=2",
     ]
 
 

@@ -1,0 +1,114 @@
+"""Runs of the real runtime inside a test process: no run folder, no console, everything at hand after each iteration."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.program import Program
+from rlhf_spmd.runtime import report
+from rlhf_spmd.runtime.calls import Iteration, State
+from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.metrics import Meter
+from rlhf_spmd.runtime.trace import Recorder
+from rlhf_spmd.runtime.train import make_iteration, prepare, update
+from rlhf_spmd.strategies import flattening
+
+
+class OneRank:
+    """A world of one rank inside a process that may be one of many: it talks to nobody, and fails as it comes."""
+
+    rank, size, node, num_nodes, nodes, hosts = 0, 1, 0, 1, (0,), ("here",)
+    device = torch.device("cpu")
+
+    def allgather(self, value, what="", **_):
+        return [value]
+
+    def bcast(self, value, root=0, what="", **_):
+        return value
+
+    def barrier(self, what="", **_):
+        pass
+
+    def agree(self, what, values):
+        pass
+
+    def together(self, what):
+        return nullcontext()
+
+    def progress(self, position):
+        pass
+
+    def group(self, name):
+        raise AssertionError(f"one rank needs no group, but asks for {name!r}")
+
+
+class StepMeter(Meter):
+    """A meter that also keeps the means of every optimizer step apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[str, list[dict[str, float]]] = {"actor": [], "critic": []}
+        self._open: dict[str, list[float]] = {}
+
+    def add(self, name: str, total: float, weight: float) -> None:
+        super().add(name, total, weight)
+        entry = self._open.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(weight)
+        if name in ("actor_lr", "critic_lr"):  # what a step says last
+            means = {key: total / weight for key, (total, weight) in self._open.items() if weight}
+            self.steps[name.removesuffix("_lr")].append(means)
+            self._open = {}
+
+
+def load(overrides: list[str], *more: str) -> Config:
+    """The config of tests/folders.write_all with more overrides."""
+    return configs.load("tiny", [*overrides, *more])
+
+
+def compiled(config: Config, num_ranks: int = 1, place: Callable = flattening.place, **options) -> Program:
+    """The program of one node. A config of float64, which no user can ask for, counts bytes as float32."""
+    known = config if config.dtype != "float64" else dataclasses.replace(config, dtype="float32")
+    workload, cluster = make_workload(known), Cluster.parse(f"1x{num_ranks}")
+    return compile_program(workload, place(workload, cluster, **options), cluster)
+
+
+class RunOf:
+    """A run that goes on iteration by iteration, as runtime/train.py's does."""
+
+    def __init__(self, config: Config, world=None, program: Program | None = None):
+        self.config, self.world = config, world or OneRank()
+        self.program = program or compiled(config)
+        self.job = prepare(config, self.program, self.world)
+        self.state = State(kl_coef=config.ppo.kl_coef)
+        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Recorder())
+        self.number = 0
+        self.data: Iteration | None = None  # of the last iteration
+        self.meter = StepMeter()  # of the last iteration
+
+    def iteration(self) -> dict:
+        """One iteration; returns its metrics."""
+        self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
+        self.data.meter = self.meter
+        answers = self.executor.iteration(self.data, self.state)
+        metrics = report.summarize(self.job, answers, self.state.kl_coef)
+        update(self.state, self.config, metrics, answers)
+        self.number += 1
+        return metrics
+
+    def iterations(self) -> list[dict]:
+        """All iterations of the config; returns their metrics."""
+        return [self.iteration() for _ in range(self.config.iterations)]
+
+    def weights(self, model: str) -> dict[str, Tensor]:
+        """A copy of a trained model's weights; on ranks that do not train it, nothing."""
+        if model not in self.job.models.engines:
+            return {}
+        return {name: tensor.clone() for name, tensor in self.job.models.engines[model].state().items()}

@@ -1,0 +1,213 @@
+"""Padded batches against one unpadded sequence at a time: where tokens go, and which hidden state belongs to which."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms import ppo_math
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.batch import Sequences, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.runtime.data import pad
+
+VOCAB, HIDDEN, EOS, MAX_PROMPT, MAX_RESPONSE = 29, 16, 3, 7, 6
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def make_model(head: str) -> Transformer:
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=20,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+    )
+    model = Transformer(config, head=head, dtype=torch.float64)
+    model.init_weights(5, std=0.3, score_std=0.5)
+    return model
+
+
+def make_pairs(num: int = 9, seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """Prompts of 1 to 7 tokens with responses of 1 to 6, some full, some ended; one without a response."""
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for i in range(num):
+        prompt = rng.integers(0, VOCAB, 1 + (i * 3 + seed) % MAX_PROMPT).tolist()
+        response = rng.integers(4, VOCAB, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist()
+        if response and i % 2:
+            response[-1] = EOS
+        pairs.append((prompt, response))
+    return pairs
+
+
+def join(pairs, max_prompt: int = MAX_PROMPT, max_response: int = MAX_RESPONSE) -> Sequences:
+    prompts, responses = zip(*pairs, strict=True)
+    return Sequences.join(pad(prompts, max_prompt), pad(responses, max_response))
+
+
+def hidden(model: Transformer, tokens: list[int]) -> Tensor:
+    """[T, D] of one sequence alone, without any padding."""
+    return model(torch.tensor([tokens]))[0]
+
+
+def test_join():
+    pairs = make_pairs()
+    batch = join(pairs)
+    longest = max(len(prompt) + len(response) for prompt, response in pairs)
+    assert batch.tokens_BT.shape == (len(pairs), longest) and batch.tokens_BT.dtype == torch.int64
+    for row, (prompt, response) in zip(batch.tokens_BT.tolist(), pairs, strict=True):
+        assert row == prompt + response + [-1] * (longest - len(prompt) - len(response))
+    assert batch.prompt_lengths_B.tolist() == [len(prompt) for prompt, _ in pairs]
+    assert batch.response_lengths_B.tolist() == [len(response) for _, response in pairs]
+
+
+def test_join_of_full_rows_and_of_one_row():
+    full = [([5] * MAX_PROMPT, [6] * MAX_RESPONSE)] * 2
+    assert join(full).tokens_BT.tolist() == [[5] * MAX_PROMPT + [6] * MAX_RESPONSE] * 2
+    assert join([([5], [])]).tokens_BT.tolist() == [[5]]
+
+
+def test_before_picks_the_state_that_predicts_each_token():
+    """Marked states: row b, position p holds 100 b + p."""
+    pairs = make_pairs()
+    batch = join(pairs)
+    num_rows, length = batch.tokens_BT.shape
+    marks_BTD = (100 * torch.arange(num_rows)[:, None] + torch.arange(length))[..., None].double()
+    found_BG = batch.before(marks_BTD, MAX_RESPONSE + 1)[..., 0]
+    assert found_BG.shape == (num_rows, MAX_RESPONSE + 1)
+    for b, (prompt, response) in enumerate(pairs):
+        for t in range(len(response) + 1):
+            assert found_BG[b, t] == 100 * b + len(prompt) - 1 + t
+
+
+@pytest.mark.parametrize("least", [0, 2])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_response_logprobs(temperature, least):
+    model, pairs = make_model("lm"), [p for p in make_pairs() if len(p[1]) > least or not p[1]]
+    found_BG = response_logprobs(model, join(pairs), temperature=temperature, eos_ids=(EOS, 11), min_new_tokens=least)
+    for found_G, (prompt, response) in zip(found_BG, pairs, strict=True):
+        logits_TV = model.logits(hidden(model, prompt + response)) / temperature
+        for t, token in enumerate(response):
+            row_V = logits_TV[len(prompt) + t - 1].clone()
+            if t < least:
+                row_V[[EOS, 11]] = -math.inf
+            torch.testing.assert_close(found_G[t], row_V.log_softmax(0)[token], **CLOSE)
+        assert not found_G[len(response) :].any()
+
+
+def test_response_logprobs_within_kept_sets():
+    """The softmax over the stored set alone; -1 pads a set, and a set may hold a single token."""
+    model, pairs = make_model("lm"), make_pairs()
+    rng = np.random.default_rng(1)
+    sets = [[[token, *rng.choice(VOCAB, t, replace=False)] for t, token in enumerate(r)] for _, r in pairs]
+    kept_BGK = torch.full((len(pairs), MAX_RESPONSE, MAX_RESPONSE + 1), -1, dtype=torch.int32)
+    for b, t in itertools.product(range(len(pairs)), range(MAX_RESPONSE)):
+        if t < len(sets[b]):
+            sets[b][t] = list(dict.fromkeys(map(int, sets[b][t])))
+            kept_BGK[b, t, : len(sets[b][t])] = torch.tensor(sets[b][t])
+    found_BG = response_logprobs(model, join(pairs), kept_BGK, temperature=0.8, eos_ids=(EOS,), min_new_tokens=0)
+    for b, (prompt, response) in enumerate(pairs):
+        logits_TV = model.logits(hidden(model, prompt + response)) / 0.8
+        for t in range(len(response)):
+            row_K = logits_TV[len(prompt) + t - 1][sets[b][t]]
+            torch.testing.assert_close(found_BG[b, t], row_K.log_softmax(0)[0], **CLOSE)
+        assert not found_BG[b, len(response) :].any()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_row_without_response_has_no_gradient(kept):
+    """What a rank without data passes (Calls._micro_batches): loss 0 and gradients that are 0, not NaN."""
+    model = make_model("lm")
+    batch = Sequences.join(pad([[0]], MAX_PROMPT), torch.full((1, MAX_RESPONSE), -1))
+    kept_BGK = torch.zeros(1, MAX_RESPONSE, 4, dtype=torch.int32) if kept else None
+    found_BG = response_logprobs(model, batch, kept_BGK, temperature=0.7, eos_ids=(0,), min_new_tokens=2)
+    assert not found_BG.any()
+    found_BG.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_response_values():
+    """G + 1 columns: before every token, after the last one, and 0 beyond."""
+    model, pairs = make_model("scalar"), make_pairs()
+    found_BG1 = response_values(model, join(pairs))
+    assert found_BG1.shape == (len(pairs), MAX_RESPONSE + 1)
+    for found_G1, (prompt, response) in zip(found_BG1, pairs, strict=True):
+        values_T = model.scalar(hidden(model, prompt + response))
+        torch.testing.assert_close(found_G1[: len(response) + 1], values_T[len(prompt) - 1 :], **CLOSE)
+        assert not found_G1[len(response) + 1 :].any()
+
+
+def test_values_and_scores_are_at_least_float32():
+    model = make_model("scalar").to(torch.bfloat16)
+    batch = join(make_pairs())
+    assert response_values(model, batch).dtype == sequence_scores(model, batch.tokens_BT).dtype == torch.float32
+
+
+def test_sequence_scores():
+    """The head at the last real token, whatever that token is."""
+    model, pairs = make_model("scalar"), make_pairs()
+    found_B = sequence_scores(model, join(pairs).tokens_BT)
+    for found, (prompt, response) in zip(found_B, pairs, strict=True):
+        expected = model.scalar(hidden(model, prompt + response))[-1]
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)  # stored as float32
+
+
+def everything(pairs, extra: int = 0) -> list[Tensor]:
+    """Logprobs, values and scores of a batch, with `extra` columns of padding in prompts and responses."""
+    batch = join(pairs, MAX_PROMPT + extra, MAX_RESPONSE + extra)
+    logprobs_BG = response_logprobs(make_model("lm"), batch, temperature=0.9, eos_ids=(EOS,), min_new_tokens=0)
+    critic = make_model("scalar")
+    return [logprobs_BG, response_values(critic, batch), sequence_scores(critic, batch.tokens_BT)]
+
+
+@pytest.mark.parametrize("extra", [1, 9])
+def test_invariant_4_padding(extra):
+    pairs = make_pairs()
+    for wide, narrow in zip(everything(pairs, extra), everything(pairs), strict=True):
+        if wide.dim() == 1:
+            torch.testing.assert_close(wide, narrow, **CLOSE)
+            continue
+        torch.testing.assert_close(wide[:, : narrow.shape[1]], narrow, **CLOSE)
+        assert not wide[:, narrow.shape[1] :].any()
+
+
+def test_invariant_4_permutation_and_pieces():
+    """Rows in another order, or a few at a time (other widths): the same numbers for each."""
+    pairs = make_pairs()
+    whole = everything(pairs)
+    order = np.random.default_rng(0).permutation(len(pairs))
+    for found, expected in zip(everything([pairs[i] for i in order]), whole, strict=True):
+        torch.testing.assert_close(found, expected[order], **CLOSE)
+    for size in (1, 2, 4):
+        pieces = [everything(pairs[start : start + size]) for start in range(0, len(pairs), size)]
+        for parts, expected in zip(zip(*pieces, strict=True), whole, strict=True):
+            torch.testing.assert_close(torch.cat(parts), expected, **CLOSE)
+
+
+def test_what_stands_on_padding_is_never_read(monkeypatch):
+    """Invariant 5 from below: padding is fed to the model as token 0; any other id gives the very same bits."""
+    expected = everything(make_pairs())
+    real = torch.Tensor.clamp_min
+    for pad_id in (EOS, VOCAB - 1):
+        monkeypatch.setattr(
+            torch.Tensor, "clamp_min", lambda x, low, pad_id=pad_id: torch.where(x < 0, pad_id, real(x, low))
+        )
+        for found, wanted in zip(everything(make_pairs()), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_invariant_5_eos_inside_and_at_the_end():
+    """Masks and `ended` follow from -1 and from the last real token: an EOS id elsewhere is a token like others."""
+    responses_BG = pad([[EOS], [5, EOS], [EOS, 5], [EOS, EOS], [5, 6, 7, 8, 9, EOS], [5, 6, 7, 8, 9, 5]], MAX_RESPONSE)
+    mask_BG = ppo_math.response_mask(responses_BG)
+    assert mask_BG.sum(1).tolist() == [1, 2, 2, 2, 6, 6]
+    assert ppo_math.ended(responses_BG, (EOS,)).tolist() == [True, True, False, True, True, False]
+    batch = Sequences.join(pad([[EOS, EOS]] * 6), responses_BG)
+    assert batch.response_lengths_B.tolist() == [1, 2, 2, 2, 6, 6] and batch.prompt_lengths_B.tolist() == [2] * 6
