@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         parsed = _parse(arguments)
         status = {"check": _check, "convert": _convert}[parsed.verb](parsed)
-        sys.stdout.flush()
+        print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
         return status
     except UserError as error:
         print(f"rlhf_spmd: error: {error}", file=sys.stderr)

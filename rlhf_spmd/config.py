@@ -183,7 +183,8 @@ def _override(config: Any, path: list[str], text: str, full: str) -> Any:
     hints = get_type_hints(type(config), include_extras=True)
     if name not in hints:
         keys = [f"{full[: len(full) - len('.'.join(path))]}{known}" for known in hints]
-        hint = _did_you_mean(full, keys) or _did_you_mean(full, all_keys())
+        elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == path[-1]]
+        hint = _did_you_mean(full, elsewhere) or _did_you_mean(full, keys) or _did_you_mean(full, all_keys())
         raise UserError(f"unknown config key {full!r}{hint}; known here: {', '.join(keys)}")
     if full == "preset":
         raise UserError(f"{full}={text}: the preset is what the overrides change; choose it by --preset {text}")

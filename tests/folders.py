@@ -60,9 +60,12 @@ def write_prompts(path: Path, num: int = 40) -> Path:
     return path
 
 
-def write_all(folder: Path) -> list[str]:
-    """Actor, reward model and prompts in `folder`; returns overrides for a small, fast run on them."""
-    actor = write_model(folder / "actor", seed=1)
+def write_all(folder: Path, **actor_sizes) -> list[str]:
+    """Actor, reward model and prompts in `folder`; returns overrides for a small, fast run on them.
+
+    More eos_token_ids for the actor let more of its responses end: with one, a seventh of them.
+    """
+    actor = write_model(folder / "actor", seed=1, **actor_sizes)
     reward = write_model(folder / "reward", head="scalar", seed=2)
     prompts = write_prompts(folder / "prompts.jsonl")
     return [

@@ -165,6 +165,7 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[in
     with tempfile.TemporaryDirectory(prefix="run_mpi_") as name:
         folder, start = Path(name), time.monotonic()
         program = [sys.executable, "-m", "mpi4py", str(Path(__file__).resolve()), "--as-rank", name, "--", *arguments]
+        program.append(f"--color={'yes' if sys.stdout.isatty() else 'no'}")  # Open MPI gives rank 0 a terminal
         status, _, _ = run_limited([*mpi_command(num_ranks), *program], limit_s=limit_s, capture=False)
         results = {}
         for rank in range(num_ranks):

@@ -1,4 +1,4 @@
-"""Runs of the real runtime inside a test process: no run folder, no console, everything at hand after each iteration."""
+"""Runs of the real runtime inside a test process: no run folder, no console, all data at hand after each iteration."""
 
 import dataclasses
 from collections.abc import Callable

@@ -26,7 +26,7 @@ class Options:
     kl_coef: float = 0.05
     gamma: float = 1.0
     lam: float = 0.95
-    truncation: str = "penalty"  # or "bootstrap"
+    truncation: str = "penalty"  # or "bootstrap" or "score"
     truncation_penalty: float = -1.0
     clip_score: float | None = None
     score_mean: float = 0.0
@@ -122,7 +122,7 @@ def response_values(value: Callable, model: nn.Module, prompt: list[int], respon
 
 
 def final_score(rollout: Rollout, o: Options) -> float:
-    if not rollout.ended(o.eos_ids):
+    if not rollout.ended(o.eos_ids) and o.truncation != "score":
         return {"penalty": o.truncation_penalty, "bootstrap": 0.0}[o.truncation]
     score = (rollout.score - o.score_mean) / o.score_std
     if o.clip_score is not None:

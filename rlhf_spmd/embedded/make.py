@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 
 class Recipe:
     """What is made and for how long; the defaults make the packaged files."""
 
+    corpus: int = 20_000  # scenes that the tokenizer is trained on
     vocab_size: int = 1024
     hidden_size: int = 128
     intermediate_size: int = 352
@@ -47,7 +49,7 @@ class Recipe:
     sft_steps: int = 1500
     sft_batch: int = 64
     sft_lr: float = 3e-3
-    reward_steps: int = 700
+    reward_steps: int = 1000
     reward_batch: int = 64  # pairs
     reward_lr: float = 1e-3
     annotator: float = 6.0  # P(a preferred to b) = sigmoid(annotator * (quality(a) - quality(b)))
@@ -61,7 +63,7 @@ class Recipe:
 
 
 def train_tokenizer(folder: Path, recipe: Recipe) -> None:
-    """Write a byte-level BPE trained on 20,000 scenes: tokenizer.json and tokenizer_config.json."""
+    """Write a byte-level BPE trained on scenes: tokenizer.json and tokenizer_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     rng = random.Random(SEEDS["tokenizer"])
@@ -74,7 +76,7 @@ def train_tokenizer(folder: Path, recipe: Recipe) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(("".join(grammar.scene(rng)) for _ in range(20_000)), trainer)
+    tokenizer.train_from_iterator(("".join(grammar.scene(rng)) for _ in range(recipe.corpus)), trainer)
     special = [(BOS, tokenizer.token_to_id(BOS))]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
     folder.mkdir(parents=True, exist_ok=True)
@@ -324,7 +326,6 @@ def make(out: Path, recipe: Recipe) -> dict:
     """Make everything in `out`; returns what made.json holds."""
     started = time.monotonic()
     train_tokenizer(out / "actor", recipe)
-    train_tokenizer(out / "reward", recipe)
     tokenizer = load_tokenizer(out / "actor")
 
     actor = new_model(recipe, tokenizer, "lm")
@@ -355,9 +356,9 @@ def make(out: Path, recipe: Recipe) -> dict:
     }
     (out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     save_model(actor.bfloat16(), out / "actor")
-    save_model(reward.bfloat16(), out / "reward")
+    save_model(reward.bfloat16(), out / "reward", tokenizer=tokenizer)
     made = {key: round(value, 4) for key, value in made.items()}
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "tokenizers": version("tokenizers")}
     made |= {
         "recipe": asdict(recipe),
         "seeds": SEEDS,

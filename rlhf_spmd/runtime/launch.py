@@ -7,8 +7,7 @@ from contextlib import suppress
 from rlhf_spmd.errors import UserError
 
 # variables that tell a process how many it was started with, its rank among them and its rank on its node; the first
-# launcher that left its mark is the nearest, since mpiexec may itself have been started by srun. A Slurm batch script is
-# no task of a step, so its SLURM_NTASKS says nothing.
+# launcher that left its mark is the nearest, since mpiexec may itself have been started by srun.
 LAUNCHERS = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),  # the MPICH family's mpiexec, or srun --mpi=pmi2
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI's mpiexec
@@ -23,6 +22,8 @@ def refuse_alone(size: int, environment: Mapping[str, str]) -> None:
     """
     if size > 1:
         return
+    if "SLURM_STEP_ID" in environment and "SLURM_NTASKS" in environment:  # without a step it is the batch script's
+        environment = {"SLURM_STEP_NUM_TASKS": environment["SLURM_NTASKS"], **environment}
     launchers = [(count, rank) for count, rank, _ in LAUNCHERS if count in environment and rank in environment]
     if not launchers or int(environment[launchers[0][0]]) == 1:
         return

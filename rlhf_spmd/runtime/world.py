@@ -26,7 +26,7 @@ from rlhf_spmd.runtime import launch
 from rlhf_spmd.runtime.board import Board, new_file
 from rlhf_spmd.runtime.control import Control, Failed, Late
 
-USER_STATUS, CRASH_STATUS = 2, 1
+USER_STATUS, CRASH_STATUS, INTERRUPTED_STATUS = 2, 1, 130
 SECOND_REPORT_S = 3.0  # whoever lost the claim to report waits so long to be ended by the one who won it
 FORWARD_S = 0.5  # before an abort: mpiexec drops what its pipes still hold (seen once in 60 launches on a busy machine)
 ABORT_S = 3  # MPI's abort gets so long before the process ends by itself
@@ -72,8 +72,11 @@ class World:
         }
         try:
             everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
-        except Late as late:
-            raise _deadline_error(late, first.rank, (), {}) from None
+        except Late as late:  # nothing can be agreed yet, and a quiet exit would hang in MPI's own
+            if first.rank != min(set(range(comm.size)) - set(late.ranks)):
+                time.sleep(SECOND_REPORT_S)
+            _print_error(f"rlhf_spmd: error: {_deadline_error(late, first.rank, (), {})}")
+            _end_job(USER_STATUS)
         control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # everyone is here, so MPI's own collectives, which know no deadline, may be used for a moment
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -209,6 +212,8 @@ class World:
         """
         if isinstance(error, SystemExit):
             raise error
+        if isinstance(error, KeyboardInterrupt):
+            _end_job(INTERRUPTED_STATUS)
         user = isinstance(error, UserError)
         if not self.board.claim():
             time.sleep(SECOND_REPORT_S)

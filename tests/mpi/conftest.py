@@ -16,8 +16,7 @@ MISMATCH = "ranks met in different places"  # mostly the consequence of another 
 _world: World | None = None
 
 
-def group_ranks(size: int) -> dict[str, tuple[int, ...]]:
-    """The named groups that every test may use; some hold one rank, and `the_same` has the ranks of `all`."""
+def _named_ranks(size: int) -> dict[str, tuple[int, ...]]:
     ranks = range(size)
     return {
         "all": tuple(ranks),
@@ -33,11 +32,17 @@ def group_ranks(size: int) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="session")
+def named_ranks(world):
+    """The ranks of the named groups that every test may use; some hold one rank, `the_same` those of `all`."""
+    return _named_ranks(world.size)
+
+
+@pytest.fixture(scope="session")
 def world():
-    """The ranks of this launch with torch.distributed started and the groups of `group_ranks`."""
+    """The ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
     global _world
     _world = World.discover(deadline_s=DEADLINE_S)
-    _world.start_torch(group_ranks(_world.size), threads=1)
+    _world.start_torch(_named_ranks(_world.size), threads=1)
     yield _world
     world, _world = _world, None
     world.shutdown()
@@ -79,7 +84,7 @@ def pytest_runtest_makereport(item, call):
 def _outcomes(mine, what):
     for _ in range(MOST_MISMATCHES):
         try:
-            return _world.allgather(mine, what)
+            return _world.allgather(mine, what, deadline_s=2 * DEADLINE_S)
         except AssertionError:  # another rank is still inside the test and fails there now
             continue
         except DeadlineError as error:

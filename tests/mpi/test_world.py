@@ -2,7 +2,7 @@
 
     python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_world.py
 
-Two seconds beside the start-up. Jobs that end by failing are in tests/e2e/test_world_failures.py.
+Ten seconds beside the start-up. Jobs that end by failing are in tests/e2e/test_world_failures.py.
 """
 
 import atexit
@@ -242,10 +242,8 @@ def test_a_programming_error_shows_one_traceback(world, capsys, no_end):
 # Process groups
 
 
-def test_sums_in_groups_of_odd_shapes(world, make_group):
-    from conftest import group_ranks
-
-    for name, ranks in group_ranks(world.size).items():
+def test_sums_in_groups_of_odd_shapes(world, named_ranks, make_group):
+    for name, ranks in named_ranks.items():
         if world.rank in ranks:
             number = torch.tensor([float(2**world.rank)])
             group = world.group(name)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.config import load, make_workload as workload_of
+from rlhf_spmd.config import load
+from rlhf_spmd.config import make_workload as workload_of
 from rlhf_spmd.plan.blocking import deadlocks
 from rlhf_spmd.plan.check import Finding, check
 from rlhf_spmd.plan.cluster import Cluster
@@ -454,8 +455,8 @@ def test_errors_come_before_warnings_and_read_well():
 def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> dict[int, int]:
     """Steps ranks at random until none can move; -> where the others are left standing, empty if all lists end.
 
-    Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a rank
-    when its peers have posted it; with `in_order` a rank works on its transfers one after another, in posted order.
+    Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a
+    rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted.
     """
     size = len(program.instructions)
     at = [0] * size
@@ -557,11 +558,8 @@ def jumble(rng: random.Random) -> Program:
             lists[rank].append(Run(f"call {number // 3}", name))
         if number < 3:
             for rank in transfers[number].ranks:
-                steps = lists[rank]
-                steps.insert(len(steps), Post(number))
-                steps.insert(
-                    rng.randint(len(steps) - 1, len(steps)) if rng.random() < 0.1 else len(steps), Wait(number)
-                )
+                early = rng.random() < 0.1  # now and then the wait comes first
+                lists[rank] += [Wait(number), Post(number)] if early else [Post(number), Wait(number)]
     program = replace(place_models(make_workload(), size), groups=groups, transfers=tuple(transfers))
     return replace(program, instructions=tuple(tuple(steps) for steps in lists))
 

@@ -1,0 +1,202 @@
+"""Jobs that must end: every kind of failure gives one message, a status other than zero, and an end within seconds.
+
+Each test starts ranks with mpiexec, most of them without torch (half a second); 40 s in all on two cores.
+"""
+
+import os
+import sys
+import time
+
+import pytest
+
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LIMIT_S = 60.0
+PREFIX = "rlhf_spmd: error: "
+LAUNCHER_MARKS = ("PMI", "OMPI_", "PMIX", "PRTE", "SLURM_", "MPI_LOCAL", "HYDRA")
+
+PROGRAM = """
+import os, signal, sys, time
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.world import World
+
+def main(world):
+{body}
+
+try:
+    world = World.discover(deadline_s={deadline_s})
+except UserError as error:
+    sys.exit(f"rlhf_spmd: error: {{error}}")
+try:
+    main(world)
+    world.shutdown()
+except BaseException as error:
+    world.fail(error)
+"""
+
+
+def run(num_ranks, body, *, deadline_s=20.0, limit_s=LIMIT_S, **environment):
+    """Runs `body` as the main function of every rank; returns status, stdout, stderr and the seconds it took."""
+    indented = "\n".join("    " + line for line in body.strip().splitlines())
+    program = [sys.executable, "-c", PROGRAM.format(body=indented, deadline_s=deadline_s)]
+    start = time.monotonic()
+    status, out, err = run_limited(
+        [*mpi_command(num_ranks), *program], limit_s=limit_s, environment=mpi_environment(**environment)
+    )
+    assert status is not None, f"still running after {limit_s} s\n{out}\n{err}"
+    return status, out, err, time.monotonic() - start
+
+
+def the_message(err):
+    """The only message of ours in stderr; under MPICH there is nothing else (Open MPI's mpiexec adds its comment)."""
+    assert err.count(PREFIX) == 1, err
+    assert "Traceback" not in err, err
+    if "mpiexec.hydra" in os.path.realpath(mpi_command(1)[0]):
+        assert err.startswith(PREFIX), err
+        return err.removeprefix(PREFIX).rstrip("\n")
+    return next(line for line in err.splitlines() if line.startswith(PREFIX)).removeprefix(PREFIX)
+
+
+def test_a_mistake_on_every_rank_is_told_once():
+    status, _, err, _ = run(
+        4,
+        """
+with world.together("reading the configuration"):
+    raise UserError("no such file: a.json")
+""",
+    )
+    assert status == 2 and the_message(err) == "no such file: a.json"
+
+
+def test_a_mistake_on_one_rank_is_told_with_its_name():
+    status, _, err, _ = run(
+        4,
+        """
+with world.together("reading the configuration"):
+    if world.rank == 2:
+        raise UserError("no such file: a.json")
+    world.barrier("inside")
+""",
+    )
+    message = the_message(err)
+    assert status == 2 and message.startswith("no such file: a.json (on rank 2 (host ") and message.endswith(" of 4)")
+
+
+def test_a_different_configuration_is_named():
+    status, _, err, _ = run(
+        4,
+        """
+config = {"seed": "2" if world.rank == 2 else "1", "preset": "tiny"}
+with world.together("comparing the configuration"):
+    world.agree("the configuration", config)
+""",
+    )
+    message = the_message(err)
+    assert status == 2 and "the configuration: seed is not the same on every rank" in message
+    assert "'1' on ranks 0, 1, 3" in message and "'2' on rank 2" in message and "preset" not in message
+
+
+@pytest.mark.parametrize("num_failing", [1, 4])
+def test_a_mistake_in_the_middle_ends_ranks_that_are_busy(num_failing):
+    status, _, err, seconds = run(
+        4,
+        f"""
+if world.rank >= 4 - {num_failing}:
+    raise UserError("the disk is full")
+time.sleep(300)
+""",
+    )
+    message = the_message(err)
+    assert status == 2 and message.startswith("the disk is full (reported by rank ") and seconds < 10
+
+
+def test_a_mistake_in_the_middle_ends_ranks_that_are_blocked_in_torch():
+    status, out, err, _ = run(
+        3,
+        """
+world.start_torch({"all": range(3)}, deadline_s=300, threads=1)
+import torch
+torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
+if world.rank == 2:
+    time.sleep(0.5)
+    print(time.time(), flush=True)
+    raise UserError("the disk is full")
+torch.distributed.all_reduce(torch.ones(1), group=world.group("all"))
+""",
+    )
+    assert status == 2 and the_message(err).startswith("the disk is full (reported by rank 2 (host ")
+    assert time.time() - float(out.split()[-1]) < 10
+
+
+def test_a_good_run_ends_quietly():
+    status, out, err, _ = run(
+        2,
+        """
+world.start_torch({"all": range(2)}, threads=1)
+""",
+    )
+    assert (status, out, err) == (0, "", "")
+
+
+def test_a_programming_error_shows_one_traceback():
+    status, _, err, seconds = run(
+        4,
+        """
+if world.rank % 2:
+    raise KeyError("wrong key")
+time.sleep(300)
+""",
+    )
+    assert status == 1 and seconds < 10
+    assert err.count("Traceback") == 1 and err.count("KeyError: 'wrong key'") == 1 and "(reported by rank " in err
+    assert PREFIX not in err
+
+
+@pytest.mark.parametrize("how", ["time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_ranks_that_never_come_are_named(how):
+    status, _, err, seconds = run(
+        4,
+        f"""
+if world.rank in (1, 2):
+    world.progress("iteration 3: train actor")
+    {how}
+world.barrier("the decision to stop")
+""",
+        deadline_s=1.5,
+    )
+    message = the_message(err)
+    assert status == 2 and seconds < 15
+    assert message.startswith("the decision to stop: rank ") and "but ranks 1, 2 (host " in message
+    assert "rank 1 last said: iteration 3: train actor" in err and "rank 2 last said: iteration 3: train actor" in err
+
+
+# Starts that can't work
+
+
+def run_alone(**environment):
+    """Starts the program without mpiexec, as a launcher of another MPI would start each of its processes."""
+    clean = {name: value for name, value in mpi_environment().items() if not name.startswith(LAUNCHER_MARKS)}
+    program = [sys.executable, "-c", PROGRAM.format(body="    print(world.size)", deadline_s=5)]
+    return run_limited(program, limit_s=LIMIT_S, environment={**clean, **environment})
+
+
+def test_started_without_mpiexec_it_is_one_rank():
+    assert run_alone() == (0, "1\n", "")
+
+
+def test_a_start_in_which_every_process_is_alone_is_refused():
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
+    status, out, err = run_alone(**step, SLURM_PROCID="0")
+    assert status != 0 and out == "" and "4 processes were started" in the_message(err)
+    assert "srun --mpi=pmi2" in err
+    assert run_alone(**step, SLURM_PROCID="3") == (0, "", "")  # it leaves the message to the first
+    assert run_alone(SLURM_NTASKS="4", SLURM_PROCID="0") == (0, "1\n", "")  # a batch script, not a step
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_missing_mpi_library_is_told_once(alone):
+    missing = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+    status, out, err = run_alone(**missing) if alone else run(3, "pass", **missing)[:3]
+    assert status != 0 and out == ""
+    message = the_message(err)
+    assert message.startswith("no MPI library can be loaded on ") and "pip install mpi4py mpich" in message

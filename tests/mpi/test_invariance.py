@@ -1,0 +1,261 @@
+"""Numbers do not depend on the placement: every placement on N ranks against a run of the same config on one rank.
+
+    python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_invariance.py
+
+Identical tokens in every iteration; metrics and the final weights of actor and critic equal up to the order of sums.
+Each one-rank run is made once, by one of the ranks, while the others make others.
+"""
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategies import _template, flattening
+from tests.folders import write_all
+from tests.runs import RunOf, compiled, load
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+
+TOLERANCE = 1e-5  # times max(1, |value|)
+NOT_COMPARED = ("generate_s", "gen_tokens_per_s", "parity_max_abs", "parity_mean_abs")
+EOS_IDS = tuple(range(1, 6))
+
+# No number of ranks divides 7; 3 is less than most of them, so that some ranks have no row of any mini-batch.
+CONFIGS = {
+    "plain": [],
+    "7 rows": [
+        "rollout_batch=21",
+        "mini_batch=7",
+        "ppo.old_logprobs=recompute",
+        "ppo.truncation=bootstrap",
+        "ppo.whiten=batch",
+        "ppo.kl_controller=adaptive",
+        "ppo.normalize_scores=true",
+        "generation.temperature=0.8",
+    ],
+    "3 rows": [
+        "rollout_batch=9",
+        "mini_batch=3",
+        "generation.top_k=15",
+        "generation.min_new_tokens=2",
+        "ppo.kl_early_stop=0.003",
+        "optimizer.max_grad_norm=0.5",
+    ],
+}
+SEEDS = (0, 1)
+
+
+# ---- Placements -----------------------------------------------------------------------------------------------------
+
+
+def by_call(workload: Workload, default: Layout, **layouts: Layout) -> Placement:
+    """One layout for all calls but those named."""
+    return Placement({call.name: layouts.get(call.name, default) for call in workload.workflow.placed_calls})
+
+
+def zero(stage: int) -> Callable:
+    return lambda workload, cluster: flattening.place(workload, cluster, zero=stage)
+
+
+def apart(workload: Workload, cluster: Cluster, *, stage: int = 0) -> Placement:
+    """Training on the first ranks; generation and inference, with shadows of actor and critic, on the last."""
+    half = cluster.num_devices // 2
+    training = Layout.data_parallel(cluster.ranks[:half], zero=stage)
+    rest = Layout.data_parallel(cluster.ranks[half:])
+    return by_call(workload, rest, actor_train=training, critic_train=training)
+
+
+def reference_on_one(workload: Workload, cluster: Cluster) -> Placement:
+    """All on all ranks, but the reference on the last alone."""
+    alone = Layout.data_parallel(cluster.ranks[-1:])
+    return by_call(workload, Layout.data_parallel(cluster.ranks), reference_infer=alone)
+
+
+def trained_on_halves(workload: Workload, cluster: Cluster) -> Placement:
+    """The actor trains on the first half, the critic on the second; all else everywhere."""
+    half = cluster.num_devices // 2
+    return by_call(
+        workload,
+        Layout.data_parallel(cluster.ranks),
+        actor_train=Layout.data_parallel(cluster.ranks[:half]),
+        critic_train=Layout.data_parallel(cluster.ranks[half:]),
+    )
+
+
+def scattered(workload: Workload, cluster: Cluster) -> Placement:
+    """Every call on other ranks, with other micro-batches, overlapping or not."""
+    ranks = cluster.ranks
+    return by_call(
+        workload,
+        Layout.data_parallel(ranks[::2], micro_batch=3),
+        actor_generate=Layout.data_parallel(ranks[1:]),
+        critic_infer=Layout.data_parallel((ranks[0], ranks[-1]), micro_batch=1),
+        reward_infer=Layout.data_parallel(ranks[1::2]),
+        actor_train=Layout.data_parallel(ranks, micro_batch=5),
+        critic_train=Layout.data_parallel(ranks, zero=2),
+    )
+
+
+PLACEMENTS = {
+    "flattening": flattening.place,
+    "zero 1": zero(1),
+    "zero 2": zero(2),
+    "zero 3": zero(3),
+    "template": _template.place,
+    "template zero 3": lambda workload, cluster: _template.place(workload, cluster, zero=3),
+    "apart": apart,
+    "apart zero 2": lambda workload, cluster: apart(workload, cluster, stage=2),
+    "reference on one": reference_on_one,
+    "trained on halves": trained_on_halves,
+    "scattered": scattered,
+}
+UNEVEN = ("flattening", "zero 2", "zero 3", "template", "apart", "trained on halves", "scattered")
+CASES = [(name, "plain", seed) for name in PLACEMENTS for seed in SEEDS]
+CASES += [(name, config, 2 + index) for name in UNEVEN for index, config in enumerate(CONFIGS) if config != "plain"]
+
+
+# ---- One rank -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(world):
+    """Checkpoints and prompts in a folder that all ranks see (the ranks of these tests share a machine)."""
+    with tempfile.TemporaryDirectory(prefix="invariance_") as name:
+        path = Path(world.bcast(name, what="the folder"))
+        if world.rank == 0:
+            write_all(path, eos_token_ids=EOS_IDS)
+        world.barrier("the checkpoints")
+        yield path
+        world.barrier("the end of the folder")
+
+
+def overrides_of(folder: Path, config: str, seed: int) -> list[str]:
+    return [
+        f"models.actor={folder / 'actor'}",
+        f"models.reward={folder / 'reward'}",
+        f"data.prompts={folder / 'prompts.jsonl'}",
+        "data.max_prompt=8",
+        "generation.max_new_tokens=10",
+        "iterations=3",
+        "rollout_batch=24",
+        "mini_batch=12",
+        "micro_batch=4",
+        "ppo.epochs=2",
+        "optimizer.actor_lr=1e-3",
+        "optimizer.critic_lr=1e-3",
+        f"seed={seed}",
+        *CONFIGS[config],
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(world, folder) -> dict[tuple[str, int], tuple[list[dict], dict[str, Tensor]]]:
+    """(config, seed) -> metrics and weights of the run on one rank."""
+    wanted = sorted({(config, seed) for _, config, seed in CASES})
+    for index, (config, seed) in enumerate(wanted):
+        if index % world.size == world.rank:
+            run = RunOf(load(overrides_of(folder, config, seed)))
+            metrics = run.iterations()
+            save_file(weights_of(run), folder / f"{config} {seed}.safetensors")
+            (folder / f"{config} {seed}.json").write_text(json.dumps(metrics))
+    world.barrier("the runs on one rank")
+    return {
+        key: (
+            json.loads((folder / f"{key[0]} {key[1]}.json").read_text()),
+            load_file(folder / f"{key[0]} {key[1]}.safetensors"),
+        )
+        for key in wanted
+    }
+
+
+def weights_of(run: RunOf) -> dict[str, Tensor]:
+    """Weights of actor and critic as far as this rank trains them."""
+    return {f"{model}.{name}": w for model in ("actor", "critic") for name, w in run.weights(model).items()}
+
+
+# ---- The comparison -------------------------------------------------------------------------------------------------
+
+
+def with_groups(world, program: Program, make_group: Callable):
+    """The same world with the groups of one program. Every rank makes every group."""
+    placed = copy.copy(world)
+    placed._groups = {name: make_group(ranks) for name, ranks in program.groups.items()}
+    return placed
+
+
+def error(value, expected) -> float:
+    return abs(value - expected) / max(1.0, abs(expected))
+
+
+@pytest.mark.parametrize(("placement", "config", "seed"), CASES, ids=[f"{p}-{c}-{s}" for p, c, s in CASES])
+def test_equals_the_run_on_one_rank(placement, config, seed, world, folder, alone, make_group):
+    settings = load(overrides_of(folder, config, seed))
+    program = compiled(settings, world.size, PLACEMENTS[placement])
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    run = RunOf(settings, with_groups(world, program, make_group), program)
+    history = run.iterations()
+    expected_history, expected_weights = alone[config, seed]
+
+    assert [m["tokens_sha256"] for m in history] == [m["tokens_sha256"] for m in expected_history]
+    worst_metric = 0.0
+    for metrics, expected in zip(history, expected_history, strict=True):
+        assert metrics.keys() == expected.keys()
+        for name in metrics.keys() - {"tokens_sha256", *NOT_COMPARED}:
+            worst_metric = max(worst_metric, error(metrics[name], expected[name]))
+            assert error(metrics[name], expected[name]) <= TOLERANCE, (name, metrics[name], expected[name])
+        assert metrics["parity_max_abs"] < 1e-4
+
+    worst_weight = 0.0
+    weights = weights_of(run)
+    for name, weight in weights.items():
+        difference = (weight - expected_weights[name]).abs() / expected_weights[name].abs().clamp(min=1.0)
+        worst_weight = max(worst_weight, float(difference.max()))
+    assert worst_weight <= TOLERANCE
+    compare_shadows(run, expected_weights)
+
+    sent = sum(world.allgather(run.executor.num_bytes_sent, "bytes sent"))
+    assert sent == sum(transfer.num_bytes for transfer in program.transfers) * settings.iterations
+    worst = world.allgather([worst_metric, worst_weight], "differences")
+    if world.rank == 0:
+        numbers = [max(column) for column in zip(*worst, strict=True)]
+        print(f"N {world.size} {placement}, {config}, seed {seed}: metrics {numbers[0]:.1e}, weights {numbers[1]:.1e}")
+
+
+def compare_shadows(run: RunOf, expected_weights: dict[str, Tensor]) -> None:
+    """A copy of a model that trains elsewhere holds its newest weights."""
+    for model in {"actor", "critic"} & set(run.job.models.copies):
+        for name, weight in run.job.models.copies[model].state_dict().items():
+            expected = expected_weights[f"{model}.{name}"]
+            assert float(((weight - expected).abs() / expected.abs().clamp(min=1.0)).max()) <= TOLERANCE, name
+
+
+def test_every_model_did_learn(alone, folder):
+    """The comparison would be idle if nothing changed."""
+    for (config, seed), (metrics, weights) in alone.items():
+        start = weights_of(RunOf(load(overrides_of(folder, config, seed))))
+        assert all(float((weights[name] - start[name]).abs().max()) > 1e-4 for name in weights), (config, seed)
+        assert len({m["tokens_sha256"] for m in metrics}) == 3
+        assert any(0 < m["ended_fraction"] < 1 for m in metrics)
+
+
+def test_the_world_still_works(world):
+    """Nobody has left a default group or an environment behind."""
+    number = torch.tensor(float(world.rank))
+    torch.distributed.all_reduce(number)
+    assert number == world.size * (world.size - 1) / 2

@@ -1,0 +1,169 @@
+"""`python -m rlhf_spmd check`: at once, without torch or MPI, an answer for people and one for machines."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+
+HEAVY = {"torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
+BIG = ["check", "flattening", "--layout", "8x8", "--preset", "llama-65b"]
+FITS = ["check", "flattening", "--layout", "1x4", "--preset", "llama-7b", "--device", "cpu"]
+
+
+def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    command = [sys.executable, *python, "-m", "rlhf_spmd", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_65b_on_64_devices_is_refused_within_two_seconds():
+    """As a person at a terminal sees it: start of the interpreter, imports, proof, tables."""
+    times, done = [], None
+    for _ in range(3):
+        started = time.perf_counter()
+        done = run(*BIG)
+        times.append(time.perf_counter() - started)
+    assert statistics.median(times) < 2.0, times
+    assert done.returncode == 1 and done.stderr == ""
+    assert "need 2427.2 GiB" in done.stdout and "the device has 80 GiB" in done.stdout
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["ok"] is False and result["errors"] == 1 and result["bytes_per_iteration"] == 0
+    assert (result["strategy"], result["layout"]) == ("flattening", "8x8")
+
+
+def test_nothing_heavy_is_imported():
+    done = run(*FITS, python=("-X", "importtime"))
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "rlhf_spmd.plan.check" in imported and done.returncode == 0
+    assert {name for name in imported if name.partition(".")[0] in HEAVY} == set()
+
+
+def test_a_program_that_fits_is_shown_and_passes():
+    done = run(*FITS)
+    assert done.returncode == 0 and done.stderr == ""
+    *text, last = done.stdout.splitlines()
+    result = json.loads(last)
+    assert result["ok"] is True and result["errors"] == result["warnings"] == 0 and len(result["fingerprint"]) == 16
+    shown = "\n".join(text)
+    for words in (
+        "actor_generate",
+        "ranks 0-3",
+        "dp4 pp1 tp1",
+        "Static bytes per rank",
+        "Agree on metrics",
+        "No findings",
+    ):
+        assert words in shown
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback():
+    """The other end of the pipe is closed before anything is written, as with `| head -0`."""
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "rlhf_spmd", *FITS]
+    with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, text=True) as process:
+        os.close(read)
+        os.close(write)
+        _, errors = process.communicate(timeout=60)
+    assert errors == "" and process.returncode == 141
+
+
+def test_head_sees_the_first_lines():
+    done = subprocess.run(
+        f"{sys.executable} -m rlhf_spmd {' '.join(FITS)} | head -2",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("flattening on 1x4, preset llama-7b\n") and done.stderr == ""
+
+
+def test_a_mistake_ends_with_status_2_and_one_line():
+    done = run("check", "flattening", "--layout", "8by8", "--preset", "llama-7b")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("rlhf_spmd: error: layout '8by8'") and done.stderr.count("\n") == 1
+
+
+# ---- the rest in this process: it is the same main() ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["arguments are required", "--help"]),
+        (["chekc"], ["invalid choice", "check"]),
+        (["check"], ["STRATEGY"]),
+        (["check", "flatening"], ["unknown strategy 'flatening'", "did you mean 'flattening'"]),
+        (["check", "none.py"], ["none.py does not exist"]),
+        (["check", "flattening", "--preset", "llama-7"], ["unknown preset 'llama-7'", "llama-7b"]),
+        (["check", "flattening", "--layout", "0x8"], ["layout '0x8'"]),
+        (["check", "flattening", "--layout", "9000x9000"], ["81,000,000 devices"]),
+        (["check", "flattening", "--device", "abacus"], ["unknown device type 'abacus'", "h100-80g"]),
+        (["check", "flattening", "--rank", "4"], ["--rank 4", "1x4", "0-3"]),
+        (["check", "flattening", "--rank", "-1"], ["--rank -1"]),
+        (["check", "flattening", "--rank", "x"], ["--rank", "'x'"]),
+        (["check", "flattening", "--lay", "1x4"], ["unknown argument '--lay'"]),
+        (["check", "flattening", "--layout"], ["--layout", "expected one argument"]),
+        (["check", "flattening", "extra"], ["unknown argument 'extra'"]),
+        (["check", "flattening", "iterations=none"], ["iterations=none", "integer"]),
+        (["check", "flattening", "itertions=3"], ["'itertions'", "did you mean 'iterations'"]),
+        (["check", "flattening", "mini_batch=100"], ["mini_batch 100", "512"]),
+        (["check", "flattening", "strategy.zeero=1"], ["strategy flattening", "did you mean strategy.zero?"]),
+        (["check", "flattening", "strategy.zero=7"], ["strategy flattening", "actor_train on ranks 0-3", "stage 7"]),
+        (["check", "flattening", "--model", "no/folder"], ["no/folder/config.json does not exist"]),
+        (["convert", "a.gguf", "folder", "iterations=3"], ["convert takes no overrides", "iterations=3"]),
+    ],
+)
+def test_mistakes_are_one_line_on_stderr(arguments, words, capsys):
+    if arguments[:1] == ["check"] and "--preset" not in arguments and len(arguments) > 1:
+        arguments = [*arguments[:2], "--preset", "llama-7b", *arguments[2:]]
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("rlhf_spmd: error: ") and err.count("\n") == 1
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["train", "--help"], ["convert", "-h"]])
+def test_help_needs_no_mpi(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0 and "usage: rlhf_spmd" in capsys.readouterr().out
+
+
+def test_options_and_overrides_reach_the_program(capsys):
+    def result(*arguments: str) -> dict:
+        assert main(["check", "flattening", "--preset", "llama-7b", *arguments]) in (0, 1)
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    plain, same = result(), result()
+    assert plain == same
+    changed = [result("strategy.zero=1"), result("mini_batch=64"), result("--layout", "2x2"), result("--layout", "1x2")]
+    assert len({plain["fingerprint"], *(other["fingerprint"] for other in changed)}) == 5
+    assert result("ppo.kl_coef=0.1")["fingerprint"] == plain["fingerprint"]  # no placement or program depends on it
+    assert plain["errors"] == 1 and result("--device", "cpu")["errors"] == 0
+    assert result("mini_batch=2", "--layout", "1x4", "--device", "cpu")["warnings"] == 6
+
+
+def test_the_asked_rank_is_shown(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement\n"
+        "def place(workload, cluster):\n"
+        "    here, there = Layout.data_parallel((0,)), Layout.data_parallel((1,))\n"
+        "    return Placement.by_model(workload, actor=here, critic=here, reference=there, reward=here)\n"
+    )
+    command = ["check", str(tmp_path / "mine.py"), "--layout", "1x3", "--preset", "llama-7b", "--device", "cpu"]
+    assert main([*command, "--rank", "1"]) == 0
+    text = capsys.readouterr().out
+    shown = text[text.index("What rank 1 executes") :]
+    assert "Run reference_infer" in shown and "Run actor_generate" not in shown
+    assert "Post transfer 0: responses to ranks 1 among ranks 0-1, 524,288 bytes" in shown
+    assert "warning: ranks 2 run no call in this placement" in shown
+    assert json.loads(text.splitlines()[-1])["bytes_per_iteration"] == 2 * 512 * 4 * 256
+    assert main([*command, "--rank", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "     0  Agree on metrics" in text

@@ -1,0 +1,173 @@
+"""The embedded default: small, loadable by us and by transformers, fluent, judged by a reward model that is right."""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+
+from rlhf_spmd import embedded
+from rlhf_spmd.embedded import grammar
+from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.runtime.generate import generate
+
+ACTOR, REWARD = embedded.folder("actor"), embedded.folder("reward")
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
+
+
+def final_scores(model, rows):
+    """The reward model's score at each row's last token, [B]."""
+    tokens_BT = padded(rows)
+    with torch.no_grad():
+        return model.scalar(model(tokens_BT))[torch.arange(len(rows)), (tokens_BT >= 0).sum(1) - 1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ACTOR)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    lines = embedded.folder("prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def reward():
+    return load_model(REWARD, head="scalar")
+
+
+@pytest.fixture(scope="module")
+def samples(tokenizer, prompts):
+    """(prompt ids, response ids, response text) of the actor on 256 prompts."""
+    ids = [tokenizer.encode(prompt) for prompt in prompts[:256]]
+    uniforms_BG = torch.as_tensor(uniforms(0, 0, range(len(ids)), [0] * len(ids), 24))
+    actor = load_model(ACTOR, head="lm")
+    responses_BG, *_ = generate(actor, padded(ids), uniforms_BG, eos_ids=(tokenizer.eos_token_id,))
+    responses = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
+    return [(start, end, tokenizer.decode(end)) for start, end in zip(ids, responses, strict=True)]
+
+
+def test_grammar_gives_the_same_text_for_the_same_seed():
+    first, again = ([grammar.scene(random.Random(seed)) for seed in range(20)] for _ in range(2))
+    assert first == again
+    assert len({text for _, text in first}) > 15
+
+
+def test_grammar_score_reads_valences_back():
+    assert grammar.score(" The soup was delicious.") == 1.0
+    assert grammar.score(" The soup was cold. She was sad.") == pytest.approx(-2 / 3)
+    assert grammar.score(" She called it the worst day of the year.") == -1.0
+    assert grammar.score(" The soup was good. The soup was good.") == 0.5 - 0.5
+    assert grammar.score("It was nothing that the grammar knows.") == 0.0
+
+
+def test_openings_are_neutral_and_moods_balanced():
+    rng = random.Random(0)
+    scenes = [grammar.scene(rng) for _ in range(4000)]
+    assert all(grammar.score(start) == 0 for start, _ in scenes)
+    scores = torch.tensor([grammar.score(text) for _, text in scenes])
+    assert abs(scores.mean()) < 0.05 and scores.std() > 0.5
+    written = set(re.findall(r"[a-z']+", " ".join(start + text for start, text in scenes).lower()))
+    assert written == grammar.words()
+
+
+def test_package_is_small():
+    files = [path for path in embedded.folder("actor").parent.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 5_000_000
+    assert {path.suffix for path in files} == {".json", ".jsonl", ".safetensors"}  # nothing pickled
+
+
+def test_prompts_are_distinct_openings(prompts, tokenizer):
+    assert len(prompts) >= 300 and len(set(prompts)) == len(prompts)
+    assert max(len(tokenizer.encode(prompt)) for prompt in prompts) <= 32
+    known = grammar.words()
+    assert all(set(re.findall(r"[a-z']+", prompt.lower())) <= known for prompt in prompts)
+
+
+def test_tokenizer_reads_any_text(tokenizer):
+    ids = tokenizer.encode("Žluťoučký kůň 🐎\n<|end|>")
+    assert tokenizer.decode(ids).startswith("Žluťoučký kůň 🐎")
+    assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
+    assert ids[0] == tokenizer.bos_token_id
+
+
+def test_samples_are_whole_sentences_of_the_grammar(samples, tokenizer):
+    known = grammar.words()
+    fluent = [set(re.findall(r"[a-z']+", text.lower())) <= known and text.endswith(".") for *_, text in samples]
+    ended = [response[-1] == tokenizer.eos_token_id for _, response, _ in samples]
+    assert sum(fluent) / len(samples) > 0.9
+    assert sum(ended) / len(samples) > 0.9
+
+
+def test_reward_scores_are_standardised(samples, reward, tokenizer):
+    rows = [start + end for start, end, _ in samples if end[-1] == tokenizer.eos_token_id]
+    scores_B = final_scores(reward, rows)
+    assert abs(scores_B.mean()) < 0.2 and abs(scores_B.std() - 1) < 0.2
+
+
+def test_reward_ranks_fresh_pairs_like_the_grammar(reward, tokenizer):
+    rng = random.Random(20_240)
+    better, worse = [], []
+    while len(better) < 500:
+        start = grammar.opening(rng)
+        low, high = sorted((grammar.continuation(rng, start) for _ in range(2)), key=grammar.score)
+        if grammar.score(high) - grammar.score(low) > 0.1:
+            better.append(tokenizer.encode(start.text + high) + [tokenizer.eos_token_id])
+            worse.append(tokenizer.encode(start.text + low) + [tokenizer.eos_token_id])
+    assert (final_scores(reward, better) > final_scores(reward, worse)).float().mean() >= 0.9
+
+
+def test_reward_dislikes_damaged_text(reward, tokenizer):
+    rng = random.Random(20_241)
+    whole, shuffled = [], []
+    for _ in range(200):
+        start = grammar.opening(rng)
+        text = grammar.continuation(rng, start)
+        words = text.split()
+        rng.shuffle(words)
+        whole.append(tokenizer.encode(start.text + text) + [tokenizer.eos_token_id])
+        shuffled.append(tokenizer.encode(f"{start.text} {' '.join(words)}") + [tokenizer.eos_token_id])
+    assert (final_scores(reward, whole) > final_scores(reward, shuffled)).float().mean() > 0.7
+
+
+def test_transformers_loads_and_agrees(prompts, reward, tokenizer):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(ACTOR)
+    assert theirs(prompts[0])["input_ids"] == tokenizer.encode(prompts[0])
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    causal = transformers.AutoModelForCausalLM.from_pretrained(ACTOR, dtype=torch.float32)
+    actor = load_model(ACTOR, head="lm")
+    tokens_BT = torch.tensor([tokenizer.encode(prompts[0])])
+    with torch.no_grad():
+        torch.testing.assert_close(causal(tokens_BT).logits, actor.logits(actor(tokens_BT)), atol=1e-4, rtol=1e-4)
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(REWARD, dtype=torch.float32)
+    rows = [tokenizer.encode(prompt + " The day was good.") + [tokenizer.eos_token_id] for prompt in prompts[:4]]
+    tokens_BT = padded(rows)
+    real_BT = tokens_BT >= 0
+    tokens_BT = tokens_BT.where(real_BT, torch.tensor(tokenizer.pad_token_id))
+    with torch.no_grad():
+        scores_B = classifier(tokens_BT, attention_mask=real_BT.long()).logits[:, 0]
+    torch.testing.assert_close(scores_B, final_scores(reward, rows), atol=1e-4, rtol=1e-4)
+
+
+def test_make_runs_from_end_to_end_and_repeats_itself(tmp_path):
+    from rlhf_spmd.embedded.make import Recipe, make
+
+    recipe = Recipe(corpus=300, hidden_size=32, intermediate_size=48, actor_layers=1, reward_layers=1, sft_steps=3,
+                    sft_batch=4, reward_steps=2, reward_batch=4, num_prompts=64, pool=8, max_new_tokens=64)  # fmt: skip
+    made = make(tmp_path / "one", recipe)
+    make(tmp_path / "two", recipe)
+    assert 6 < made["supervised_loss"] < 7.5
+    names = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert len(names) == 12
+    for name in names:
+        if name.name != "made.json":  # holds seconds
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name

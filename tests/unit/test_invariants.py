@@ -1,0 +1,321 @@
+"""Invariants of reference/ppo_rules that whole iterations of the runtime must keep, and its guards, in one process."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.runtime.report import tokens_sha256
+from rlhf_spmd.runtime.run_folder import RunFolder
+from rlhf_spmd.runtime.train import save_actor
+from tests.folders import write_all
+from tests.runs import RunOf, load
+
+EOS_IDS = tuple(range(1, 6))
+RATIO_LIMIT = 1e-4  # the parity gate's tolerance in float32
+COMPARED = ("policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm", "kl", "reward", "approx_kl")
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    return write_all(tmp_path_factory.mktemp("invariants"), eos_token_ids=EOS_IDS)
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Over all weights, relative where they are above 1."""
+    assert one.keys() == other.keys() and one
+    return max(float(((one[n] - other[n]).abs() / other[n].abs().clamp(min=1.0)).max()) for n in one)
+
+
+# ---- Invariant 1: nothing has changed before the first step ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        ["generation.temperature=0.5"],
+        ["generation.temperature=1"],
+        ["generation.temperature=1.7"],
+        ["generation.temperature=0.8", "generation.top_k=9", "generation.top_p=0.8", "generation.min_new_tokens=3"],
+    ],
+    ids=["0.5", "1", "1.7", "restricted"],
+)
+@pytest.mark.parametrize("micro_batch", [5, 12])
+def test_invariant_1_exactly_when_recomputed(micro_batch, sampling, dtype, overrides):
+    """The very same bits: ratio 1, nothing clipped, KL 0; in later mini-batches no longer."""
+    options = ["ppo.old_logprobs=recompute", f"micro_batch={micro_batch}", f"dtype={dtype}", *sampling]
+    run = RunOf(load(overrides, *options))
+    for _ in range(2):
+        metrics = run.iteration()
+        first, second, *_ = run.meter.steps["actor"]
+        assert first["ratio"] == 1.0
+        assert first["clip_fraction"] == first["approx_kl"] == first["approx_kl_sq"] == 0.0
+        assert metrics["parity_max_abs"] == metrics["parity_mean_abs"] == 0.0
+        assert second["approx_kl"] > 0.0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_invariant_1_within_parity_from_the_generator(temperature, overrides):
+    run = RunOf(load(overrides, f"generation.temperature={temperature}", "ppo.clip_ratio=0.0005"))
+    for _ in range(3):
+        metrics = run.iteration()
+        first = run.meter.steps["actor"][0]
+        assert 0 < metrics["parity_max_abs"] < RATIO_LIMIT
+        assert abs(first["ratio"] - 1) < RATIO_LIMIT and first["approx_kl"] < RATIO_LIMIT**2
+        assert first["clip_fraction"] == 0.0
+
+
+# ---- Invariants 2, 4, 5: how the rows are cut, ordered and padded ---------------------------------------------------
+
+
+def test_invariant_2_micro_batches(overrides):
+    """Two iterations with other micro-batches: the same tokens, and numbers that differ by rounding only."""
+    found = {}
+    for micro_batch in (1, 3, 4, 100):
+        run = RunOf(load(overrides, f"micro_batch={micro_batch}"))
+        metrics = [run.iteration() for _ in range(2)]
+        critic = {f"critic {name}": weight for name, weight in run.weights("critic").items()}
+        found[micro_batch] = metrics, run.weights("actor") | critic
+    metrics, weights = found.pop(4)
+    for other_metrics, other_weights in found.values():
+        for one, other in zip(metrics, other_metrics, strict=True):
+            assert one["tokens_sha256"] == other["tokens_sha256"]
+            for name in COMPARED:
+                assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+        assert largest_difference(weights, other_weights) < 1e-5
+
+
+@pytest.mark.parametrize("pad", ["</s>", "<unk>"])
+def test_invariant_5_pad_token(pad, tmp_path):
+    """Whichever token the tokenizers (of actor and reward model) pad with, EOS included: the same bits everywhere."""
+    plain = RunOf(load(write_all(tmp_path / "plain", eos_token_ids=EOS_IDS)))
+    padded_overrides = write_all(tmp_path / "padded", eos_token_ids=EOS_IDS, pad_token_id={"</s>": 1, "<unk>": 2}[pad])
+    for folder in ("actor", "reward"):
+        path = tmp_path / "padded" / folder / "tokenizer_config.json"
+        path.write_text(path.read_text().replace('"bos_token"', f'"pad_token": "{pad}", "bos_token"'))
+    padded = RunOf(load(padded_overrides))
+    assert padded.job.tokenizer.pad_token_id == {"</s>": 1, "<unk>": 2}[pad] != plain.job.tokenizer.pad_token_id
+    for _ in range(2):
+        one, other = plain.iteration(), padded.iteration()
+        assert one["tokens_sha256"] == other["tokens_sha256"] and one["reward"] == other["reward"]
+        assert plain.data.store.keys() == padded.data.store.keys()
+        assert all(torch.equal(plain.data.store[key], padded.data.store[key]) for key in plain.data.store)
+
+
+def test_tokens_sha256():
+    """A hash of the responses in prompt order: who generated which of them, and when, does not matter."""
+    rng = np.random.default_rng(0)
+    rows = [[p, s, rng.integers(0, 60, rng.integers(1, 9)).tolist()] for p, s in itertools.product(range(7), range(2))]
+    whole = tokens_sha256([{"responses": rows}])
+    assert re.fullmatch("[0-9a-f]{64}", whole)
+    for _ in range(5):
+        order = rng.permutation(len(rows))
+        halves = [{"responses": [rows[i] for i in half]} for half in (order[:5], order[5:])]
+        assert tokens_sha256(halves) == whole
+    swapped = [[rows[1][0], rows[1][1], rows[0][2]], [rows[0][0], rows[0][1], rows[1][2]], *rows[2:]]
+    assert tokens_sha256([{"responses": swapped}]) != whole
+    moved = [[0, 0, rows[0][2] + rows[1][2][:1]], [0, 1, rows[1][2][1:]], *rows[2:]]  # a border moved by one token
+    assert tokens_sha256([{"responses": moved}]) != whole
+
+
+# ---- What the random numbers belong to ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [["rollout_batch=96"], ["rollout_batch=12", "samples_per_prompt=8"]])
+def test_samples_of_one_prompt_differ(sizes, overrides):
+    """There are 40 prompts: each sample of a prompt has its own numbers, wherever it stands in the batch."""
+    run = RunOf(load(overrides, *sizes, "ppo.epochs=1", "generation.temperature=1.5"))
+    run.iteration()
+    places = list(zip(run.data.prompt_MC.flatten(), run.data.sample_MC.flatten(), strict=True))
+    assert len(set(places)) == 96 and max(sample for _, sample in places) == (2 if len(sizes) == 1 else 7)
+    uniforms_BG = run.data.uniforms_MCG.flatten(0, 1)
+    assert len({tuple(row) for row in uniforms_BG.tolist()}) == 96
+    responses: dict[int, list[tuple]] = {}
+    for (prompt, _), row in zip(places, run.data.store["responses"].flatten(0, 1).tolist(), strict=True):
+        responses.setdefault(int(prompt), []).append(tuple(row))
+    assert all(len(set(rows)) > 1 for rows in responses.values() if len(rows) > 2)
+    num_same = sum(len(rows) - len(set(rows)) for rows in responses.values())
+    assert num_same < 10  # short responses may agree by chance
+
+
+def test_seeds_and_iterations_have_their_own_tokens(overrides):
+    hashes = []
+    for seed in (0, 1):
+        run = RunOf(load(overrides, f"seed={seed}", "ppo.epochs=1"))
+        hashes += [run.iteration()["tokens_sha256"] for _ in range(2)]
+    assert len(set(hashes)) == 4
+    again = RunOf(load(overrides, "seed=1", "ppo.epochs=1"))
+    assert [again.iteration()["tokens_sha256"] for _ in range(2)] == hashes[2:]
+
+
+# ---- Guards ---------------------------------------------------------------------------------------------------------
+
+
+def disturb(run: RunOf, change) -> None:
+    """Calls `change` on the actor's engine right before its first training step."""
+    train = run.job.calls._train
+
+    def disturbed(call, step, data, state):
+        if call.model == "actor" and step.epoch == step.mini_batch == 0:
+            change(run.job.models.engines["actor"])
+        train(call, step, data, state)
+
+    run.job.calls._train = disturbed
+
+
+@torch.no_grad()
+def scale_weights(engine, factor: float = 1.01) -> None:
+    for weight in engine.model.parameters():
+        weight.mul_(factor)
+
+
+def test_parity_gate_stops_other_weights(overrides):
+    """The message names the worst token of the first micro-batch that is off: id, position and both logprobs."""
+    run = RunOf(load(overrides))
+    disturb(run, scale_weights)
+    with pytest.raises(UserError, match="generation and training disagree") as caught:
+        run.iteration()
+    text = str(caught.value)
+    token, position, old, new = re.search(
+        r"token (\d+) at position (\d+) has logprob (-[\d.]+) from the generator and (-[\d.]+) in training", text
+    ).groups()
+    store = run.data.store
+    rows = (store["responses"][0, :, int(position)] == int(token)).nonzero()[:, 0]
+    assert f"{float(old):.4f}" in [f"{x:.4f}" for x in store["logprobs"][0, rows, int(position)].tolist()]
+    nats = float(re.search(r"([^ ]+) nats apart", text)[1])
+    assert abs(float(old) - float(new)) == pytest.approx(nats, rel=0.01) and nats > 1e-3
+    assert "parity_tolerance=0.0001" in text
+
+
+def test_parity_gate_stops_what_is_not_a_number(overrides):
+    run = RunOf(load(overrides))
+    disturb(run, lambda engine: scale_weights(engine, math.nan))
+    with pytest.raises(UserError, match="generation and training disagree.* inf nats apart"):
+        run.iteration()
+
+
+def test_parity_tolerance_is_the_users(overrides):
+    run = RunOf(load(overrides, "parity_tolerance=50"))
+    disturb(run, scale_weights)
+    assert 1e-3 < run.iteration()["parity_max_abs"] < 50
+    strict = RunOf(load(overrides, "parity_tolerance=0"))
+    with pytest.raises(UserError, match="parity_tolerance=0:"):
+        strict.iteration()
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_a_gradient_that_is_not_finite_stops_the_run(model, overrides):
+    """Before it reaches the weights, and the message says where."""
+    run = RunOf(load(overrides))
+    name = {"actor": "_policy_loss", "critic": "_value_loss"}[model]
+    loss, num_calls = getattr(run.job.calls, name), itertools.count()
+
+    def spoiled(*arguments):
+        total, sums = loss(*arguments)
+        return total * (math.inf if next(num_calls) >= 4 else 1.0), sums  # 3 micro-batches per mini-batch
+
+    setattr(run.job.calls, name, spoiled)
+    before = None
+    step = run.job.models.engines[model].step
+
+    def remembered(*arguments, **options):
+        nonlocal before
+        before = run.weights(model)
+        return step(*arguments, **options)
+
+    run.job.models.engines[model].step = remembered
+    with pytest.raises(UserError, match=rf"{model}_train: .*epoch 0, mini-batch 1.*optimizer\.{model}_lr"):
+        run.iteration()
+    assert all(torch.equal(weight, before[n]) for n, weight in run.weights(model).items())
+
+
+def test_kl_early_stop_skips_the_rest_of_an_iteration(overrides):
+    """The actor's steps after the one whose KL was too large; not the critic's, and not the next iteration's."""
+    everything = RunOf(load(overrides, "ppo.kl_early_stop=1000"))
+    limit = 1e-4
+    run = RunOf(load(overrides, f"ppo.kl_early_stop={limit}", "optimizer.schedule=linear"))
+    for number in range(3):
+        everything.iteration()
+        assert len(everything.meter.steps["actor"]) == len(everything.meter.steps["critic"]) == 4
+        run.iteration()
+        kls = [step["approx_kl"] for step in run.meter.steps["actor"]]
+        assert len(kls) < 4 and max(kls[:-1]) <= limit < kls[-1], kls
+        assert len(run.meter.steps["critic"]) == 4 and run.data.stopped
+        assert run.state.steps == {"actor": 4 * (number + 1), "critic": 4 * (number + 1)}
+        # skipped steps count, so that the schedules of actor and critic stay together
+        assert run.meter.steps["actor"][0]["actor_lr"] == run.meter.steps["critic"][0]["critic_lr"]
+
+
+def test_learning_rates(overrides):
+    """12 steps of each model: 5 of warm-up, then down to 0 at step 12 on a line or on half a cosine."""
+    shapes = {"linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2, "constant": lambda x: 1.0}
+    for schedule, shape in shapes.items():
+        run = RunOf(load(overrides, f"optimizer.schedule={schedule}", "optimizer.warmup_steps=5"))
+        rates = {"actor": [], "critic": []}
+        for _ in range(3):
+            run.iteration()
+            for model, found in rates.items():
+                found += [step[f"{model}_lr"] for step in run.meter.steps[model]]
+        expected = [1e-3 * min((i + 1) / 5, shape(max(i - 5, 0) / 7)) for i in range(12)]
+        assert rates["actor"] == rates["critic"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_controller_once_per_iteration(overrides):
+    """Row 2: with the global mean over all sequences, however many mini-batches, epochs and micro-batches there are."""
+    run = RunOf(load(overrides, "ppo.kl_controller=adaptive", "ppo.kl_target=0.05", "ppo.kl_horizon=240"))
+    expected = 0.05
+    for _ in range(3):
+        metrics = run.iteration()
+        assert metrics["kl_coef"] == pytest.approx(expected, rel=1e-12)
+        store = run.data.store
+        kl = (store["logprobs"] - store["ref_logprobs"]).double().sum() / 24
+        expected *= 1 + max(-0.2, min(0.2, float(kl) / 0.05 - 1)) * 24 / 240
+    assert run.state.kl_coef == pytest.approx(expected, rel=1e-6) and expected != 0.05
+    fixed = RunOf(load(overrides))
+    assert [metrics["kl_coef"] for metrics in fixed.iterations()] == [0.05] * 3
+
+
+# ---- The models -----------------------------------------------------------------------------------------------------
+
+
+def test_row_15_there_is_no_dropout(overrides, tmp_path):
+    """Even where the checkpoint's config asks for it, in training mode."""
+    folder = tmp_path / "actor"
+    write_all(tmp_path)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.9'))
+    assert "0.9" in path.read_text()
+    model = load_model(folder, head="lm", dtype=torch.float32)
+    kinds = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout)
+    assert not any(isinstance(module, kinds) or "drop" in type(module).__name__.lower() for module in model.modules())
+    tokens_BT = torch.arange(20).view(2, 10)
+    assert torch.equal(model.train()(tokens_BT), model.eval()(tokens_BT))
+    assert torch.equal(model.train()(tokens_BT), model(tokens_BT))
+
+
+def test_the_trained_actor_loads_in_transformers(overrides, tmp_path):
+    """The saved weights are the engine's, bit for bit, and no longer those of the start."""
+    from transformers import AutoModelForCausalLM
+
+    run = RunOf(load(overrides))
+    start = run.weights("actor")
+    run.iteration()
+    save_actor(run.job, RunFolder(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    weights = run.weights("actor")
+    state = {name.removeprefix("model."): tensor for name, tensor in loaded.state_dict().items()}
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    assert any(not torch.equal(start[name], weights[name]) for name in weights)
+    tokens_BT = torch.randint(0, 63, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = run.job.models.engines["actor"].model
+        expected_BTV = ours.logits(ours(tokens_BT))
+        torch.testing.assert_close(loaded(tokens_BT).logits, expected_BTV, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,97 @@
+"""What a rank decides about launcher, devices and network before there is anybody to ask."""
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import groups, launch
+from rlhf_spmd.runtime.board import Board, new_file
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
+        {**SRUN, "PMI_SIZE": "1", "PMI_RANK": "0"},  # mpiexec -n 1 inside a step
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_one_rank_is_fine(environment):
+    launch.refuse_alone(1, environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        SRUN,
+        {"PMI_SIZE": "8", "PMI_RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "8", "PMI_RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ],
+)
+def test_everybody_alone_is_refused_by_the_first(environment):
+    with pytest.raises(UserError, match="8 processes were started.*srun --mpi=pmi2"):
+        launch.refuse_alone(1, environment)
+    launch.refuse_alone(8, environment)
+    later = {name: "3" if name.endswith(("RANK", "PROCID")) else value for name, value in environment.items()}
+    with pytest.raises(SystemExit) as caught:
+        launch.refuse_alone(1, later)
+    assert caught.value.code == 0
+
+
+def test_visible_devices_follow_cuda():
+    uuids = ["GPU-aa1", "GPU-ab2", "GPU-c3"]
+    assert groups.chosen_devices(uuids, None) == uuids
+    assert groups.chosen_devices(uuids, "") == groups.chosen_devices(uuids, "-1") == []
+    assert groups.chosen_devices(uuids, "2,0") == ["GPU-c3", "GPU-aa1"]
+    assert groups.chosen_devices(uuids, "1, 7, 0") == ["GPU-ab2"]  # CUDA stops at the first that is none
+    assert groups.chosen_devices(uuids, "GPU-ab,0") == ["GPU-ab2", "GPU-aa1"]
+    assert groups.chosen_devices(uuids, "GPU-a,0") == []  # two begin like that
+    assert groups.chosen_devices(uuids, "MIG-x,MIG-y") == ["MIG-x", "MIG-y"]
+
+
+def test_each_rank_of_a_node_gets_a_device_of_its_own():
+    assert groups.assign_devices([["a", "b"], ["a", "b"]]) == [0, 1]
+    assert groups.assign_devices([["a"], ["b"]]) == [0, 0]  # the launcher bound them
+    assert groups.assign_devices([["b", "a"], ["a", "b"], ["c"]]) == [0, 0, 0]
+    assert groups.assign_devices([["a"], ["a"]]) is None
+    assert groups.assign_devices([[]]) is None
+
+
+def test_the_interface_is_the_users_choice_or_real(monkeypatch):
+    monkeypatch.setattr(
+        groups, "interface_addresses", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.7", "ib0": "198.51.100.7"}
+    )
+    monkeypatch.delenv(groups.INTERFACE_OPTION, raising=False)
+    assert groups.choose_interface([]) == ("eth0", "192.0.2.7")
+    assert groups.choose_interface(["127.0.0.1"]) == ("eth0", "192.0.2.7")  # a route by loopback leads nowhere
+    monkeypatch.setenv(groups.INTERFACE_OPTION, "ib0")
+    assert groups.choose_interface([]) == ("ib0", "198.51.100.7")
+    monkeypatch.setenv(groups.INTERFACE_OPTION, "ib1")
+    with pytest.raises(UserError, match="RLHF_SPMD_INTERFACE=ib1.*eth0, ib0, lo"):
+        groups.choose_interface([])
+    monkeypatch.delenv(groups.INTERFACE_OPTION)
+    monkeypatch.setattr(groups, "interface_addresses", lambda: {"lo": "127.0.0.1"})
+    with pytest.raises(UserError, match="no network interface"):
+        groups.choose_interface([])
+
+
+def test_this_machines_interfaces():
+    assert groups.interface_addresses().get("lo") == "127.0.0.1"
+    assert groups.network_stack() == groups.network_stack()
+
+
+def test_a_board_shows_positions_and_grants_one_claim():
+    path = new_file(2)
+    first, second = (Board(path, rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
+    assert first.read((4, 6)) == {4: [""], 6: [""]}
+    second.post("iteration 1")
+    second.post("iteration 2 \u2603" + "x" * 2000)
+    assert first.read((6,))[6][-1].endswith("xxx") and len(first.read((6,))[6][-1].encode()) <= 1020
+    second.post("iteration 3")
+    assert first.read((6,))[6][-1] == "iteration 3"
+    assert first.read((5,)) == {}  # on another node, and there is no store to ask
+    assert [first.claim(), second.claim(), first.claim()] == [True, False, False]

@@ -1,0 +1,239 @@
+"""Whole iterations of the real runtime in one process against tests/slow_ppo.py, which is fed with the same rollouts.
+
+What is shared is the rollouts (tokens, logprobs, values, scores) and the order of the mini-batches. All the rest is
+computed twice: KL penalty, rewards, advantages, whitening, both losses and their gradients, clipping, AdamW, the KL
+controller and the running mean of the scores.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_spmd.algorithms.order import epoch_order
+from rlhf_spmd.config import Config, critic_folder
+from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.runtime import calls, models, zero0
+from tests import slow_ppo
+from tests.folders import write_all
+from tests.runs import RunOf, load
+
+EOS_IDS = tuple(range(1, 9))  # two thirds of the responses end
+SMALL = ["generation.max_new_tokens=8", "rollout_batch=12", "mini_batch=4", "micro_batch=3", "ppo.kl_coef=0.2"]
+VARIANTS = {
+    "defaults": [],
+    "adaptive bootstrap": [
+        "generation.temperature=0.7",
+        "ppo.truncation=bootstrap",
+        "ppo.gamma=0.97",
+        "ppo.kl_controller=adaptive",
+        "ppo.kl_target=0.1",
+        "ppo.kl_horizon=100",
+    ],
+    "scores whole batch": [
+        "ppo.whiten=batch",
+        "ppo.clip_score=0.8",
+        "ppo.normalize_scores=true",
+        "ppo.truncation_penalty=-2.5",
+        "ppo.clip_ratio=0.05",
+        "ppo.clip_value=0.05",
+    ],
+    "recompute restricted": [
+        "ppo.old_logprobs=recompute",
+        "generation.temperature=1.4",
+        "generation.top_k=12",
+        "generation.top_p=0.9",
+        "generation.min_new_tokens=2",
+    ],
+    "optimizer": [
+        "samples_per_prompt=2",
+        "rollout_batch=6",
+        "ppo.truncation=score",
+        "optimizer.max_grad_norm=0.3",
+        "optimizer.weight_decay=0.1",
+        "optimizer.warmup_steps=7",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    return write_all(tmp_path_factory.mktemp("twin"), eos_token_ids=EOS_IDS) + SMALL
+
+
+@pytest.fixture
+def float64(monkeypatch) -> None:
+    """Lets a config of dtype float64 run, and makes the store float64 too (rollouts come rounded to float32 anyway)."""
+    monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
+    monkeypatch.setitem(calls.PARITY_TOLERANCE, "float64", 1e-4)
+    place_for = calls.Calls.place_for
+
+    def wide(self, data: calls.Iteration, key: str) -> Tensor:
+        place = place_for(self, data, key)
+        data.store[key] = place.double() if place.is_floating_point() else place
+        return data.store[key]
+
+    monkeypatch.setattr(calls.Calls, "place_for", wide)
+
+
+def options_of(config: Config) -> slow_ppo.Options:
+    ppo, optimizer, generation = config.ppo, config.optimizer, config.generation
+    same = ("gamma", "lam", "truncation", "truncation_penalty", "clip_score", "whiten", "clip_ratio", "clip_value")
+    return slow_ppo.Options(
+        eos_ids=EOS_IDS,
+        temperature=generation.temperature,
+        min_new_tokens=generation.min_new_tokens,
+        kl_coef=ppo.kl_coef,
+        **{name: getattr(ppo, name) for name in same},
+        actor_lr=optimizer.actor_lr,
+        critic_lr=optimizer.critic_lr,
+        num_warmup_steps=optimizer.warmup_steps,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+    )
+
+
+class SlowRun:
+    """The second implementation from the same checkpoints on: what lives from one iteration to the next."""
+
+    def __init__(self, config: Config):
+        self.config, self.options = config, options_of(config)
+        dtype = models.DTYPES[config.dtype]
+        self.actor = load_model(config.models.actor, head="lm", dtype=dtype)
+        self.critic = load_model(critic_folder(config), head="scalar", dtype=dtype)
+        self.optimizers = [slow_ppo.AdamW(lr, self.options) for lr in (self.options.actor_lr, self.options.critic_lr)]
+        self.kl_coef = config.ppo.kl_coef
+        self.scores: list[float] = []  # all those used so far
+        self.kept: dict[tuple[int, ...], list[list[int]]] = {}  # tokens of a sequence -> the sets they were drawn from
+
+    def logits(self, actor: nn.Module, tokens: list[int]) -> Tensor:
+        logits_TV = actor.logits(actor(torch.tensor([tokens]))[0])
+        for t, kept in enumerate(self.kept.get(tuple(tokens), [])):
+            row = len(tokens) - len(self.kept[tuple(tokens)]) + t - 1  # that predicts response token t
+            others = torch.ones(logits_TV.shape[1], dtype=torch.bool)
+            others[kept] = False
+            logits_TV = logits_TV.masked_fill(others & (torch.arange(len(tokens)) == row)[:, None], -math.inf)
+        return logits_TV
+
+    def value(self, critic: nn.Module, tokens: list[int]) -> Tensor:
+        return critic.scalar(critic(torch.tensor([tokens]))[0])
+
+    def options_now(self) -> slow_ppo.Options:
+        """With what changes between iterations: the KL coefficient, and mean and spread of all scores so far."""
+        mean, std = 0.0, 1.0
+        if self.config.ppo.normalize_scores and self.scores:
+            mean = math.fsum(self.scores) / len(self.scores)
+            std = math.sqrt(math.fsum((score - mean) ** 2 for score in self.scores) / len(self.scores))
+        return dataclasses.replace(self.options, kl_coef=self.kl_coef, score_mean=mean, score_std=std)
+
+    def kl(self, rollouts: list[slow_ppo.Rollout]) -> float:
+        return math.fsum(a - b for r in rollouts for a, b in zip(r.logprobs, r.ref_logprobs, strict=True))
+
+    def iteration(self, rollouts: list[slow_ppo.Rollout], order: list) -> list[slow_ppo.Step]:
+        steps = slow_ppo.train(
+            self.actor, self.critic, self.logits, self.value, rollouts, order, self.options_now(), *self.optimizers
+        )
+        truncated_count = self.options.truncation == "score"
+        self.scores += [r.score for r in rollouts if truncated_count or r.ended(EOS_IDS)]
+        if self.config.ppo.kl_controller == "adaptive":
+            error = max(-0.2, min(0.2, self.kl(rollouts) / len(rollouts) / self.config.ppo.kl_target - 1))
+            self.kl_coef *= 1 + error * len(rollouts) / self.config.ppo.kl_horizon
+        return steps
+
+
+def rollouts_of(run: RunOf, kept: dict) -> list[slow_ppo.Rollout]:
+    """What the runtime stored in its last iteration, in row order, without padding; fills in the kept sets."""
+    config, store, number = run.config, run.data.store, run.data.number
+    num_rows = config.rollout_batch * config.samples_per_prompt
+    first = epoch_order(config.seed, number, 0, num_rows, config.mini_batch).tolist()
+    picked = run.job.prompts.batch(number, config.rollout_batch)
+    old = "logprobs" if config.ppo.old_logprobs == "generator" else "old_logprobs"
+    rollouts = {}
+    for m, mini_batch in enumerate(first):
+        for c, row in enumerate(mini_batch):
+            prompt = run.job.prompts.prompts[picked[row // config.samples_per_prompt]]
+            response = [token for token in store["responses"][m, c].tolist() if token >= 0]
+            num = len(response)
+            rollouts[row] = slow_ppo.Rollout(
+                prompt,
+                response,
+                logprobs=store[old][m, c, :num].tolist(),
+                ref_logprobs=store["ref_logprobs"][m, c, :num].tolist(),
+                values=store["values"][m, c, : num + 1].tolist(),
+                score=store["scores"][m, c].item(),
+            )
+            if "kept_tokens" in store:
+                sets = store["kept_tokens"][m, c, :num].tolist()
+                kept[tuple(prompt + response)] = [[token for token in tokens if token >= 0] for tokens in sets]
+    return [rollouts[row] for row in range(num_rows)]
+
+
+def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
+    """One iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow steps."""
+    assert run.state.kl_coef == pytest.approx(slow.kl_coef, rel=1e-6)
+    metrics = run.iteration()
+    rollouts, config = rollouts_of(run, slow.kept), run.config
+    order = [
+        epoch_order(config.seed, run.data.number, epoch, len(rollouts), config.mini_batch)
+        for epoch in range(config.ppo.epochs)
+    ]
+    options, kl = slow.options_now(), slow.kl(rollouts)
+    num = len(rollouts)
+    assert metrics["kl_coef"] == pytest.approx(options.kl_coef, rel=1e-6)
+    assert metrics["kl"] == pytest.approx(kl / num, abs=1e-5)
+    assert metrics["score"] == pytest.approx(sum(r.score for r in rollouts) / num, abs=1e-5)
+    assert metrics["reward"] == pytest.approx(sum(slow_ppo.final_score(r, options) for r in rollouts) / num, abs=1e-5)
+    assert metrics["ended_fraction"] == pytest.approx(sum(r.ended(EOS_IDS) for r in rollouts) / num)
+    assert metrics["gen_tokens"] == pytest.approx(sum(len(r.response) for r in rollouts))
+    return slow.iteration(rollouts, order)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_losses_and_gradients_in_float64(variant, overrides, float64, monkeypatch):
+    """Every mini-batch of two iterations: losses, statistics, norms, and the gradient before it is clipped."""
+    run = RunOf(dataclasses.replace(load(overrides, *variant), dtype="float64"))
+    slow, grads = SlowRun(run.config), []
+    real_norm = zero0.norm
+    monkeypatch.setattr(zero0, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
+    for _ in range(2):
+        grads.clear()
+        steps = both(run, slow)
+        assert len(steps) == 6 and len(grads) == 12 and grads[0].dtype == torch.float64
+        for number, step in enumerate(steps):
+            for model, found in (("actor", grads[2 * number]), ("critic", grads[2 * number + 1])):
+                expected = torch.cat([grad.flatten() for grad in getattr(step, f"{model}_grads").values()])
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+            actor, critic = run.meter.steps["actor"][number], run.meter.steps["critic"][number]
+            for found, expected in (
+                (actor["policy_loss"], step.policy_loss),
+                (actor["clip_fraction"], step.clip_fraction),
+                (actor["approx_kl"], step.approx_kl),
+                (actor["actor_grad_norm"], step.actor_grad_norm),
+                (critic["value_loss"], step.value_loss),
+                (critic["critic_grad_norm"], step.critic_grad_norm),
+            ):
+                assert found == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    assert any(step.clip_fraction > 0 for step in steps)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_weights_after_three_iterations_in_float32(variant, overrides):
+    run = RunOf(load(overrides, *variant))
+    slow, worst = SlowRun(run.config), 0.0
+    start = {"actor": run.weights("actor"), "critic": run.weights("critic")}
+    ended = []
+    for _ in range(3):
+        both(run, slow)
+        ended += (run.data.store["responses"][..., -1] < 0).flatten().tolist()
+    assert 0.3 < sum(ended) / len(ended) < 0.95
+    for name, model in (("actor", slow.actor), ("critic", slow.critic)):
+        for key, found in run.weights(name).items():
+            expected = dict(model.named_parameters())[key].detach()
+            assert not torch.equal(found, start[name][key])
+            worst = max(worst, float(((found - expected).abs() / expected.abs().clamp(min=1.0)).max()))
+    print(f"largest difference of a weight: {worst:.1e}")
+    assert worst < 1e-5

@@ -1,0 +1,261 @@
+"""Strategies by name and by file; whatever is wrong with one is told in one message that names it."""
+
+import textwrap
+from fractions import Fraction
+
+import pytest
+
+from rlhf_spmd import strategy as strategies
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.strategy import load_strategy
+from tests.programs import make_workload
+
+HEAD = """
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement, split_by_ratio
+"""
+EVERYWHERE = """
+def place(workload, cluster, *, zero: int = 0):
+    everyone = Layout.data_parallel(cluster.ranks)
+    trained = Layout.data_parallel(cluster.ranks, zero=zero)
+    return Placement.by_model(workload, actor=trained, critic=trained, reference=everyone, reward=everyone)
+"""
+# Leaves out what `change` changes: every call on all ranks, then one line of one's own.
+CHANGED = """
+def place(workload, cluster):
+    everyone = Layout.data_parallel(cluster.ranks)
+    layouts = {call.name: everyone for call in workload.workflow.placed_calls}
+    %s
+    return Placement(layouts)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(source: str, name: str = "mine.py") -> str:
+        (tmp_path / name).write_text(HEAD + textwrap.dedent(source))
+        return str(tmp_path / name)
+
+    return write
+
+
+def compiled(name: str, layout: str = "1x4", **options):
+    return load_strategy(name).compile(make_workload(), Cluster.parse(layout), options)
+
+
+def refused(name: str, layout: str = "1x4", **options) -> str:
+    with pytest.raises(UserError) as error:
+        compiled(name, layout, **options)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+# ---- finding them --------------------------------------------------------------------------------------------------
+
+
+def test_every_strategy_of_the_package_compiles_and_is_sound():
+    assert "flattening" in strategies.names() and "_template" not in strategies.names()
+    for name in strategies.names():
+        for layout in ("1x1", "1x4", "2x2"):
+            errors = [f for f in check(compiled(name, layout)) if f.severity == "error"]
+            assert not errors, (name, layout, errors)
+
+
+def test_a_strategy_by_name_and_by_file_are_the_same(tmp_path):
+    named = load_strategy("flattening")
+    copy = tmp_path / "copy.py"
+    copy.write_text(named.source)
+    filed = load_strategy(str(copy))
+    assert (named.name, filed.name) == ("flattening", "copy") and filed.source == named.source
+    fingerprints = {s.compile(make_workload(), Cluster.parse("1x4"), {}).fingerprint for s in (named, filed)}
+    assert len(fingerprints) == 1
+
+
+def test_the_template_runs_as_it_stands():
+    path = strategies.__file__.replace("rlhf_spmd/strategy.py", "strategies/_template.py")
+    program = load_strategy(path).compile(make_workload(), Cluster.parse("1x4"), {"ratio": "1/4"})
+    assert program.placement.layouts["reference_infer"].ranks == (0,)
+    assert program.placement.layouts["reward_infer"].ranks == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("flatening", ["'flatening'", "did you mean 'flattening'", "path/to/mine.py"]),
+        ("xyzzy", ["unknown strategy 'xyzzy'", "flattening"]),
+        ("", ["unknown strategy ''"]),
+        ("_template", ["unknown strategy '_template'"]),
+        ("os.path", ["unknown strategy"]),
+        ("none/mine.py", ["none/mine.py does not exist"]),
+    ],
+)
+def test_names_that_are_none(name, words):
+    with pytest.raises(UserError) as error:
+        load_strategy(name)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def plaice(workload, cluster): ...", ["no function place(workload, cluster", "_template.py"]),
+        ("place = 3", ["no function place"]),
+        ("def place(:", ["cannot be imported: SyntaxError"]),
+        ("import no_such_package", ["cannot be imported: ModuleNotFoundError", "no_such_package"]),
+        ("1 / 0", ["cannot be imported: ZeroDivisionError: division by zero"]),
+        ("raise SystemExit(3)", ["cannot be imported: SystemExit: 3"]),
+    ],
+)
+def test_files_that_are_no_strategy(write, source, words):
+    path = write(source)
+    with pytest.raises(UserError) as error:
+        load_strategy(path)
+    assert all(word in str(error.value) for word in (path, *words)), error.value
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(UserError, match="folder.py does not exist"):
+        load_strategy(str(tmp_path / "folder.py"))
+
+
+def test_a_file_may_hold_dataclasses_with_late_annotations(tmp_path):
+    """dataclasses look their own module up by name, which a module loaded by path must not break."""
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass, KW_ONLY\n"
+        "@dataclass\nclass Share:\n    _: KW_ONLY\n    ranks: int = 1\n" + HEAD + EVERYWHERE
+    )
+    assert compiled(str(tmp_path / "mine.py"), zero="1").placement.layouts["actor_train"].zero == 1
+
+
+def test_a_file_in_another_encoding(tmp_path):
+    source = "# -*- coding: latin-1 -*-\n# caf\xe9\n" + HEAD + EVERYWHERE
+    (tmp_path / "mine.py").write_bytes(source.encode("latin-1"))
+    assert "caf\xe9" in load_strategy(str(tmp_path / "mine.py")).source
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+OPTIONS = """
+SEEN = {}
+def place(workload, cluster, *, zero: int = 0, ratio: Fraction = Fraction(1, 2), ratios: list[float] = (), free=1,
+          micro_batch: int | None = None, fast: bool = False):
+    SEEN.update(zero=zero, ratio=ratio, ratios=ratios, free=free, micro_batch=micro_batch, fast=fast)
+    everyone = Layout.data_parallel(cluster.ranks)
+    return Placement.by_model(workload, actor=everyone, critic=everyone, reference=everyone, reward=everyone)
+"""
+
+
+def test_options_get_the_types_of_place(write):
+    strategy = load_strategy(write("from fractions import Fraction" + OPTIONS))
+    text = {"zero": "2", "ratio": "1/3", "ratios": "0.5,0.5", "free": "1", "micro_batch": "none", "fast": "true"}
+    strategy.compile(make_workload(), Cluster.parse("1x2"), text)
+    seen = strategy.place.__globals__["SEEN"]
+    assert seen == {
+        "zero": 2,
+        "ratio": Fraction(1, 3),
+        "ratios": [0.5, 0.5],
+        "free": "1",
+        "micro_batch": None,
+        "fast": True,
+    }
+
+
+def test_options_without_the_star_count_too(write):
+    path = write(EVERYWHERE.replace("*, ", ""))
+    assert compiled(path, zero="1").placement.layouts["critic_train"].zero == 1
+    assert "options: zero" in refused(path, workload="1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zeroo": "1"}, ["no option 'zeroo'", "did you mean strategy.zero?", "options: zero"]),
+        ({"xyzzy": "1"}, ["no option 'xyzzy'", "options: zero"]),
+        ({"": "1"}, ["no option ''"]),
+        ({"cluster": "1"}, ["no option 'cluster'"]),
+        ({"zero": "high"}, ["strategy.zero=high", "valid integer"]),
+        ({"zero": "1.5"}, ["strategy.zero=1.5", "integer"]),
+        ({"zero": [1]}, ["strategy.zero=[1]", "integer"]),
+        ({"zero": "7"}, ["actor_generate on ranks 0-3", "ZeRO stage 7 does not exist; use 0, 1, 2 or 3"]),
+    ],
+)
+def test_wrong_options_name_the_strategy(write, options, words):
+    text = refused(write(EVERYWHERE), **options)
+    assert text.startswith("strategy mine: ") and "place() raised" not in text
+    assert all(word in text for word in words), text
+
+
+# ---- what place() does ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise ValueError('too hot')", ["place() raised ValueError: too hot"]),
+        ("return [][0]", ["place() raised IndexError"]),
+        ("assert cluster.num_devices == 3", ["place() raised AssertionError"]),
+        ("return split_by_ratio({'actor': 0.5}, cluster.ranks)", ["ratios of actor sum to 1/2"]),
+        ("return None", ["place() returned None, not a Placement", "Placement.by_model"]),
+        ("return {'actor': cluster.ranks}", ["place() returned {'actor': (0, 1, 2, 3)}, not a Placement"]),
+        ("return Placement(None)", ["place() returned Placement(layouts=None), not a Placement"]),
+        ("return Placement", ["not a Placement"]),
+        ("return Placement.by_model(workload)", ["no layout for actor, reference, reward, critic"]),
+        ("return Layout(['a'], dp=1)", ["whole numbers", "'a'"]),
+    ],
+)
+def test_a_place_that_fails(write, body, words):
+    text = refused(write(f"def place(workload, cluster):\n    {body}\n"))
+    assert text.startswith("strategy mine: ") and all(word in text for word in words), text
+
+
+def test_a_place_with_other_parameters(write):
+    assert "place() raised TypeError" in refused(write("def place(workload): ..."))
+    assert "missing 1 required keyword-only argument: 'must'" in refused(write("def place(w, c, *, must): ..."))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("del layouts['critic_infer']", ["call critic_infer has no layout", "add it to the placement"]),
+        ("layouts['critic_guess'] = everyone", ["critic_guess is not a call", "critic_infer"]),
+        ("layouts['reward_infer'] = Layout.data_parallel(())", ["call reward_infer: it has no ranks; give it"]),
+        ("layouts['reward_infer'] = Layout((), dp=0)", ["call reward_infer: it has no ranks"]),
+        ("layouts['reward_infer'] = (0, 1)", ["call reward_infer: (0, 1) is not a Layout", "Layout.data_parallel"]),
+        (
+            "layouts['reward_infer'] = Layout.data_parallel((2, 4))",
+            ["call reward_infer on ranks 2,4", "rank 4 is outside the world of 4 ranks", "start at least 5 ranks"],
+        ),
+        (
+            "layouts['actor_train'] = Layout.data_parallel(range(8))",
+            ["call actor_train on ranks 0-7", "rank 4 is outside", "start at least 8 ranks"],
+        ),
+        ("layouts['actor_train'] = Layout.data_parallel((3, 3))", ["actor_train on ranks 3,3", "a rank appears twice"]),
+        ("layouts['actor_train'] = Layout.data_parallel((0, 1), zero=7)", ["actor_train on ranks 0-1", "stage 7"]),
+        (
+            "layouts['actor_train'] = Layout(cluster.ranks, dp=2, tp=2)",
+            ["actor_train on ranks 0-3", "tp 2: only data parallelism runs so far", "set pp = tp = 1"],
+        ),
+        ("layouts['actor_train'] = Layout(cluster.ranks, dp=3)", ["actor_train on ranks 0-3", "number of ranks, 4"]),
+        (
+            "layouts['actor_train'] = Layout.data_parallel((0, 1), zero=3)",
+            ["call actor_generate on ranks 0-3", "ranks 0-1 by ZeRO 3", "use the same ranks"],
+        ),
+    ],
+)
+def test_a_placement_that_does_not_fit_names_strategy_call_ranks_and_mend(write, change, words):
+    text = refused(write(CHANGED % change))
+    assert text.startswith("strategy mine: ") and "raised" not in text
+    assert all(word in text for word in words), text
+
+
+def test_our_own_bugs_are_not_blamed_on_place(write, monkeypatch):
+    def broken(*arguments):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(strategies, "compile_program", broken)
+    with pytest.raises(KeyError, match="ours"):
+        compiled(write(EVERYWHERE))
