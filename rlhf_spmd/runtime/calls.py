@@ -123,8 +123,8 @@ class Calls:
         """A forward pass over this rank's columns, micro-batch by micro-batch."""
         layout = self._layout(call)
         columns = self._columns(layout)
-        prompts, responses = (self.place_for(data, key)[:, columns] for key in ("prompts", "responses"))
-        kept = self.place_for(data, "kept_tokens")[:, columns] if "kept_tokens" in call.inputs else None
+        prompts, responses = (self._held(data, key, columns)[:, columns] for key in ("prompts", "responses"))
+        kept = self._held(data, "kept_tokens", columns)[:, columns] if "kept_tokens" in call.inputs else None
         results = []
         with self.models.weights(call.model) as model:
             for mini_batch in range(self.workload.num_mini_batches):
@@ -143,7 +143,7 @@ class Calls:
         """Scores of this rank's columns by reward model or function."""
         layout = self._layout(call)
         columns = self._columns(layout)
-        prompts, responses = (self.place_for(data, key)[:, columns] for key in ("prompts", "responses"))
+        prompts, responses = (self._held(data, key, columns)[:, columns] for key in ("prompts", "responses"))
         with torch.no_grad():
             scores_B = self.scorer(prompts.flatten(0, 1), responses.flatten(0, 1), self._micro_batch(layout))
         self._keep(data, call.outputs[0], columns, scores_B.unflatten(0, prompts.shape[:2]))
@@ -163,10 +163,7 @@ class Calls:
         self.place_for(data, key)[:, columns] = value
 
     def place_for(self, data: Iteration, key: str) -> Tensor:
-        """The store's tensor [M, C, ...] of a key, made when first needed; integers for tokens, float32 otherwise.
-
-        Reading goes through here too: a rank without columns has stored nothing, and still enters every collective.
-        """
+        """The store's tensor [M, C, ...] of a key, made when first needed; integers for tokens, float32 otherwise."""
         if key not in data.store:
             shape: tuple[int, ...] = (self.workload.num_mini_batches, self.workload.mini_batch)
             if key != "scores":
@@ -180,15 +177,20 @@ class Calls:
                 data.store[key] = torch.zeros(shape, device=self.world.device)
         return data.store[key]
 
+    def _held(self, data: Iteration, key: str, columns: slice) -> Tensor:
+        """The tensor [M, C, ...] of a key to read `columns` of. A rank without columns may have nothing of it."""
+        assert key in data.store or columns.start == columns.stop, f"{key} is read before it is there"
+        return self.place_for(data, key)
+
     # ---- advantages -------------------------------------------------------------------------------------------------
 
     def _estimate_advantages(self, call: Call, step: Run, data: Iteration, state: State) -> None:
         """Rewards, GAE and returns of this rank's columns; whitened here only if whiten=batch."""
-        ppo, store = self.config.ppo, data.store
+        ppo = self.config.ppo
         layout = self._consumer_layout(call)
         columns = self._columns(layout)
         responses, logprobs, ref_logprobs, scores, values = (
-            self.place_for(data, key)[:, columns].flatten(0, 1) for key in call.inputs
+            self._held(data, key, columns)[:, columns].flatten(0, 1) for key in call.inputs
         )
         mask, ended = ppo_math.response_mask(responses), ppo_math.ended(responses, self.eos_ids)
         shaped = ppo_math.shaped_scores(
@@ -242,7 +244,7 @@ class Calls:
         columns = self._columns(layout)
         source_B = data.source_EMC[step.epoch, step.mini_batch, columns]
         places = (source_B, torch.arange(columns.start, columns.stop, device=source_B.device))
-        rows = {key: self.place_for(data, key)[places] for key in call.inputs}
+        rows = {key: self._held(data, key, columns)[places] for key in call.inputs}
         if call.function == "policy_loss":
             mask = ppo_math.response_mask(rows["responses"])
             moments = self._summed(ppo_math.moments(rows["advantages"], mask), step.group)
