@@ -163,7 +163,8 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
             raise UserError(f"strategy {strategy.name} is refused by check: " + "; ".join(errors[:3]))
     with world.together("comparing the program"):
         world.agree("the start", {"program": program.fingerprint})
-    world.start_torch(program.groups, deadline_s=config.deadline_s)
+    world.set_deadline(config.deadline_s)
+    world.start_torch(program.groups)
 
     from rlhf_spmd.runtime.train import train
 

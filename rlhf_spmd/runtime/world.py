@@ -114,6 +114,10 @@ class World:
             one_network=len({facts["network"] for facts in everyone}) == 1,
         )
 
+    def set_deadline(self, deadline_s: float) -> None:
+        """From now on, no control message waits longer than this."""
+        self.deadline_s = self.control.deadline_s = deadline_s
+
     # Control messages: anything that JSON can hold (a tuple arrives as a list).
 
     def allgather(self, value: Any, what: str = "a gathering", *, deadline_s: float | None = None) -> list[Any]:

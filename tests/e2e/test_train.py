@@ -129,5 +129,20 @@ def test_another_tokenizer_of_the_reward_model_gets_the_text(overrides, tmp_path
     assert rows[0]["response_length"] == rows[1]["response_length"]
 
 
+def test_a_stuck_rank_is_named(overrides, tmp_path):
+    """One rank sleeps in its reward function: the others give up at the deadline and say where it is."""
+    (tmp_path / "r.py").write_text(
+        "import time\nfrom mpi4py import MPI\n"
+        "def f(prompts, responses):\n"
+        "    time.sleep(1000 if MPI.COMM_WORLD.rank == 1 else 0)\n    return [0.0] * len(prompts)\n"
+    )
+    options = [f"reward_function={tmp_path / 'r.py'}:f", "deadline_s=5", "num_samples=0", "--runs", str(tmp_path)]
+    status, _, stderr = train(3, [*overrides, *options])
+    assert status not in (0, None)
+    assert stderr.count("rlhf_spmd: error:") == 1 and "Traceback" not in stderr, stderr
+    for words in ("iteration 0", "actor_train", "ranks 0-2", "rank 1", "last said", "reward_infer"):
+        assert words in stderr, stderr
+
+
 def hashes(folder: Path) -> list[str]:
     return [json.loads(line)["tokens_sha256"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
