@@ -101,7 +101,7 @@ def tiny() -> Config:
     return Config(
         preset="tiny",
         models=Models(actor=str(folder / "actor"), reward=str(folder / "reward")),
-        iterations=10,
+        iterations=15,
         rollout_batch=128,
         mini_batch=32,
         micro_batch=32,

@@ -10,7 +10,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program import Instruction, Program
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 SHAPE = ModelShape(2, 8, 16, 2, 1, 4, 32)
@@ -91,3 +91,10 @@ def place_calls(workload: Workload, layout: str, **ranks) -> Program:
     calls = workload.workflow.placed_calls
     layouts = {call.name: Layout.data_parallel(ranks.get(call.name, cluster.ranks)) for call in calls}
     return compile_program(workload, Placement(layouts), cluster)
+
+
+def with_list(program: Program, rank: int, steps: Sequence[Instruction]) -> Program:
+    """The program with another instruction list on one rank."""
+    lists = list(program.instructions)
+    lists[rank] = tuple(steps)
+    return replace(program, instructions=tuple(lists))

@@ -70,9 +70,6 @@ class Calls:
         self.restricted = self.sampling | limits  # the kept sets are found when generating, and replayed afterwards
         tolerance = config.parity_tolerance
         self.parity_tolerance = PARITY_TOLERANCE[config.dtype] if tolerance is None else tolerance
-        # Metrics of a compute that runs on several groups of ranks are counted on the first one only.
-        trains = [call for call in self.workload.workflow.calls if call.kind == "train"]
-        self.counting = self.program.placement.layouts[trains[0].name].ranks
 
     def run(self, step: Run, data: Iteration, state: State) -> None:
         """Executes one Run."""
@@ -187,8 +184,7 @@ class Calls:
     def _estimate_advantages(self, call: Call, step: Run, data: Iteration, state: State) -> None:
         """Rewards, GAE and returns of this rank's columns; whitened here only if whiten=batch."""
         ppo = self.config.ppo
-        layout = self._consumer_layout(call)
-        columns = self._columns(layout)
+        columns = self._columns(self.program.layout_of(step))
         responses, logprobs, ref_logprobs, scores, values = (
             self._held(data, key, columns)[:, columns].flatten(0, 1) for key in call.inputs
         )
@@ -212,19 +208,13 @@ class Calls:
         shape = (self.workload.num_mini_batches, columns.stop - columns.start)
         self._keep(data, "advantages", columns, advantages.unflatten(0, shape))
         self._keep(data, "returns", columns, returns.unflatten(0, shape))
-        if self.world.rank in self.counting:
+        if step.reader == self.program.placement.sites(call, self.workload.workflow)[0]:  # each row is counted once
             data.meter.add("reward", shaped.double().sum(), len(shaped))
             data.meter.add("reward_sq", shaped.double().square().sum(), len(shaped))
             data.meter.add("kl", kl.double().sum(), len(shaped))
             data.meter.add("kl_per_token", kl.double().sum(), mask.sum())
             data.meter.add("return", returns.double().sum(), mask.sum())
             data.meter.add("value", torch.where(mask, values[:, :-1], 0.0).double().sum(), mask.sum())
-
-    def _consumer_layout(self, call: Call) -> Layout:
-        for consumer in self.workload.workflow.consumers(call.outputs):
-            if self.world.rank in self._layout(consumer).ranks:
-                return self._layout(consumer)
-        raise AssertionError(f"{call.name} has no consumer on rank {self.world.rank}")
 
     def _summed(self, tensor: Tensor, group: str | None) -> Tensor:
         """The sum over a group, the tensor itself on one rank."""

@@ -33,7 +33,7 @@ class Executor:
         self.recorder.iteration = data.number
         answers: list[dict] = []
         for position, step in enumerate(self.instructions):
-            self.world.progress(f"iteration {data.number}, instruction {position}: {step}")
+            self.world.progress(_meeting(step, data))
             try:
                 answers = self._execute(step, data, state) or answers
             except UserError:
@@ -78,7 +78,7 @@ class Executor:
         """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
         transfer, rank = self.program.transfers[number], self.world.rank
         operations, entries = [], []
-        for message in transfer.messages:
+        for place, message in enumerate(transfer.messages):
             if rank not in (message.source, message.destination):
                 continue
             sending = rank == message.source
@@ -89,7 +89,8 @@ class Executor:
             peer = message.destination if sending else message.source
             for index, tensor in enumerate(tensors):
                 operation = dist.isend if sending else dist.irecv
-                operations.append(dist.P2POp(operation, tensor, peer, tag=number * MAX_TENSORS + index))
+                tag = number * MAX_TENSORS + place + index  # a pair may exchange several messages, or several tensors
+                operations.append(dist.P2POp(operation, tensor, peer, tag=tag))
             entries.append((message, tensors))
         self.pending[number] = (dist.batch_isend_irecv(operations), entries)
 
@@ -132,15 +133,24 @@ class Executor:
         if not any(word in text for word in PEER_ERRORS):
             return error
         world = self.world
+        met = step
         if isinstance(step, Run):
             ranks = self.program.groups.get(step.group, (world.rank,))
+        elif isinstance(step, Agree):
+            ranks = self.program.cluster.ranks
         else:
             ranks = tuple(self.program.transfers[step.transfer].peers(world.rank))
+            met = Post(step.transfer)  # a peer that has posted its part may wait for it much later
         place = f"iteration {data.number}, instruction {position}: {step}"
-        late = world.stragglers([rank for rank in ranks if rank != world.rank], place)
+        late = world.stragglers([rank for rank in ranks if rank != world.rank], _meeting(met, data))
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last said: {where}" for rank, where in late.items())
         return UserError(
             f"rank {world.rank} on {world.hosts[world.rank]} gave up waiting in {place}: "
             + (names or "all its peers arrived, but a message did not get through")
             + f"; the deadline is deadline_s ({str(error).splitlines()[0][:120]})"
         )
+
+
+def _meeting(step: Instruction, data: Iteration) -> str:
+    """What the ranks that meet at an instruction all say there; its position in their lists differs."""
+    return f"iteration {data.number}: {step}"

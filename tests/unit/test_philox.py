@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlhf_spmd.kernels.philox import philox_uint32, uniforms
 
 # Random123 1.14, tests/kat_vectors: counter, key, output.

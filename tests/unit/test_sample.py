@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.kernels.sample import BLOCK, sample_ref
 

@@ -1,0 +1,201 @@
+"""The proof that nothing can hang agrees with brute force: ranks stepped at random, on sound and on broken programs."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.plan.blocking import deadlocks, misorders
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
+from tests.programs import make_workload, place_models, random_program, with_list
+
+RESPONSES = ("responses",)
+
+
+def has_errors(program: Program) -> bool:
+    return any(finding.severity == "error" for finding in check(program))
+
+
+def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> dict[int, int]:
+    """Steps ranks at random until none can move; -> where the others are left standing, empty if all lists end.
+
+    Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a
+    rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted.
+    """
+    size = len(program.instructions)
+    at = [0] * size
+    entered: list[dict] = [{} for _ in range(size)]  # group -> what was entered so far
+    blocked = [False] * size  # inside a collective
+    queue: list[list[int]] = [[] for _ in range(size)]  # transfers in posted order
+    done: set[tuple[int, int]] = set()
+
+    def group_of(step) -> tuple[object, tuple[int, ...]] | None:
+        if isinstance(step, Agree):
+            return "everyone", tuple(range(size))
+        if isinstance(step, Run) and step.group is not None:
+            return step.group, program.groups[step.group]
+        return None
+
+    def started(rank: int, number: int) -> bool:
+        mine = queue[rank]
+        return number in mine and (not in_order or all((rank, n) in done for n in mine[: mine.index(number)]))
+
+    def progress() -> None:
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(size):
+                for number in queue[rank]:
+                    peers = program.transfers[number].peers(rank)
+                    ready = started(rank, number) and all(started(p, number) or (p, number) in done for p in peers)
+                    if ready and (rank, number) not in done:
+                        done.add((rank, number))
+                        moved = True
+
+    def try_step(rank: int) -> bool:
+        step = program.instructions[rank][at[rank]]
+        if (group := group_of(step)) is not None:
+            name, members = group
+            if not blocked[rank]:
+                entered[rank].setdefault(name, []).append(step)
+                blocked[rank] = True
+                return True
+            turn = len(entered[rank][name])
+            theirs = [entered[member].get(name, [])[turn - 1 : turn] for member in members]
+            if any(they != [step] for they in theirs):
+                return False
+            blocked[rank] = False
+        elif isinstance(step, Wait):
+            peers = program.transfers[step.transfer].peers(rank)
+            progress()
+            if in_order and (rank, step.transfer) not in done:
+                return False
+            if not in_order and not all(step.transfer in queue[peer] for peer in peers):
+                return False
+        elif isinstance(step, Post):
+            queue[rank].append(step.transfer)
+        at[rank] += 1
+        return True
+
+    while True:
+        left = [rank for rank in range(size) if at[rank] < len(program.instructions[rank])]
+        rng.shuffle(left)
+        if not any(try_step(rank) for rank in left):
+            return {rank: at[rank] for rank in left}
+
+
+def ring(orders: list[tuple[str, ...]]) -> Program:
+    """Three ranks that each send to the next: transfer n goes from rank n to rank n + 1. The letters of an order are
+    p0 (Post), w0 (Wait); all computing is left out of the program."""
+    program = place_models(make_workload(), 3)
+    transfers = []
+    for number in range(3):
+        message = Message(number, (number + 1) % 3, range(4), 1)
+        transfers.append(Transfer(f"transfer {number}", (message.destination,), ("responses",), (message,)))
+    kinds = {"p": Post, "w": Wait}
+    lists = tuple(tuple(kinds[kind](int(number)) for kind, number in order) for order in orders)
+    return replace(program, transfers=tuple(transfers), instructions=lists)
+
+
+def test_ranks_that_wait_for_each_other_in_a_circle():
+    """Each pair has only one transfer, so no two ends disagree on an order: 0 waits for 1, 1 for 2, 2 for 0."""
+    program = ring([("p0", "w0", "p2", "w2"), ("p1", "w1", "p0", "w0"), ("p2", "w2", "p1", "w1")])
+    for rank, position, text in deadlocks(program):
+        assert position == 1 and f"Wait transfer {rank} waits for ever for ranks {(rank + 1) % 3};" in text
+    assert len(deadlocks(program)) == 3
+    assert has_errors(program)
+    calm = ring([("p0", "p2", "w0", "w2"), ("p0", "p1", "w0", "w1"), ("p1", "p2", "w1", "w2")])
+    assert deadlocks(calm) == []
+
+
+def test_posts_in_a_circle_hang_a_backend_that_carries_them_out_in_order():
+    """Nobody waits before having posted all, but each rank's first transfer is its neighbour's second."""
+    program = ring([("p0", "p2", "w0", "w2"), ("p1", "p0", "w0", "w1"), ("p2", "p1", "w1", "w2")])
+    assert deadlocks(program) == [] and hangs(program, random.Random(0), in_order=True)
+    rank, position, text = misorders(program)[0]
+    assert (rank, position) == (0, 0) and "posts transfer 0 here, while rank 1 posts transfer 1 first" in text
+    assert has_errors(program)
+
+
+def mutated(program: Program, rng: random.Random) -> Program:
+    """One to three small changes: two instructions swapped, one moved, dropped or doubled on some rank."""
+    for _ in range(rng.randint(1, 3)):
+        rank = rng.randrange(len(program.instructions))
+        steps = list(program.instructions[rank])
+        if not steps:
+            continue
+        one, other = rng.randrange(len(steps)), rng.randrange(len(steps))
+        change = rng.choice(["swap", "move", "drop", "double"])
+        if change == "swap":
+            steps[one], steps[other] = steps[other], steps[one]
+        elif change == "move":
+            steps.insert(other, steps.pop(one))
+        elif change == "drop":
+            del steps[one]
+        else:
+            steps.insert(other, steps[one])
+        program = with_list(program, rank, steps)
+    return program
+
+
+def jumble(rng: random.Random) -> Program:
+    """Ranks that post, wait and meet in groups without a plan, though mostly in the order of one list."""
+    size = rng.randint(2, 4)
+    ranks = tuple(range(size))
+    groups = {f"group {i}": tuple(sorted(rng.sample(ranks, rng.randint(1, size)))) for i in range(2)}
+    transfers = []
+    for number in range(3):
+        pairs = {tuple(rng.sample(ranks, 2)) for _ in range(rng.randint(1, 3))}
+        messages = tuple(Message(source, destination, range(1), 4) for source, destination in sorted(pairs))
+        transfers.append(Transfer(f"transfer {number}", ranks, RESPONSES, messages))
+    lists: list[list[Instruction]] = [[] for _ in ranks]
+    for number in rng.sample(range(6), 6):
+        name = f"group {number % 2}"
+        for rank in groups[name]:
+            lists[rank].append(Run(f"call {number // 3}", name))
+        if number < 3:
+            for rank in transfers[number].ranks:
+                early = rng.random() < 0.1  # now and then the wait comes first
+                lists[rank] += [Wait(number), Post(number)] if early else [Post(number), Wait(number)]
+    program = replace(place_models(make_workload(), size), groups=groups, transfers=tuple(transfers))
+    return replace(program, instructions=tuple(tuple(steps) for steps in lists))
+
+
+@pytest.mark.parametrize("make", [lambda rng: random_program(rng.choice), jumble], ids=["compiled", "jumble"])
+def test_the_proof_agrees_with_brute_force(make):
+    """Which ranks are left standing, and where, for 400 programs and changed programs; and check's word is good."""
+    rng = random.Random(1)
+    hanging = calm = 0
+    for number in range(400):
+        program = make(rng)
+        if number % 4:
+            program = mutated(program, rng)
+        standing = hangs(program, rng)
+        assert {rank: position for rank, position, _ in deadlocks(program)} == standing
+        hanging, calm = hanging + bool(standing), calm + (not standing)
+        if make is not jumble and not has_errors(program):
+            assert not standing and not hangs(program, rng, in_order=True)
+    assert min(hanging, calm) > 60, (hanging, calm)
+
+
+def test_the_order_of_posts_is_what_backends_without_tags_need():
+    """Whatever passes check also runs on a backend that carries out each rank's transfers one after another; programs
+    with two posts swapped on a rank that would hang there are all refused."""
+    rng = random.Random(2)
+    refused = 0
+    for _ in range(200):
+        program = random_program(rng.choice)
+        ranks = [rank for rank, steps in enumerate(program.instructions) if sum(isinstance(s, Post) for s in steps) > 1]
+        if not ranks:
+            continue
+        rank = rng.choice(ranks)
+        posts = [i for i, step in enumerate(program.instructions[rank]) if isinstance(step, Post)]
+        one, other = rng.sample(posts, 2)
+        steps = list(program.instructions[rank])
+        steps[one], steps[other] = steps[other], steps[one]
+        broken = with_list(program, rank, steps)
+        if hangs(broken, rng, in_order=True):
+            assert has_errors(broken)
+            refused += 1
+    assert refused > 20

@@ -1,0 +1,162 @@
+"""What the executor says and sends, without any other rank: meeting places, message tags and who is named as late."""
+
+import itertools
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.program import Agree, Post, Program, Run, Wait
+from rlhf_spmd.runtime import execute
+from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.trace import Recorder
+from tests.programs import make_workload, place_calls
+
+PLACEMENTS = {
+    "reference on one": {"reference_infer": (3,)},
+    "apart": {"actor_train": (0, 1), "critic_train": (0, 1), "actor_generate": (2, 3), "critic_infer": (2, 3)},
+    # rank 2 has the middle columns when it needs all: two messages from rank 0 in one transfer
+    "with a hole": {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)},
+}
+
+
+class Board:
+    """What all ranks have said, in order."""
+
+    def __init__(self, num_ranks: int):
+        self.texts: dict[int, list[str]] = {rank: [] for rank in range(num_ranks)}
+
+
+class RankOf:
+    """One rank's world, which only notes what it says."""
+
+    def __init__(self, rank: int, board: Board):
+        self.rank, self.board, self.hosts = rank, board, ("here",) * len(board.texts)
+        self.device = torch.device("cpu")
+
+    def progress(self, position: str) -> None:
+        self.board.texts[self.rank].append(position)
+
+    def stragglers(self, ranks, position: str) -> dict[int, str]:
+        texts = self.board.texts
+        return {rank: texts[rank][-1] if texts[rank] else "" for rank in ranks if position not in texts[rank]}
+
+    def allgather(self, value, what="", **_):
+        return [value]
+
+
+def executors(program: Program, board: Board) -> list[Executor]:
+    """An executor for every rank whose instructions do nothing."""
+    made = []
+    for rank in program.cluster.ranks:
+        executor = Executor(program, RankOf(rank, board), None, SimpleNamespace(run=lambda *_: None), Recorder())
+        executor._post = executor._wait = lambda *_: None
+        executor._message = lambda *_: {}
+        made.append(executor)
+    return made
+
+
+def iteration(number: int = 0, store: dict | None = None) -> Iteration:
+    nothing = np.zeros((1, 1), dtype=np.int64)
+    return Iteration(number, nothing, nothing, torch.zeros(1), torch.zeros(1), store or {})
+
+
+@pytest.mark.parametrize("ranks", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_ranks_that_meet_say_the_same(ranks):
+    """World.stragglers compares these texts, so they must not hold what differs from rank to rank (e.g. a position in
+    the list), and no two meetings of a run may sound alike."""
+    program = place_calls(make_workload(num_mini_batches=2, epochs=2, whiten="batch"), "1x4", **ranks)
+    board = Board(4)
+    for number, executor in itertools.product(range(2), executors(program, board)):
+        executor.iteration(iteration(number), State(kl_coef=0.1))
+    for rank, texts in board.texts.items():
+        assert max(Counter(texts).values()) == 1, rank
+    for step in {step for steps in program.instructions for step in steps if not isinstance(step, Post | Wait)}:
+        members = range(4) if isinstance(step, Agree) else program.groups.get(step.group, ())
+        said = [{text for text in board.texts[rank] if text.endswith(str(step))} for rank in members]
+        assert all(texts == said[0] and len(texts) == 2 for texts in said), step
+
+
+@pytest.mark.parametrize("ranks", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_only_the_late_rank_is_named(ranks):
+    """Rank 1 stops somewhere; whoever waits for it names rank 1 alone, and where it stands."""
+    program = place_calls(make_workload(num_mini_batches=2), "1x4", **ranks)
+    step = next(step for step in program.instructions[0] if isinstance(step, Run) and step.group)
+    board = Board(4)
+    everyone = executors(program, board)
+    for executor in everyone:
+        where = program.instructions[executor.world.rank].index(step) if step in executor.instructions else 0
+        executor.instructions = executor.instructions[: where + 1]
+    everyone[1].instructions = everyone[1].instructions[:-1]
+    for executor in everyone:
+        executor.iteration(iteration(), State(kl_coef=0.1))
+
+    def lost(*_) -> None:
+        raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
+
+    everyone[0].calls.run = lost
+    everyone[0].instructions = (step,)
+    with pytest.raises(UserError, match="rank 1 on here last said: iteration 0: ") as caught:
+        everyone[0].iteration(iteration(), State(kl_coef=0.1))
+    assert caught.value.args[0].count("last said") == 1
+    assert f"gave up waiting in iteration 0, instruction 0: {step}" in str(caught.value)
+
+
+def test_a_peer_that_posted_is_not_late():
+    """A sender may wait for its message much later than the receiver."""
+    program = place_calls(make_workload(), "1x4", **PLACEMENTS["reference on one"])
+    number = next(n for n, transfer in enumerate(program.transfers) if 3 in {m.destination for m in transfer.messages})
+    board = Board(4)
+    everyone = executors(program, board)
+    for rank in (0, 1):
+        where = everyone[rank].instructions.index(Post(number))
+        everyone[rank].instructions = everyone[rank].instructions[: where + 1]
+        everyone[rank].iteration(iteration(), State(kl_coef=0.1))
+    board.texts[2].append("iteration 0: Run actor_generate")
+    error = everyone[3]._explained(RuntimeError("gloo: timed out"), Wait(number), 5, iteration())
+    assert isinstance(error, UserError) and "rank 2 on here last said: iteration 0: Run actor_generate" in str(error)
+    assert str(error).count("last said") == 1
+
+
+def test_other_errors_stay_as_they_are():
+    program = place_calls(make_workload(), "1x1")
+    executor = executors(program, Board(1))[0]
+    error = RuntimeError("shape [3, 4] is invalid")
+    assert executor._explained(error, program.instructions[0][0], 0, iteration()) is error
+    assert isinstance(executor._explained(RuntimeError("connection lost"), Agree("x"), 0, iteration()), UserError)
+
+
+@pytest.mark.parametrize("ranks", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
+    """Both ends list the same tags and sizes in the same order, whatever is under way between them."""
+    program = place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", **ranks)
+    monkeypatch.setattr(
+        execute.dist, "P2POp", lambda call, tensor, peer, tag: (call.__name__, tensor.nbytes, peer, tag)
+    )
+    listed: dict[int, list] = {}
+    monkeypatch.setattr(execute.dist, "batch_isend_irecv", lambda operations: listed[rank].extend(operations) or [])
+    num_bytes = 0
+    for rank in program.cluster.ranks:
+        listed[rank] = []
+        calls = Calls.__new__(Calls)
+        calls.workload, calls.world = program.workload, RankOf(rank, Board(4))
+        data = iteration()
+        for key in ("responses", "logprobs", "ref_logprobs", "scores", "values"):
+            calls.place_for(data, key)
+        weights = {m: torch.zeros(program.workload.weight_bytes(m) // 4) for m in ("actor", "critic")}
+        models = SimpleNamespace(tensors=lambda name, weights=weights: list(weights[name].split(100)))
+        executor = Executor(program, calls.world, models, calls, Recorder())
+        for step in program.instructions[rank]:
+            if isinstance(step, Post):
+                executor._post(step.transfer, data)
+        num_bytes += executor.num_bytes_sent
+    assert num_bytes == sum(transfer.num_bytes for transfer in program.transfers) > 0
+    for one, other in itertools.permutations(range(4), 2):
+        sent = [(size, tag) for call, size, peer, tag in listed[one] if call == "isend" and peer == other]
+        received = [(size, tag) for call, size, peer, tag in listed[other] if call == "irecv" and peer == one]
+        assert sent == received
+        assert len({tag for _, tag in sent}) == len(sent)

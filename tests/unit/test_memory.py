@@ -1,0 +1,67 @@
+"""Whether a program fits the devices, against closed forms."""
+
+from dataclasses import replace
+
+from rlhf_spmd.config import load
+from rlhf_spmd.config import make_workload as workload_of
+from rlhf_spmd.plan.check import Finding, check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Program
+from tests.programs import make_workload, place_models
+
+
+def errors(program: Program) -> list[Finding]:
+    return [finding for finding in check(program) if finding.severity == "error"]
+
+
+def flattening(preset: str, layout: str, zero: int = 0) -> Program:
+    config = load(preset)
+    cluster = Cluster.parse(layout, config.device)
+    trained, frozen = (Layout.data_parallel(cluster.ranks, zero=stage) for stage in (zero, 0))
+    workload = workload_of(config)
+    placement = Placement.by_model(workload, actor=trained, critic=trained, reference=frozen, reward=frozen)
+    return compile_program(workload, placement, cluster)
+
+
+def test_65b_does_not_fit_by_flattening_and_the_numbers_say_so():
+    """Two bytes for each of four models' weights; gradients (4) and AdamW with master weights (12) of two of them."""
+    program = flattening("llama-65b", "8x8")
+    lm = 80 * (4 * 8192**2 + 3 * 8192 * 22016 + 2 * 8192) + 8192 + 2 * 32000 * 8192
+    scalar = lm - 32000 * 8192 + 8192
+    gib = (2 * (2 * lm + 2 * scalar) + (4 + 12) * (lm + scalar)) / 2**30
+    found = errors(program)
+    assert len(found) == 1 and found[0].rank is None
+    assert f"ranks 0-63 need {gib:.1f} GiB" in found[0].message and "the device has 80 GiB" in found[0].message
+    assert "raise the ZeRO stage" in found[0].message
+    assert f"{gib:.1f}" == "2427.2"
+
+
+def test_sharding_brings_the_bytes_down_until_it_fits():
+    needs = []
+    for zero in (0, 1, 2, 3):
+        found = errors(flattening("llama-13b", "8x8", zero))
+        needs.append(float(found[0].message.split(" need ")[1].split()[0]) if found else 0.0)
+    assert needs[0] > needs[1] > needs[2] > needs[3] >= 0
+    assert errors(flattening("llama-7b", "8x8", zero=3)) == []
+
+
+def test_ranks_that_differ_are_told_apart():
+    workload = workload_of(load("llama-7b"))
+    everyone, half = Layout.data_parallel(range(4)), Layout.data_parallel((0, 1))
+    placement = Placement.by_model(workload, actor=half, critic=everyone, reference=half, reward=half)
+    found = [
+        finding.message for finding in errors(compile_program(workload, placement, Cluster.parse("1x4", "a100-80g")))
+    ]
+    assert [text.split(" need")[0] for text in found] == ["ranks 0-1", "ranks 2-3"]
+
+
+def test_a_reward_function_has_no_bytes_and_a_cpu_no_limit():
+    workload = replace(make_workload(), models={**make_workload().models, "reward": None})
+    assert check(place_models(workload, 2)) == []
+    config = load("llama-65b")
+    everyone = Layout.data_parallel(range(2))
+    placement = Placement.by_model(workload_of(config), **dict.fromkeys(workload.workflow.models, everyone))
+    assert check(compile_program(workload_of(config), placement, Cluster.parse("1x2", "cpu"))) == []
