@@ -108,7 +108,7 @@ def tiny() -> Config:
         data=Data(prompts=str(folder / "prompts.jsonl"), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         ppo=PPO(epochs=2, kl_coef=0.05),
-        optimizer=Optimizer(actor_lr=3e-4, critic_lr=1e-3),
+        optimizer=Optimizer(actor_lr=3e-4, critic_lr=3e-4),
     )
 
 
