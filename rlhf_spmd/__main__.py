@@ -23,11 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
         return _train(arguments)
     try:
         parsed = _parse(arguments)
+        _refuse_launcher(parsed.verb)
         status = {"check": _check, "convert": _convert}[parsed.verb](parsed)
         print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
         return status
     except UserError as error:
-        print(f"rlhf_spmd: error: {error}", file=sys.stderr)
+        from rlhf_spmd.runtime.launch import first_on_node
+
+        if first_on_node(os.environ):  # somebody may have started many of us
+            print(f"rlhf_spmd: error: {error}", file=sys.stderr)
         return USER_STATUS
     except BrokenPipeError:  # the reader, e.g. `head`, has seen enough; the interpreter's last flush must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -54,6 +58,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
+
+
+def _refuse_launcher(verb: str) -> None:
+    """Only `train` knows what to do with many processes."""
+    from rlhf_spmd.runtime.launch import num_launched
+
+    if num_launched(os.environ) > 1:
+        raise UserError(f"{verb} runs in one process: start it without mpirun or srun")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,24 +162,27 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = configs.load(parsed.preset, parsed.overrides, parsed.model)
         strategy = load_strategy(parsed.strategy)
-    values = {"config": json.dumps(configs.resolved(config)), "strategy": strategy.source}
     with world.together("comparing the configuration"):
-        world.agree("the start", values)
+        options = {f"option {key}": value for key, value in configs.leaves(config).items()}
+        world.agree("the start", options | {"the strategy": strategy.source})
     with world.together("compiling the program"):
         if not config.models.actor:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        cluster = Cluster(tuple(Node(world.nodes.count(node)) for node in range(world.num_nodes)))
+        device = "cpu" if world.device_index is None else config.device
+        cluster = Cluster(tuple(Node(world.nodes.count(node), device) for node in range(world.num_nodes)))
         program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
         errors = [str(finding) for finding in check(program) if finding.severity == "error"]
         if errors:
             raise UserError(f"strategy {strategy.name} is refused by check: " + "; ".join(errors[:3]))
     with world.together("comparing the program"):
-        world.agree("the start", {"program": program.fingerprint})
+        world.agree("the start", {"the program": program.fingerprint})
     world.set_deadline(config.deadline_s)
     world.start_torch(program.groups)
 
+    from rlhf_spmd.runtime.report import Command
     from rlhf_spmd.runtime.train import train
 
+    model = ["--preset", parsed.preset, *(["--model", parsed.model] if parsed.model else [])]
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     train(
         config,
@@ -178,6 +193,7 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
         summary=show_program(program, title=title, rank=0),
         root=parsed.runs,
         name=parsed.name,
+        command=Command(parsed.strategy, model, parsed.overrides),
     )
 
 

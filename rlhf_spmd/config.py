@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PydanticUserError, TypeAdapter, ValidationError
 
+from rlhf_spmd import embedded
 from rlhf_spmd.algorithms.ppo import PPO, Fraction01, NonNegative, workflow
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.config import from_hf
+from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
-EMBEDDED = Path(__file__).parent / "embedded"
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -86,7 +86,7 @@ class Config:
     reward_function: str = ""  # module:function or file.py:function
     reward_function_mode: Literal["replace", "add"] = "replace"  # instead of the reward model, or added to its score
     parity_tolerance: NonNegative | None = None  # nats; None: 1e-4 in float32, 0.5 in bfloat16
-    deadline_s: PositiveFloat = 600.0  # of every wait for another rank
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 600.0  # of every wait for another rank
     num_samples: NonNegativeInt = 3  # prompts whose responses before and after are shown
     data: Data = Data()
     generation: Generation = Generation()
@@ -97,15 +97,14 @@ class Config:
 
 def tiny() -> Config:
     """The embedded default: a model of about a million parameters, its reward model and prompts, all in the package."""
-    folder = EMBEDDED / "tiny"
     return Config(
         preset="tiny",
-        models=Models(actor=str(folder / "actor"), reward=str(folder / "reward")),
+        models=Models(actor=str(embedded.path_of("actor")), reward=str(embedded.path_of("reward"))),
         iterations=15,
         rollout_batch=128,
         mini_batch=32,
         micro_batch=32,
-        data=Data(prompts=str(folder / "prompts.jsonl"), max_prompt=32),
+        data=Data(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         ppo=PPO(epochs=2, kl_coef=0.05),
         optimizer=Optimizer(actor_lr=3e-4, critic_lr=3e-4),
@@ -122,7 +121,7 @@ def smollm2() -> Config:
         mini_batch=8,
         micro_batch=4,
         reward_function="rlhf_spmd.rewards:vader_positive",
-        data=Data(prompts=str(EMBEDDED / "sentiment_prompts.txt"), max_prompt=32),
+        data=Data(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         ppo=PPO(epochs=1, kl_coef=0.05, truncation="score"),
         optimizer=Optimizer(actor_lr=1e-5, critic_lr=1e-4),
@@ -165,7 +164,7 @@ def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -
     config = PRESETS[preset]()
     if model:
         models = dataclasses.replace(config.models, actor=model, reference="", critic="")
-        config = dataclasses.replace(config, models=models, shape="")
+        config = dataclasses.replace(config, models=models)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -173,6 +172,10 @@ def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -
                 f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
             )
         config = _override(config, key.split("."), text, key)
+    if config.models.actor:  # a checkpoint counts more than the preset's shape
+        if config.shape != PRESETS[preset]().shape:
+            raise UserError(f"shape={config.shape}: {config.models.actor} has a shape of its own; drop one of the two")
+        config = dataclasses.replace(config, shape="")
     _check_sizes(config)
     return config
 
@@ -273,23 +276,18 @@ def resolved(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def leaves(config: Config) -> dict[str, str]:
+    """Every option as text by its dotted key, for comparing."""
+    found = {}
+    for name, value in resolved(config).items():
+        inner = {f"{name}.{key}": leaf for key, leaf in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: str(leaf) for key, leaf in inner.items()}
+    return found
+
+
 def shape_of_folder(folder: str) -> ModelShape:
     """Sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be read."""
-    path = Path(folder) / "config.json"
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{path} does not exist; a checkpoint folder needs a config.json (Hugging Face format)"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no JSON object; copy the checkpoint again")
-    try:
-        config = from_hf(values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    config = read_config_json(Path(folder) / "config.json")
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -309,7 +307,7 @@ def shape_of_folder(folder: str) -> ModelShape:
 def make_workload(config: Config) -> Workload:
     """The workload that strategies and the compiler see."""
     scalar = {"scalar_head": True}
-    if config.shape and not config.models.actor:
+    if config.shape:
         layers, hidden, intermediate, heads, kv_heads = _LLAMA[config.shape]
         base = ModelShape(layers, hidden, intermediate, heads, kv_heads, hidden // heads, 32000)
         shapes = {"actor": base, "critic": base, "reference": base, "reward": base}

@@ -35,7 +35,7 @@ class Strategy:
             placement = self.place(workload, cluster, **self.typed(options))
         except UserError as error:
             raise UserError(f"strategy {self.name}: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"strategy {self.name}: place() raised {type(error).__name__}: {error}") from error
         if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
             text = f"place() returned {placement!r:.80}, not a Placement; use Placement.by_model(workload, actor=...)"

@@ -8,17 +8,16 @@ This one gives the reference model a share of the ranks and the reward model the
 arXiv 2312.11819), while actor and critic use all of them.
 """
 
-from fractions import Fraction
-
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement, split_by_ratio
+from rlhf_spmd.plan.placement import Placement, parse_ratio, split_by_ratio
 from rlhf_spmd.plan.workload import Workload
 
 
 def place(workload: Workload, cluster: Cluster, *, ratio: str = "1/2", zero: int = 0) -> Placement:
     """ratio: share of the ranks that the reference model gets. zero: ZeRO stage of actor and critic."""
-    share = split_by_ratio({"reference": ratio, "reward": 1 - Fraction(ratio)}, cluster.ranks)
+    part = parse_ratio("reference", ratio)
+    share = split_by_ratio({"reference": part, "reward": 1 - part}, cluster.ranks)
     everyone = Layout.data_parallel(cluster.ranks, zero=zero)
     return Placement.by_model(
         workload,

@@ -93,8 +93,38 @@ def place_calls(workload: Workload, layout: str, **ranks) -> Program:
     return compile_program(workload, Placement(layouts), cluster)
 
 
+def halves() -> Program:
+    """Actor and critic on four ranks, reference on the first two, reward on the others: groups and transfers."""
+    return place_models(make_workload(), 4, reference=(0, 1), reward=(2, 3))
+
+
+def separation() -> Program:
+    """Generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
+    inference = ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
+    return place_calls(make_workload(), "1x4", actor_generate=(0, 1), **dict.fromkeys(inference, (2, 3)))
+
+
+def where(program: Program, rank: int, text: str) -> int:
+    """Position of the first instruction of a rank that reads like this."""
+    return next(i for i, step in enumerate(program.instructions[rank]) if str(step).startswith(text))
+
+
 def with_list(program: Program, rank: int, steps: Sequence[Instruction]) -> Program:
     """The program with another instruction list on one rank."""
     lists = list(program.instructions)
     lists[rank] = tuple(steps)
     return replace(program, instructions=tuple(lists))
+
+
+def edited(program: Program, rank: int, edit: Callable[[list[Instruction]], object]) -> Program:
+    """The program after `edit` has changed the list of one rank in place."""
+    steps = list(program.instructions[rank])
+    edit(steps)
+    return with_list(program, rank, steps)
+
+
+def everywhere(program: Program, edit: Callable[[list[Instruction]], object]) -> Program:
+    """The program after `edit` has changed the lists of all ranks alike."""
+    for rank in program.cluster.ranks:
+        program = edited(program, rank, edit)
+    return program

@@ -115,6 +115,19 @@ def response_logprobs(logits: Callable, model: nn.Module, prompt: list[int], res
     return result
 
 
+def kept_set(row: list[float], t: int, o: Options, *, top_k: int, top_p: float, min_p: float) -> list[int]:
+    """The tokens that response token t is drawn from, in the order of their ids: of the top_k most likely ones the
+    fewest whose share reaches top_p, and of these the ones at least min_p times as likely as the first."""
+    allowed = [v for v in range(len(row)) if t >= o.min_new_tokens or v not in o.eos_ids]
+    best = sorted(allowed, key=lambda v: row[v], reverse=True)[:top_k]
+    weight = [math.exp((row[v] - row[best[0]]) / o.temperature) for v in best]
+    kept = []
+    for i, v in enumerate(best):
+        if math.fsum(weight[:i]) < top_p * math.fsum(weight) and weight[i] >= min_p:
+            kept.append(v)
+    return sorted(kept)
+
+
 def response_values(value: Callable, model: nn.Module, prompt: list[int], response: list[int]) -> list:
     """V before every response token, and after the last: G + 1 0-dim tensors with gradients."""
     entries = value(model, prompt + response)

@@ -16,7 +16,7 @@ Divergence".
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -83,12 +83,6 @@ def kept_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, kept_BGK: Tensor, tempe
     logits_BGK = _scaled(logits_BGV.gather(2, some_BGK.clamp(min=0)), temperature).masked_fill(some_BGK < 0, -math.inf)
     token_BG1 = _scaled(logits_BGV.gather(2, tokens_BG.clamp(min=0)[..., None]), temperature)
     return torch.where(real_BG, token_BG1[..., 0] - logits_BGK.logsumexp(dim=-1), 0.0)
-
-
-def entropy(logits_BGV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature); banned tokens (-inf) add nothing: [B, G]."""
-    logprobs_BGV = _scaled(logits_BGV, temperature).log_softmax(dim=-1)
-    return -torch.einsum("bgv,bgv->bg", logprobs_BGV.exp(), logprobs_BGV.clamp(min=torch.finfo(logprobs_BGV.dtype).min))
 
 
 # ---- rewards --------------------------------------------------------------------------------------------------------
@@ -166,28 +160,26 @@ def gae(
     return advantages_BG, torch.where(mask_BG, advantages_BG + values_BG, 0.0)
 
 
-def moments(x: Tensor, mask: Tensor, center: float = 0.0) -> Tensor:
-    """(count, sum, sum of squares) of x - center over the mask, float64 [3]: add them over micro-batches and ranks.
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    """(count, sum, sum of squares) of x over the mask, float64 [3]: add them over micro-batches and ranks.
 
-    In float64 one pass is exact enough while |mean| < 1e4 std. Beyond, take a first pass for the mean and a second
-    one with that mean (a number that all ranks share) as `center`.
+    In float64 one pass is exact enough while |mean| < 1e4 std.
     """
-    offset = torch.where(mask, x.double() - center, 0.0)
-    return torch.stack([mask.sum().double(), offset.sum(), offset.square().sum()])
+    real = torch.where(mask, x.double(), 0.0)
+    return torch.stack([mask.sum().double(), real.sum(), real.square().sum()])
 
 
-def mean_and_variance(moments_3: Tensor, center: float = 0.0) -> tuple[Tensor, Tensor]:
+def mean_and_variance(moments_3: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and *population* variance (divided by N) of what the moments were taken of; 0 and 0 if it was nothing."""
     count, total, squares = moments_3.unbind()
-    offset = total / count.clamp(min=1.0)
-    return offset + center, (squares / count.clamp(min=1.0) - offset.square()).clamp(min=0.0)
+    mean = total / count.clamp(min=1.0)
+    return mean, (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, moments_3: Tensor, *, shift_mean: bool = True, center: float = 0.0) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) by the *global* moments, 0 outside the mask; unshifted, it keeps the mean."""
-    mean, variance = mean_and_variance(moments_3, center)
-    white = (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPS)
-    return torch.where(mask, white if shift_mean else white + mean, 0.0).to(x.dtype)
+def whiten(x: Tensor, mask: Tensor, moments_3: Tensor) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) by the *global* moments, 0 outside the mask."""
+    mean, variance = mean_and_variance(moments_3)
+    return torch.where(mask, (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPS), 0.0).to(x.dtype)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -300,17 +292,16 @@ def learning_rate(
     num_warmup_steps: int = 0,
     num_steps: int = 0,
     decay: Literal["constant", "linear", "cosine"] = "constant",
-    floor: float = 0.0,
 ) -> float:
     """The rate of optimizer step `step` = 0, 1, ...: peak (step + 1) / num_warmup_steps while that is below the peak,
-    then constant, or down to `floor` at step `num_steps`, on a line or on half a cosine."""
+    then constant, or down to 0 at step `num_steps`, on a line or on half a cosine."""
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
     if decay == "constant":
         return peak
     progress = min((step - num_warmup_steps) / max(num_steps - num_warmup_steps, 1), 1.0)
     left = {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[decay]
-    return floor + (peak - floor) * left
+    return peak * left
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +309,7 @@ class RunningMoments:
     """Mean and variance of all scores so far, for score normalisation; changes only between iterations.
 
     Kept as (count, mean, sum of squared deviations) and merged by the formula of Chan, Golub and LeVeque (1983), so
-    it does not lose digits over a long run. Plain numbers: a checkpoint stores `to_dict()`.
+    it does not lose digits over a long run.
     """
 
     count: float = 0.0
@@ -340,10 +331,3 @@ class RunningMoments:
         total, shift = self.count + count, mean - self.mean
         squares = self.squares + variance * count + shift * shift * self.count * count / total
         return RunningMoments(total, self.mean + shift * count / total, squares)
-
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: dict[str, float]) -> "RunningMoments":
-        return cls(**state)

@@ -9,13 +9,19 @@ from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 
-ITEMS = ("actor", "reward", "prompts.jsonl", "made.json")
+ITEMS = {
+    "actor": "tiny/actor",
+    "reward": "tiny/reward",
+    "prompts.jsonl": "tiny/prompts.jsonl",
+    "made.json": "tiny/made.json",
+    "sentiment_prompts.txt": "sentiment_prompts.txt",  # for the preset smollm2
+}
 
 
-def folder(name: str) -> Path:
-    """The path of an embedded item: "actor" or "reward" (model folders), "prompts.jsonl" or "made.json" (files)."""
+def path_of(name: str) -> Path:
+    """The path of an embedded item, a model folder or a file."""
     assert name in ITEMS, f"no embedded '{name}'; there are {', '.join(ITEMS)}"
-    path = Path(__file__).parent / "tiny" / name
+    path = Path(__file__).parent / ITEMS[name]
     if not path.exists():
         raise UserError(f"the embedded {name} is not at {path}: reinstall, or run python -m rlhf_spmd.embedded.make")
     return path

@@ -1,10 +1,14 @@
-"""The shape of a model, and its translation from and to Hugging Face's config.json. Plain Python: no torch, no files.
+"""The shape of a model, and its translation from and to Hugging Face's config.json. Plain Python: no torch.
 
 The supported families (Llama 2/3, Mistral, Qwen2/2.5, Qwen3) differ only in the few switches of `ModelConfig`; all that
 a family implies (Qwen2 always has biases on q, k and v; Qwen3 always normalises q and k) is decided here, once.
 """
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -20,6 +24,10 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
+# what else may stand beside them and is a number
+_ROPE_NUMBERS = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast")
+_ROPE_NUMBERS += ("beta_slow",)
+
 # What transformers assumes where config.json is silent.
 _DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
@@ -27,6 +35,35 @@ _DEFAULTS = {
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError for a missing file and for anything else in it."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist; give a model folder in Hugging Face's format") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} does not hold a JSON object; copy it again")
+    return values
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """UserErrors about what a file says get its name."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_config_json(path: Path) -> "ModelConfig":
+    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong."""
+    values = read_json(path)
+    with naming(path):
+        return from_hf(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +119,7 @@ class ModelConfig:
             raise UserError(f"rope type {self.rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         for name in ROPE_TYPES[self.rope_type]:
             value = self.rope_scaling.get(name)
-            if not isinstance(value, int | float) or value <= 0:
+            if not _is_number(value) or value <= 0:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
 
     def _check_family(self) -> None:
@@ -118,16 +155,17 @@ class ModelConfig:
 def from_hf(values: dict[str, Any]) -> ModelConfig:
     """The contents of a config.json, of transformers 4 or 5 -> ModelConfig.
 
-    Raises UserError for another family and for features that this program does not have.
+    Raises UserError naming the key for another family, for features that this program does not have, and for values of
+    the wrong kind.
     """
     family = values.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     if values.get("quantization_config"):
         raise UserError("the weights are quantised (quantization_config), which cannot be trained; use the original")
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
-    values = _DEFAULTS[family] | values
+    values = {"rms_norm_eps": 1e-6} | _DEFAULTS[family] | values
     hidden_size, num_layers, num_heads = (
         _integer(values, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )
@@ -148,7 +186,7 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=_integer(values, "num_key_value_heads"),
         head_dim=_integer(values, "head_dim"),
-        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=_integer(values, "max_position_embeddings"),
@@ -159,9 +197,9 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
         qk_norm=family == "qwen3",
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
-        bos_token_id=values.get("bos_token_id"),
+        bos_token_id=_token_id(values, "bos_token_id"),
         eos_token_ids=token_ids(eos),
-        pad_token_id=values.get("pad_token_id"),
+        pad_token_id=_token_id(values, "pad_token_id"),
     )
 
 
@@ -215,10 +253,10 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
 
 
 def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face's one, several or no token ids -> a tuple."""
+    """Hugging Face's one, several or no end-of-sequence ids -> a tuple."""
     if eos is None:
         return ()
-    ids = (eos,) if isinstance(eos, int) else tuple(eos)
+    ids = tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(isinstance(token_id, int) for token_id in ids):
         raise UserError(f"eos_token_id is {eos!r}, but must be one or several whole numbers")
     return ids
@@ -226,27 +264,54 @@ def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
 
 def _integer(values: dict[str, Any], name: str) -> int:
     value = values.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or not _is_number(value):
         raise UserError(f"{name!r} is {value!r}, but must be a whole number")
     return value
 
 
+def _token_id(values: dict[str, Any], name: str) -> int | None:
+    return None if values.get(name) is None else _integer(values, name)
+
+
+def _number(values: dict[str, Any], name: str, *, zero: bool = False) -> float:
+    """A positive number; with `zero`, one that may be zero."""
+    value = values[name]
+    if not _is_number(value) or value < 0 or (value == 0 and not zero):
+        raise UserError(f"{name!r} is {value!r}, but must be a positive number")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """JSON also has true and false, which Python counts as integers, infinity, NaN, and integers of any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
 def _rope_from_hf(values: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """-> (rope_theta, scaling or None), from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-    parameters = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    parameters = values.get(key) or {}
+    if not isinstance(parameters, dict):
+        raise UserError(f"{key!r} is {parameters!r}, but must be an object with a rope_type, or null")
+    parameters = dict(parameters)
     if any(isinstance(value, dict) for value in parameters.values()):
-        raise UserError("rope parameters that differ between kinds of layers are not supported")
+        raise UserError(f"{key!r} differs between kinds of layers, which is not supported")
     theta = parameters.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+    theta = _number({"rope_theta": theta}, "rope_theta")
     partial = parameters.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UserError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
     rope_type = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if rope_type == "default":
-        return float(theta), None
+        return theta, None
+    if not isinstance(rope_type, str):
+        raise UserError(f"'rope_type' is {rope_type!r}, but must be one of {', '.join(ROPE_TYPES)}")
     if rope_type in ("llama3", "yarn") and "original_max_position_embeddings" in values:
         parameters["original_max_position_embeddings"] = values["original_max_position_embeddings"]
-    return float(theta), {"rope_type": rope_type} | parameters
+    for name in _ROPE_NUMBERS:
+        if parameters.get(name) is not None:
+            _number(parameters, name, zero=True)
+    return theta, {"rope_type": rope_type} | parameters
 
 
 def _sliding_from_hf(values: dict[str, Any], num_layers: int) -> tuple[int | None, tuple[int, ...]]:
@@ -254,11 +319,14 @@ def _sliding_from_hf(values: dict[str, Any], num_layers: int) -> tuple[int | Non
     family, window = values["model_type"], values.get("sliding_window")
     if family == "llama" or not window or (family != "mistral" and not values.get("use_sliding_window", False)):
         return None, ()
+    window = _integer(values, "sliding_window")
     if family == "mistral":
         return window, tuple(range(num_layers))
     types = values.get("layer_types")
     if types is None:
-        return window, tuple(range(min(values.get("max_window_layers", 28), num_layers), num_layers))
-    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise UserError(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
+        first = _integer({"max_window_layers": 28} | values, "max_window_layers")
+        return window, tuple(range(min(first, num_layers), num_layers))
+    kinds = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not all(kind in kinds for kind in types):
+        raise UserError(f"'layer_types' must name full_attention or sliding_attention for each of {num_layers} layers")
     return window, tuple(layer for layer, kind in enumerate(types) if kind == "sliding_attention")

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
-from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.tokenizer import TOKENIZER_FILES, Tokenizer, padding_token
 from rlhf_spmd.model.transformer import Head, Transformer
 
@@ -35,26 +35,28 @@ def read_config(folder: str | Path) -> ModelConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give a local model folder in Hugging Face's format")
-    try:
-        config = model_config.from_hf(weights.read_json(folder / "config.json"))
-        if (folder / "generation_config.json").exists():
-            eos = weights.read_json(folder / "generation_config.json").get("eos_token_id")
+    config = model_config.read_config_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = read_json(generation).get("eos_token_id")
+        with naming(generation):
             config = dataclasses.replace(config, eos_token_ids=model_config.token_ids(eos) or config.eos_token_ids)
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(str(folder)) else f"{folder / 'config.json'}: {text}") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'config.json'} holds a value of the wrong kind ({error}); mend it") from None
     return config
 
 
 def load_model(
-    folder: str | Path, *, head: Head, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: str | Path,
+    *,
+    head: Head,
+    fresh_head: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Transformer:
     """The model in a folder, its weights in `dtype` on `device`.
 
     head "scalar" from a folder of AutoModelForSequenceClassification with one label reads its score head; from a causal
-    language model it starts at zero. head "lm" needs a causal language model.
+    language model it starts at zero if `fresh_head` allows (a critic's may, a reward model's would score nothing). head
+    "lm" needs a causal language model.
     Raises UserError naming file and tensor where something is missing, left over, truncated or of a wrong shape.
     """
     folder = Path(folder)
@@ -63,6 +65,11 @@ def load_model(
     places = weights.locate(folder)
     shapes = {_to_hf_name(name): weight.shape for name, weight in model.state_dict().items()}
     missing_head = _check_names(folder, config, head, places, shapes)
+    if missing_head and not fresh_head:
+        raise UserError(
+            f"{_file(folder)} has no tensor {missing_head[0]}, so it is no reward model; give a folder saved from "
+            "AutoModelForSequenceClassification with num_labels=1"
+        )
     for name in missing_head:
         shapes.pop(name)
 
@@ -173,16 +180,14 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
         tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **where)
     except Exception as error:  # whatever transformers raises, the cause is the file
         raise UserError(f"{gguf_file}: transformers cannot read this GGUF file ({error})") from None
-    try:
+    with naming(gguf_file):
         config = model_config.from_hf(model.config.to_dict() | {"quantization_config": None})  # dequantised by now
-    except UserError as error:
-        raise UserError(f"{gguf_file}: {error}") from None
     state = {_to_our_name(name): tensor for name, tensor in model.state_dict().items()}
     if config.tie_embeddings:
         state.pop("lm_head.weight", None)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    values = weights.read_json(folder / "tokenizer_config.json")
+    values = read_json(folder / "tokenizer_config.json")
     own = {key: value for key, value in values.items() if key not in ("is_local", "local_files_only")}
     weights.write_json(folder / "tokenizer_config.json", own)
     save_state(state, config, "lm", folder)
@@ -200,7 +205,7 @@ def _check_names(
     folder: Path, config: ModelConfig, head: Head, places: dict[str, Path], shapes: dict[str, torch.Size]
 ) -> list[str]:
     """Compare the tensors there are (`places`) with those the model needs -> the head that is to start at zero."""
-    file = folder / (weights.SINGLE if (folder / weights.SINGLE).exists() else weights.INDEX)
+    file = _file(folder)
     if head == "lm" and "score.weight" in places:
         raise UserError(
             f"{file} holds a critic or reward model (tensor score.weight), not a language model; give a folder saved "
@@ -226,6 +231,11 @@ def _check_names(
             "files do not belong together"
         )
     return fresh
+
+
+def _file(folder: Path) -> Path:
+    """The file that names the tensors of a folder."""
+    return folder / (weights.SINGLE if (folder / weights.SINGLE).exists() else weights.INDEX)
 
 
 def _check_tied(config: ModelConfig, places: dict[str, Path], tensors: dict[str, Tensor]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.weights import read_json, write_json
+from rlhf_spmd.model.config import ModelConfig, read_json
+from rlhf_spmd.model.weights import write_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,6 +36,11 @@ class Tokenizer:
     pad_token_id: int | None
     _encode: Callable[[str, bool], list[int]]
     _decode: Callable[[list[int], bool], str]
+    _vocabulary: Callable[[], dict[str, int]]
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included. The ids may have holes."""
+        return self._vocabulary()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; with `special`, what the tokenizer puts around a text (a beginning of sequence, if it has one)."""
@@ -44,6 +49,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text; with `special`, the special tokens stay visible. Negative ids (padding) are skipped."""
         return self._decode([int(i) for i in ids if i >= 0], special)
+
+    def decode_pair(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[str, str]:
+        """The texts of a prompt and of what follows it, which join to the whole text.
+
+        They are decoded together, since a decoder may change the beginning of a text: Llama 2's drops a space there.
+        """
+        before, whole = self.decode(prompt), self.decode([*prompt, *response])
+        if whole.startswith(before):
+            return before, whole[len(before) :]
+        return before, self.decode(response)  # a character lies across the border
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
@@ -67,6 +82,7 @@ class Tokenizer:
             pad_token_id=ids.get("pad_token"),
             _encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
             _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
+            _vocabulary=backend.get_vocab,
         )
 
     @classmethod
@@ -80,6 +96,7 @@ class Tokenizer:
             pad_token_id=tokenizer.pad_token_id,
             _encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special),
             _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
+            _vocabulary=tokenizer.get_vocab,
         )
 
 

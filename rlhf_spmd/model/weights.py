@@ -14,22 +14,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError for a missing file and for anything else in it."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; give a model folder in Hugging Face's format") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} does not hold a JSON object; copy it again")
-    return values
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

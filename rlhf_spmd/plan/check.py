@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlhf_spmd.plan.blocking import deadlocks, misorders
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.memory import forecast_bytes
+from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
 
 
@@ -44,8 +45,8 @@ def _declarations(program: Program) -> list[Finding]:
     if len(program.instructions) != size:
         found.append(f"there are {len(program.instructions)} instruction lists for {size} ranks")
     for name, ranks in program.groups.items():
-        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
-            found.append(f"group {name!r} is not a set of ranks of this world (0-{size - 1}): {list(ranks)}")
+        if not ranks or list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
+            found.append(f"group {name!r} is no ascending list of ranks of this world (0-{size - 1}): {list(ranks)}")
     made = {key for call in workflow.calls for key in call.outputs}
     for number, transfer in enumerate(program.transfers):
         unknown = [key for key in transfer.keys if key not in made]
@@ -100,9 +101,19 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
     found = []
     if rank not in layouts[site].ranks:
         found.append(f"{step} runs here, but its place is ranks {format_ranks(layouts[site].ranks)}")
+    group = group_of(call, layouts[site], workload, program.placement)
     if step.group is not None and rank not in program.groups.get(step.group, ()):
         found.append(f"{step} enters a group that this rank is not in")
+    elif step.group != group:
+        found.append(f"{step} enters {step.group or 'no group'}, but {_meant(group)}")
+    elif group is not None and program.groups[group] != layouts[site].ranks:
+        there = format_ranks(program.groups[group])
+        found.append(f"{step} enters a group of ranks {there}, but {_meant(group)}")
     return found
+
+
+def _meant(group: str | None) -> str:
+    return f"its collectives need all of {group}" if group else "it computes alone there"
 
 
 def _transfer_problems(program: Program, step: Post | Wait, rank: int, posted: set[int], waited: set[int]) -> list[str]:
@@ -123,7 +134,7 @@ def _transfer_problems(program: Program, step: Post | Wait, rank: int, posted: s
 
 
 def _runs(program: Program) -> list[Finding]:
-    """Every rank runs each of its calls exactly as often as an iteration needs, and trains in order."""
+    """Every rank runs each of its calls exactly as often as an iteration needs, trains in order, and agrees last."""
     found = []
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
@@ -146,7 +157,19 @@ def _runs(program: Program) -> list[Finding]:
                 last[step.call] = turn
             seen.add(key)
         found += [Finding("error", f"never executes {step}", rank) for key, step in due.items() if key not in seen]
+        found += _agreement(instructions, rank)
     return found
+
+
+def _agreement(instructions: tuple[Instruction, ...], rank: int) -> list[Finding]:
+    """An iteration ends with its one Agree, where the ranks exchange their numbers."""
+    agrees = [position for position, step in enumerate(instructions) if isinstance(step, Agree)]
+    if not agrees:
+        return [Finding("error", "never agrees with the other ranks: its list must end with one Agree", rank)]
+    last = len(instructions) - 1
+    wrong = [position for position in agrees if position != last]
+    text = f"is not the end of the list (instruction {last}); an iteration has one Agree, the last instruction"
+    return [Finding("error", f"{instructions[position]} {text}", rank, position) for position in wrong]
 
 
 def _key(step: Run) -> tuple:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement, validate
+from rlhf_spmd.plan.placement import Placement, group_of, validate
 from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
@@ -172,15 +172,8 @@ class _Compiler:
             self._emit(self.transfers[number].ranks, Post(number))
 
     def _group(self, call: Call, layout: Layout) -> str | None:
-        """The group whose collectives a Run enters; None if it computes alone."""
-        train = self.workload.workflow.train_call(call.model) if call.model else None
-        home = self.placement.layouts[train.name] if train else layout
-        collective = (
-            call.kind == "train"
-            or (call.kind in ("generate", "infer") and home.zero == 3)
-            or (call.kind == "compute" and self.workload.whiten == "batch")
-        )
-        if not collective or len(layout.ranks) == 1:
-            return None
-        self.groups.setdefault(layout.group, layout.ranks)
-        return layout.group
+        """The group whose collectives a Run enters, which the program then has."""
+        group = group_of(call, layout, self.workload, self.placement)
+        if group is not None:
+            self.groups.setdefault(group, layout.ranks)
+        return group

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"."""
+    """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones, which are none, stay apart: "-1,0"."""
     parts: list[str] = []
     start = previous = None
     for rank in (*ranks, None):
-        if previous is not None and rank == previous + 1:
+        if previous is not None and previous >= 0 and rank == previous + 1:
             previous = rank
             continue
         if previous is not None:
@@ -33,7 +33,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 class Layout:
     """Where and how one call runs.
 
-    ranks: world ranks, in grid order; dp * pp * tp must equal their number.
+    ranks: world ranks, ascending, in grid order; dp * pp * tp must equal their number.
     zero: ZeRO stage of a trained model over dp (0: replicated, 1: optimizer state, 2: + gradients, 3: + weights).
     micro_batch: sequences per forward on one data-parallel shard; None takes the workload's.
     """
@@ -87,6 +87,8 @@ class Layout:
             found.append("it has no ranks; give it at least one")
         if len(set(self.ranks)) != len(self.ranks):
             found.append(f"a rank appears twice in {list(self.ranks)}; name each rank once")
+        elif list(self.ranks) != sorted(self.ranks):  # torch would sort a group's ranks, and shards change their owners
+            found.append(f"its ranks {list(self.ranks)} are not ascending; sort them: sorted(ranks)")
         if min(self.dp, self.pp, self.tp) < (1 if self.ranks else 0):
             found.append(f"dp {self.dp}, pp {self.pp}, tp {self.tp}: none may be less than 1")
         if self.dp * self.pp * self.tp != len(self.ranks):

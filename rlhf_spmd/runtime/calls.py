@@ -9,6 +9,7 @@ has the same shapes, and hence the same bits, as the one that training computes 
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,7 +58,18 @@ class Iteration:
 class Calls:
     """Runs calls on this rank's columns. Collectives are entered here and in the engines, nowhere else."""
 
-    def __init__(self, program: Program, config: Config, world: World, models: Models, scorer: Scorer | None, eos_ids):
+    def __init__(
+        self,
+        program: Program,
+        config: Config,
+        world: World,
+        models: Models,
+        scorer: Scorer | None,
+        eos_ids: Sequence[int],
+        num_known: int,
+    ):
+        """eos_ids: what ends a response. num_known: how many token ids every model that reads them knows."""
+        self.num_known = num_known
         self.program, self.config, self.world, self.models = program, config, world, models
         self.workload, self.scorer, self.eos_ids = program.workload, scorer, tuple(eos_ids)
         self.sampling = {
@@ -104,6 +116,11 @@ class Calls:
         with self.models.weights(call.model) as model:
             responses, logprobs, kept = generate(
                 model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[:, columns].flatten(0, 1), **self.restricted
+            )
+        if responses.numel() and (drawn := int(responses.max())) >= self.num_known:
+            raise UserError(
+                f"the actor drew token {drawn}, which no text has (its embeddings are padded), and other models know "
+                f"only {self.num_known} tokens; give them as many by transformers' resize_token_embeddings"
             )
         shape = prompts_MBP.shape[:2]
         self._keep(data, "responses", columns, responses.unflatten(0, shape))

@@ -56,11 +56,6 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.prompts))
-
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration).
 

@@ -15,23 +15,36 @@ LAUNCHERS = (
 )
 
 
+def num_launched(environment: Mapping[str, str]) -> int:
+    """How many processes the nearest launcher says it started; 1 without a launcher."""
+    launcher = _launcher(environment)
+    return int(_with_tasks(environment)[launcher[0]]) if launcher else 1
+
+
+def _launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
+    known = _with_tasks(environment)
+    return next(((count, rank) for count, rank, _ in LAUNCHERS if count in known and rank in known), None)
+
+
+def _with_tasks(environment: Mapping[str, str]) -> Mapping[str, str]:
+    if "SLURM_STEP_ID" in environment and "SLURM_NTASKS" in environment:  # without a step it is the batch script's
+        return {"SLURM_STEP_NUM_TASKS": environment["SLURM_NTASKS"], **environment}
+    return environment
+
+
 def refuse_alone(size: int, environment: Mapping[str, str]) -> None:
     """A launcher of another MPI starts every process as a world of its own: better no run than N times the same.
 
     The first process raises UserError, the others leave quietly.
     """
-    if size > 1:
+    num = num_launched(environment)
+    if size > 1 or num == 1:
         return
-    if "SLURM_STEP_ID" in environment and "SLURM_NTASKS" in environment:  # without a step it is the batch script's
-        environment = {"SLURM_STEP_NUM_TASKS": environment["SLURM_NTASKS"], **environment}
-    launchers = [(count, rank) for count, rank, _ in LAUNCHERS if count in environment and rank in environment]
-    if not launchers or int(environment[launchers[0][0]]) == 1:
-        return
-    count, rank = launchers[0]
+    count, rank = _launcher(environment)
     if int(environment[rank]) > 0:
         raise SystemExit(0)
     raise UserError(
-        f"{environment[count]} processes were started ({count}), but MPI shows each of them a world of its own, "
+        f"{num} processes were started ({count}), but MPI shows each of them a world of its own, "
         "because the launcher and the MPI library don't belong together: use the mpiexec of the MPI that is installed "
         "with this Python, or under Slurm `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI)"
     )

@@ -5,11 +5,14 @@ A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from rlhf_spmd.config import Config, critic_folder
-from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.config import Config, critic_folder, same_tokenizer
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
+from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime.train_engine import TrainEngine, make_engine
@@ -30,6 +33,36 @@ def model_folders(config: Config) -> dict[str, str]:
     }
 
 
+def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+    """How many token ids all models know that read the tokens which the actor draws; `tokenizer` is the actor's.
+
+    Those are the reference, the critic and a reward model of the same tokenizer; one of another reads text. Embeddings
+    are often padded to more rows than there are tokens, to another number in each model, so only the tokenizer's own
+    ids must be known to all. Raises UserError where they are not, or where they mean other tokens.
+    """
+    folders = model_folders(config)
+    actor, fewest = folders["actor"], read_config(folders["actor"]).vocab_size
+    num_tokens = min(fewest, 1 + max(tokenizer.vocabulary().values(), default=-1))
+    for name in ("reference", "reward", "critic"):
+        folder = folders[name]
+        if folder in ("", actor) or (name == "reward" and not same_tokenizer(folder, actor)):
+            continue
+        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, actor)
+        if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
+            raise UserError(
+                f"the {name} {folder} has another tokenizer than the actor {actor}, so the actor's token ids mean "
+                f"other tokens to it; give a {name} with the actor's tokenizer"
+            )
+        num_known = read_config(folder).vocab_size
+        if num_known < num_tokens:
+            raise UserError(
+                f"the {name} {folder} has a vocabulary of {num_known} tokens, but the actor {actor} draws from "
+                f"{num_tokens}; give a {name} with as many, e.g. by transformers' resize_token_embeddings({num_tokens})"
+            )
+        fewest = min(fewest, num_known)
+    return fewest
+
+
 class Models:
     """This rank's models. Loading is local; `start_engines` enters collectives, in workflow order on all ranks."""
 
@@ -41,7 +74,9 @@ class Models:
         for name in program.copies(world.rank):
             if folders[name]:
                 head = "scalar" if name in ("critic", "reward") else "lm"
-                model = load_model(folders[name], head=head, dtype=dtype, device=world.device)
+                model = load_model(
+                    folders[name], head=head, fresh_head=name == "critic", dtype=dtype, device=world.device
+                )
                 self.copies[name] = model.eval().requires_grad_(False)
 
     def start_engines(self) -> None:

@@ -2,7 +2,9 @@
 
 import hashlib
 import math
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +13,23 @@ import torch
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.runtime.console import Result
-from rlhf_spmd.runtime.data import pad
+from rlhf_spmd.runtime.data import PromptSet, pad
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.run_folder import RunFolder, Sample
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.train import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How the user started the run: the strategy as it was named, --preset and --model, and the overrides."""
+
+    strategy: str
+    model: Sequence[str]
+    overrides: Sequence[str]
+
 
 SAMPLE_ITERATION = 2**32 - 1  # the uniforms of the samples before and after: apart from those of any iteration
 
@@ -64,12 +76,18 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
-        "prompts": f"{len(job.prompts)} from {config.data.prompts}",
+        "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
         f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
         f"at most {config.generation.max_new_tokens} new tokens",
         "run folder": str(folder.path),
     }
+
+
+def _lost(prompts: PromptSet) -> str:
+    """What data.long_prompts did to the file's prompts."""
+    done = {"cut at data.max_prompt": prompts.num_truncated, "too long and dropped": prompts.num_dropped}
+    return "".join(f", {num} {what}" for what, num in done.items() if num)
 
 
 def format_count(num: int) -> str:
@@ -80,14 +98,13 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def next_commands(job: "Job", strategy: str) -> dict[str, str]:
-    """What to try after a run."""
-    ranks, preset = job.world.size, job.config.preset
-    if preset != "tiny":
-        preset += f" --model {job.config.models.actor}"
+def next_commands(command: Command, ranks: int) -> dict[str, str]:
+    """What to try after a run that was started by `command`."""
+    check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
+    train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "ppo.kl_coef=0.02"]
     return {
-        "see the placement": f"python -m rlhf_spmd check {strategy} --layout 1x{ranks} --preset {preset}",
-        "change an option": f"mpirun -n {ranks} python -m rlhf_spmd train --preset {preset} ppo.kl_coef=0.02",
+        "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
+        "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
         "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check mine.py --layout 1x{ranks}",
     }
 
@@ -124,9 +141,11 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
             responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
             scores = job.calls.scorer(prompts_BP, responses_BG, num).tolist()
     scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
-    return [
-        (job.tokenizer.decode([t for t in row if t >= 0]), score) for row, score in zip(tokens, scores, strict=True)
+    texts = [
+        job.tokenizer.decode_pair(prompt, [token for token in row if token >= 0])[1]
+        for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
     ]
+    return list(zip(texts, scores, strict=True))
 
 
 def join_samples(

@@ -41,7 +41,7 @@ class RewardFunction:
             scores = self.function(list(prompts), list(responses))
         except UserError:
             raise  # it says already what to mend, e.g. a package to install
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(self._raised(error, prompts, responses)) from error
         scores = self._as_list(scores, len(prompts))
         return [self._as_float(index, score, prompts[index]) for index, score in enumerate(scores)]
@@ -77,7 +77,7 @@ class RewardFunction:
             raise UserError(f"{where}, which {why}: return a finite float, also for an empty response")
         return value
 
-    def _raised(self, error: Exception, prompts: Sequence[str], responses: Sequence[str]) -> str:
+    def _raised(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> str:
         index = self._blame(error, prompts, responses)
         where = f"on a batch of {len(prompts)} responses"
         if index is not None:
@@ -87,13 +87,13 @@ class RewardFunction:
             "mend the function, or return a score for such a response"
         )
 
-    def _blame(self, error: Exception, prompts: Sequence[str], responses: Sequence[str]) -> int | None:
+    def _blame(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> int | None:
         """The first response that raises the same type of error when asked for alone; None if none does in time."""
         deadline = time.perf_counter() + BLAME_S
         for index in range(len(prompts)):
             try:
                 self.function([prompts[index]], [responses[index]])
-            except Exception as again:
+            except (Exception, SystemExit) as again:
                 if type(again) is type(error):
                     return index
             if time.perf_counter() > deadline:

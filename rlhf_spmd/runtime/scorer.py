@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.config import Config, same_tokenizer
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.batch import Sequences, sequence_scores
@@ -34,18 +35,28 @@ class Scorer:
                 rows = slice(start, start + micro_batch)
                 scores_B[rows] = sequence_scores(self.model, tokens_BT[rows])
         if self.function is not None:
-            found = self.function(self.text(prompts_BP), self.text(responses_BG))
+            found = self.function(*map(list, zip(*self._texts(prompts_BP, responses_BG), strict=True)))
             scores_B += torch.tensor(found, device=scores_B.device)
         return scores_B
 
-    def text(self, tokens_BT: Tensor) -> list[str]:
-        """Rows as text, padding dropped, special tokens skipped."""
-        return [self.tokenizer.decode([token for token in row if token >= 0]) for row in tokens_BT.tolist()]
+    def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
+        """Prompt and response of each row, padding dropped, special tokens skipped."""
+        rows = zip(prompts_BP.tolist(), responses_BG.tolist(), strict=True)
+        return [self.tokenizer.decode_pair(*(_real(tokens) for tokens in row)) for row in rows]
 
     def _tokens(self, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor:
         if self.own_tokenizer is None:
             return Sequences.join(prompts_BP, responses_BG).tokens_BT
-        pairs = zip(self.text(prompts_BP), self.text(responses_BG), strict=True)
         limit = self.model.config.max_position_embeddings
-        tokens = [self.own_tokenizer.encode(prompt + response)[-limit:] for prompt, response in pairs]
-        return pad(tokens).to(prompts_BP.device)
+        texts = (prompt + response for prompt, response in self._texts(prompts_BP, responses_BG))
+        tokens_BT = pad([self.own_tokenizer.encode(text)[-limit:] for text in texts]).to(prompts_BP.device)
+        if int(tokens_BT.max()) >= self.model.config.vocab_size:
+            raise UserError(
+                f"the tokenizer of the reward model made token {int(tokens_BT.max())}, but the model knows "
+                f"{self.model.config.vocab_size} tokens; give models.reward the tokenizer that belongs to it"
+            )
+        return tokens_BT
+
+
+def _real(tokens: list[int]) -> list[int]:
+    return [token for token in tokens if token >= 0]

@@ -21,7 +21,7 @@ from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.metrics import combine
-from rlhf_spmd.runtime.models import Models
+from rlhf_spmd.runtime.models import Models, shared_vocabulary
 from rlhf_spmd.runtime.run_folder import RunFolder
 from rlhf_spmd.runtime.scorer import Scorer
 from rlhf_spmd.runtime.trace import Recorder
@@ -48,6 +48,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
     """Loads prompts, tokenizer and models, each step on all ranks or on none (UserErrors leave together)."""
     with world.together("reading tokenizer and prompts"):
         tokenizer = load_tokenizer(config.models.actor)
+        num_known = shared_vocabulary(config, tokenizer)
         if not config.data.prompts:
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         prompts = load_prompts(
@@ -58,6 +59,12 @@ def prepare(config: Config, program: Program, world: World) -> Job:
             long_prompts=config.data.long_prompts,
             seed=config.seed,
         )
+        for text, tokens in zip(prompts.texts, prompts.prompts, strict=True):
+            if max(tokens) >= num_known:
+                raise UserError(
+                    f"the prompt {text[:60]!r} has token {max(tokens)}, but the models know {num_known} tokens "
+                    f"(vocab_size in config.json); use the tokenizer that belongs to {config.models.actor}"
+                )
         actor = read_config(config.models.actor)
         eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
         longest = config.data.max_prompt + config.generation.max_new_tokens
@@ -75,7 +82,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         scorer = Scorer(config, models.copies.get("reward"), tokenizer) if needs_scorer else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start_engines()
-    calls = Calls(program, config, world, models, scorer, eos_ids)
+    calls = Calls(program, config, world, models, scorer, eos_ids, num_known)
     return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids))
 
 
@@ -125,10 +132,12 @@ def train(
     summary: str,
     root: str,
     name: str | None,
+    command: report.Command,
 ) -> Result:
     """Runs all iterations and leaves the run folder `root`/`name`; rank 0 prints.
 
-    strategy, source: name and text of the strategy module; summary: what `check` prints of the program.
+    strategy, source: name and text of the strategy module; summary: what `check` prints of the program; command: how
+    the user started it.
     """
     started = time.perf_counter()
     recorder = Recorder(world.rank, world.hosts[world.rank])
@@ -167,7 +176,7 @@ def train(
     folder.write_timeline(records, title=f"{strategy} on {ranks}")
     folder.close()
     result = report.result(strategy, world.size, history, time.perf_counter() - started, folder)
-    console.closing(result, folder, report.next_commands(job, strategy))
+    console.closing(result, folder, report.next_commands(command, world.size))
     return result
 
 

@@ -37,6 +37,10 @@ class DeadlineError(UserError):
     """Some ranks did not arrive in time, so nothing more can be agreed with them."""
 
 
+class _Leaving(SystemExit):
+    """All ranks end; why has been told. Any other SystemExit comes from code of the user and is a failure."""
+
+
 @dataclass(eq=False)
 class World:
     """All ranks of the job and this one's place among them. Made by `World.discover`."""
@@ -48,7 +52,6 @@ class World:
     num_nodes: int
     nodes: tuple[int, ...]  # the node of every rank
     hosts: tuple[str, ...]  # the host name of every rank
-    devices_per_node: tuple[int, ...]  # NVIDIA devices that the node's ranks may use
     deadline_s: float
     threads: int  # this rank's fair share of its node's cores
     device_index: int | None  # None: compute on the CPU
@@ -105,7 +108,6 @@ class World:
             num_nodes=len(order),
             nodes=nodes,
             hosts=tuple(facts["host"] for facts in everyone),
-            devices_per_node=tuple(len({d for facts in ranks for d in facts["devices"]}) for ranks in of_node),
             deadline_s=deadline_s,
             threads=max(1, min(cores // len(node_ranks), len(everyone[comm.rank]["cores"]))),
             device_index=None if None in assigned else assigned[node][local_rank],
@@ -172,18 +174,18 @@ class World:
     def together(self, what: str) -> Iterator[None]:
         """Runs the block on every rank and goes on only if it went well on all.
 
-        Otherwise one rank prints what went wrong, once, and every rank raises SystemExit (2 for UserErrors, 1 if there
-        was any other exception). The others need not have finished the block: they leave from their next control
-        message. Ranks that are blocked in a torch collective are not reached that way; `fail` is for them.
+        Otherwise one rank prints what went wrong, once, and every rank leaves with SystemExit (2 for UserErrors, 1 if
+        there was any other exception). The others need not have finished the block: they leave from their next
+        control message. Ranks that are blocked in a torch collective are not reached that way; `fail` is for them.
         """
         failure = None
         try:
             yield
-        except DeadlineError:
-            raise  # some ranks don't answer: nothing can be agreed
+        except (DeadlineError, _Leaving):
+            raise  # some ranks don't answer: nothing can be agreed; or all know already
         except UserError as error:
             failure = {"error": str(error)}
-        except Exception:
+        except (Exception, SystemExit):
             failure = {"crash": traceback.format_exc()}
         self._exchange(what, json.dumps(failure).encode(), failed=failure is not None)
 
@@ -194,7 +196,7 @@ class World:
         with suppress(Late, Failed):  # the first to end ends all, so not before the message is out
             self.control.exchange("leaving", b"", deadline_s=5.0)
         atexit.register(_end_job, status)
-        raise SystemExit(status) from None
+        raise _Leaving(status) from None
 
     def _report(self, failures: Mapping[int, Mapping[str, str]]) -> str:
         crashed = [rank for rank, failure in failures.items() if "crash" in failure]
@@ -214,7 +216,7 @@ class World:
 
         One rank reports its error; the status is 2 for a UserError and 1 for anything else, which shows a traceback.
         """
-        if isinstance(error, SystemExit):
+        if isinstance(error, _Leaving):
             raise error
         if isinstance(error, KeyboardInterrupt):
             _end_job(INTERRUPTED_STATUS)

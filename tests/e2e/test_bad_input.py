@@ -1,6 +1,7 @@
 """What a user gets wrong: one clear message from one rank that names culprit and mend, a non-zero exit of the whole
 job within ten seconds, and no traceback. Each case is a real launch of two ranks."""
 
+import json
 import shutil
 import sys
 import time
@@ -14,6 +15,7 @@ from tests.run_mpi import mpi_command, run_limited
 
 LIMIT_S = 60.0  # for a hang; what is promised is measured below
 PROMISED_S = 10.0
+TEMPLATE = Path(__file__).parents[2] / "strategies" / "_template.py"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ CASES = {
         ("strategy s", "reward_infer", "rank 7 is outside the world of 2 ranks", "at least 8 ranks"),
         {"s.py": strategy("Layout.data_parallel((0, 7))")},
     ),
+    "ranks backwards": Case(
+        ("--strategy", "{folder}/s.py"),
+        ("strategy s", "reward_infer on ranks 1,0", "not ascending; sort them"),
+        {"s.py": strategy("Layout.data_parallel(reversed(cluster.ranks))")},
+    ),
+    "ratio that is none": Case(
+        ("--strategy", str(TEMPLATE), "strategy.ratio=abc"), ("strategy _template", "ratio 'abc'", "write 0.5 or 1/2")
+    ),
     "ratio of no rank": Case(
         ("--strategy", "{folder}/s.py"),
         ("strategy s", "reward rounds to no rank"),
@@ -77,6 +87,14 @@ CASES = {
     "missing checkpoint": Case(("models.actor={folder}/nowhere",), ("nowhere", "config.json")),
     "truncated checkpoint": Case(("models.actor={folder}/cut",), ("model.safetensors",)),
     "unsupported family": Case(("models.actor={folder}/gpt2",), ("gpt2", "llama")),
+    "null in config.json": Case(("models.actor={folder}/null",), ("null/config.json", "'rms_norm_eps' is None")),
+    "reward without a head": Case(
+        ("models.reward={folder}/actor",), ("actor/model.safetensors", "no tensor score.weight", "give a folder")
+    ),
+    "tokenizer too large": Case(
+        ("models.actor={folder}/small",), ("tokenizer in", "small", "ids up to 62", "40 tokens")
+    ),
+    "reference too small": Case(("models.reference={folder}/small",), ("the reference", "small", "40 tokens", "63")),
     "empty prompts": Case(("data.prompts={folder}/p.jsonl",), ("p.jsonl", "empty"), {"p.jsonl": ""}),
     "malformed prompts": Case(
         ("data.prompts={folder}/p.jsonl",),
@@ -92,6 +110,15 @@ CASES = {
         ("r.py:f", "ValueError", "no such luck"),
         {"r.py": "def f(prompts, responses):\n    raise ValueError('no such luck')\n"},
     ),
+    "reward exits": Case(
+        ("reward_function={folder}/r.py:f",),
+        ("r.py:f", "SystemExit"),
+        {"r.py": "import sys\ndef f(prompts, responses):\n    sys.exit(0)\n"},
+    ),
+    "strategy exits": Case(
+        ("--strategy", "{folder}/s.py"), ("strategy s", "SystemExit"), {"s.py": strategy("exit(0)")}
+    ),
+    "shape of a checkpoint": Case(("shape=llama-7b",), ("shape=llama-7b", "drop one")),
     "reward of wrong count": Case(
         ("reward_function={folder}/r.py:f",), ("r.py:f",), {"r.py": "def f(prompts, responses):\n    return [1.0]\n"}
     ),
@@ -111,7 +138,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Good models and prompts, and three bad checkpoints."""
+    """Good models and prompts, and checkpoints that are bad or do not fit."""
     folder = tmp_path_factory.mktemp("bad")
     write_all(folder)
     write_model(folder / "cut")
@@ -120,6 +147,10 @@ def folder(tmp_path_factory) -> Path:
     shutil.copytree(folder / "actor", folder / "gpt2")
     config = (folder / "gpt2" / "config.json").read_text().replace('"llama"', '"gpt2"')
     (folder / "gpt2" / "config.json").write_text(config)
+    shutil.copytree(folder / "actor", folder / "null")
+    values = json.loads((folder / "null" / "config.json").read_text())
+    (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}))
+    write_model(folder / "small", vocab_size=40)
     return folder
 
 
@@ -146,7 +177,26 @@ def test_different_configs(folder, tmp_path):
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert status not in (0, None)
     assert stderr.count("rlhf_spmd: error:") == 1, stderr
-    assert "config is not the same on every rank" in stderr and "Traceback" not in stderr
+    for words in ("option seed is not the same on every rank", "'1' on rank 0", "'2' on rank 1"):
+        assert words in stderr, stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tain"], "invalid choice: 'tain'"),
+        ([], "required: VERB"),
+        (["check", "flattening"], "check runs in one process"),
+    ],
+)
+def test_many_processes_and_not_train(words, says):
+    """mpirun starts what it is told to, also where there is nothing for many ranks to do."""
+    command = [*mpi_command(3), sys.executable, "-m", "rlhf_spmd", *words]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
+    assert status not in (0, None)
+    assert stderr.count("rlhf_spmd: error:") == 1 and says in stderr, stderr
+    assert stdout == ""
 
 
 def test_no_run_folder_is_left_by_bad_input(folder, tmp_path):

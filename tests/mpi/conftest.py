@@ -66,6 +66,29 @@ def make_group(world):
     return make
 
 
+@pytest.fixture
+def job(world, make_group):
+    from tests.trainee import Job
+
+    return Job(world, make_group)
+
+
+@pytest.fixture(scope="module")
+def cheap_garbage_collection():
+    """DeepSpeed collects garbage whenever it makes an engine, which costs 0.3 s with all its modules to go through."""
+    import gc
+
+    import torch
+
+    from rlhf_spmd.runtime import train_engine
+
+    train_engine._import_deepspeed(torch.device("cpu"))
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield

@@ -1,13 +1,22 @@
 """`check` refuses broken programs and names the rank and the instruction."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from rlhf_spmd.plan.check import Finding, check
-from rlhf_spmd.plan.program import Instruction, Message, Post, Program, Run, Transfer, Wait
-from tests.programs import make_workload, place_calls, place_models, with_list
+from rlhf_spmd.plan.program import Agree, Message, Post, Program, Run, Transfer, Wait
+from tests.programs import (
+    edited,
+    everywhere,
+    halves,
+    make_workload,
+    place_calls,
+    place_models,
+    separation,
+    where,
+    with_list,
+)
 
 
 def errors(program: Program) -> list[Finding]:
@@ -16,29 +25,6 @@ def errors(program: Program) -> list[Finding]:
 
 def warnings(program: Program) -> list[str]:
     return [finding.message for finding in check(program) if finding.severity == "warning"]
-
-
-def edited(program: Program, rank: int, edit: Callable[[list[Instruction]], object]) -> Program:
-    """The program after `edit` has changed the list of one rank in place."""
-    steps = list(program.instructions[rank])
-    edit(steps)
-    return with_list(program, rank, steps)
-
-
-def halves() -> Program:
-    """Actor and critic on four ranks, reference on the first two, reward on the others: groups and transfers."""
-    return place_models(make_workload(), 4, reference=(0, 1), reward=(2, 3))
-
-
-def separation() -> Program:
-    """Generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
-    inference = ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
-    return place_calls(make_workload(), "1x4", actor_generate=(0, 1), **dict.fromkeys(inference, (2, 3)))
-
-
-def where(program: Program, rank: int, text: str) -> int:
-    """Position of the first instruction of a rank that reads like this."""
-    return next(i for i, step in enumerate(program.instructions[rank]) if str(step).startswith(text))
 
 
 def number_of(program: Program, what: str) -> int:
@@ -128,6 +114,44 @@ def test_a_run_in_an_unknown_group():
     assert_refused(broken, 2, "with ranks 7-9", "group that this rank is not in", position=at)
 
 
+def test_runs_without_their_groups():
+    """Alike on both ranks: nothing hangs, but each rank would train on its own gradients."""
+    program = place_models(make_workload(), 2)
+    for rank in (0, 1):
+        alone = [replace(step, group=None) if isinstance(step, Run) else step for step in program.instructions[rank]]
+        program = with_list(program, rank, alone)
+    at = where(program, 1, "Run critic_train epoch 0 mini-batch 1")
+    words = ("Run critic_train epoch 0 mini-batch 1 enters no group", "its collectives need all of ranks 0-1")
+    assert_refused(program, 1, *words, position=at)
+
+
+def test_whitening_over_the_batch_without_its_group():
+    program = place_models(make_workload(whiten="batch"), 2)
+    at = where(program, 0, "Run estimate_advantages")
+    for rank in (0, 1):
+        program = edited(program, rank, lambda s: s.__setitem__(at, replace(s[at], group=None)))
+    assert_refused(program, 1, "Run estimate_advantages", "enters no group", "all of ranks 0-1", position=at)
+
+
+def test_a_run_with_a_group_where_it_computes_alone():
+    program = place_models(make_workload(), 2)
+    at = where(program, 0, "Run critic_infer")
+    for rank in (0, 1):
+        program = edited(program, rank, lambda s: s.__setitem__(at, replace(s[at], group="ranks 0-1")))
+    assert_refused(program, 0, "Run critic_infer", "enters ranks 0-1", "it computes alone there", position=at)
+
+
+def test_a_group_of_another_name_or_of_other_ranks_than_its_layout():
+    program = halves()
+    others = {"ranks 0-3": (0, 1, 2), "some": (0, 1, 2, 3)}
+    at = where(program, 1, "Run actor_train")
+    broken = replace(program, groups=others)
+    assert_refused(broken, 1, "Run actor_train", "a group of ranks 0-2", "all of ranks 0-3", position=at)
+    at = where(program, 3, "Run actor_train")
+    broken = edited(broken, 3, lambda s: s.__setitem__(at, replace(s[at], group="some")))
+    assert_refused(broken, 3, "Run actor_train", "enters some", "all of ranks 0-3", position=at)
+
+
 @pytest.mark.parametrize(
     ("step", "words"),
     [
@@ -151,6 +175,21 @@ def test_agreement_dropped_on_one_rank():
     broken = edited(program, 2, lambda s: s.pop())
     at = len(program.instructions[0]) - 1
     assert_refused(broken, 0, "Agree on metrics", "ranks 2;", "rank 2 has ended its list", position=at)
+
+
+def test_no_agreement_at_all():
+    """Nobody would wait, but nobody would know the others' numbers either."""
+    broken = everywhere(halves(), lambda s: s.pop())
+    for rank in range(4):
+        assert_refused(broken, rank, "never agrees with the other ranks", "must end with one Agree")
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_agreement_that_does_not_come_once_and_last(twice):
+    program = halves()
+    broken = everywhere(program, lambda s: s.insert(0, s[-1] if twice else s.pop()))
+    assert_refused(broken, 3, "Agree on metrics is not the end of the list", "one Agree", position=0)
+    assert errors(everywhere(program, lambda s: s.append(Agree("metrics")))) != []
 
 
 # ---- transfers -----------------------------------------------------------------------------------------------------
@@ -315,6 +354,7 @@ RESPONSES = ("responses",)
         ({"groups": {"g": (0, 9)}}, ["group 'g'", "[0, 9]", "(0-3)"]),
         ({"groups": {"g": ()}}, ["group 'g'", "[]"]),
         ({"groups": {"g": (1, 1)}}, ["group 'g'", "[1, 1]"]),
+        ({"groups": {"g": (1, 0)}}, ["group 'g'", "ascending", "[1, 0]"]),
         ({"transfers": (Transfer("x", (1,), ("guesses",), ()),)}, ["transfer 0", "guesses", "no call makes"]),
         ({"transfers": (Transfer("x", (1,), (), ()),)}, ["transfer 0", "no keys"]),
         ({"transfers": (Transfer("x", (1,), (), (), model="reward"),)}, ["weights of reward", "no call trains"]),

@@ -114,7 +114,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         (["check", "flattening", "itertions=3"], ["'itertions'", "did you mean 'iterations'"]),
         (["check", "flattening", "mini_batch=100"], ["mini_batch 100", "512"]),
         (["check", "flattening", "strategy.zeero=1"], ["strategy flattening", "did you mean strategy.zero?"]),
-        (["check", "flattening", "strategy.zero=7"], ["strategy flattening", "actor_train on ranks 0-3", "stage 7"]),
+        (["check", "flattening", "strategy.zero=7"], ["strategy flattening", "critic_train on ranks 0-3", "stage 7"]),
         (["check", "flattening", "--model", "no/folder"], ["no/folder/config.json does not exist"]),
         (["convert", "a.gguf", "folder", "iterations=3"], ["convert takes no overrides", "iterations=3"]),
     ],

@@ -244,10 +244,10 @@ def test_what_a_rank_has_is_not_sent_again():
 def test_a_gap_in_what_a_rank_lacks_makes_two_messages():
     """Rank 1 holds the middle of the responses when the reward needs all of them there."""
     workload = make_workload(mini_batch=6)
-    calls = {name: (0,) for name in ("actor_generate", "critic_infer", "actor_train", "critic_train")}
-    program = place_calls(workload, "1x3", reference_infer=(2, 1, 0), reward_infer=(1,), **calls)
+    calls = {name: (3,) for name in ("actor_generate", "critic_infer", "actor_train", "critic_train")}
+    program = place_calls(workload, "1x4", reference_infer=(0, 1, 2), reward_infer=(1,), **calls)
     sent = [(m.destination, m.columns) for t in program.transfers if t.keys == ("responses",) for m in t.messages]
-    assert sent == [(2, range(2)), (1, range(2, 4)), (1, range(2)), (1, range(4, 6))]
+    assert sent == [(0, range(2)), (1, range(2, 4)), (2, range(4, 6)), (1, range(2)), (1, range(4, 6))]
     assert check(program) == []
 
 

@@ -19,7 +19,7 @@ def estimate(program: Program, rank: int) -> tuple[dict[str, torch.Tensor], dict
     """What a rank's advantage Runs leave in its store, given all inputs; and what they count."""
     config = load("tiny")
     world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    calls = Calls(program, config, world, None, None, eos_ids=(1,))
+    calls = Calls(program, config, world, None, None, eos_ids=(1,), num_known=63)
     generator = torch.Generator().manual_seed(0)
     shape = (NUM, MINI_BATCH, program.workload.max_response)
     store = {"responses": torch.randint(1, 9, shape, generator=generator)}

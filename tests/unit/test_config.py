@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -174,7 +175,8 @@ def test_keys_that_are_none(override, words):
         ("ppo.kl_coef=nan", ["greater than or equal to 0"]),
         ("ppo.kl_coef=inf", ["finite"]),
         ("ppo.truncation_penalty=nan", ["finite"]),
-        ("deadline_s=Infinity", ["finite"]),
+        ("deadline_s=Infinity", ["less than or equal to 1000000"]),
+        ("shape=llama-7b", ["tiny/actor has a shape of its own"]),
         ("ppo.gamma=1.5", ["less than or equal to 1"]),
         ("ppo.normalize_scores=maybe", ["boolean"]),
         ("dtype=float16", ["'float32' or 'bfloat16'"]),
@@ -343,5 +345,41 @@ def test_a_config_json_that_is_a_folder_or_not_text(tmp_path):
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "config.json").write_bytes(b"\xff\xfe\x00")
     for name in ("one", "two"):
-        with pytest.raises(UserError, match="is not readable JSON"):
+        with pytest.raises(UserError, match="cannot be read as JSON"):
             shape_of_folder(str(tmp_path / name))
+
+
+JUNK = (None, "x", "", [], ["x"], [[]], {}, {"a": {}}, 2.5, -1, 0, True, False, float("nan"), float("inf"), 10**400)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_junk_in_a_config_json_is_a_model_or_an_error_that_names_file_and_key(tmp_path, family):
+    sizes = {"vocab_size": 50, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+    good = {"model_type": family, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6} | sizes
+    rope = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 9}
+    good |= {"rope_scaling": {"rope_type": "llama3"} | rope, "use_sliding_window": True, "sliding_window": 5}
+    more = ("rms_norm_eps", "rope_theta", "rope_parameters", "partial_rotary_factor", "max_position_embeddings")
+    more += ("layer_types", "max_window_layers", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id")
+    cases = [(key, good | {key: junk}) for key in (*good, *more) for junk in JUNK]
+    for key in ("rope_type", "rope_theta", "attention_factor", *rope):
+        cases += [(key, good | {"rope_scaling": good["rope_scaling"] | {key: junk}}) for junk in JUNK]
+    for key, values in cases:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        try:
+            shape_of_folder(str(tmp_path))
+        except UserError as error:
+            text = str(error).replace("rope type", "rope_type")
+            assert text.startswith(f"{tmp_path}/config.json: "), values
+            words = (key, "rope_scaling", "kv_heads", "attention heads", "is 0, but", "is -1, but")
+            assert any(word in text for word in words), (values, text)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"rms_norm_eps": None}, "'rms_norm_eps' is None"), ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear'")],
+)
+def test_a_value_of_the_wrong_kind_names_file_and_key(folder, values, words):
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(UserError, match=rf"config\.json: {words}, but must be"):
+        shape_of_folder(folder)

@@ -13,7 +13,7 @@ from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.generate import generate
 
-ACTOR, REWARD = embedded.folder("actor"), embedded.folder("reward")
+ACTOR, REWARD = embedded.path_of("actor"), embedded.path_of("reward")
 
 
 def padded(rows):
@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def prompts():
-    lines = embedded.folder("prompts.jsonl").read_text().splitlines()
+    lines = embedded.path_of("prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 
@@ -80,7 +80,7 @@ def test_openings_are_neutral_and_moods_balanced():
 
 
 def test_package_is_small():
-    files = [path for path in embedded.folder("actor").parent.rglob("*") if path.is_file()]
+    files = [path for path in embedded.path_of("actor").parent.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5_000_000
     assert {path.suffix for path in files} == {".json", ".jsonl", ".safetensors"}  # nothing pickled
 

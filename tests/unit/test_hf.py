@@ -186,6 +186,12 @@ def test_a_critic_from_a_language_model_starts_at_zero(folder):
     assert mine.score.weight.requires_grad
 
 
+def test_a_reward_model_must_have_a_head(folder):
+    with pytest.raises(UserError, match=r"model\.safetensors has no tensor score\.weight.*SequenceClassification"):
+        hf.load_model(folder, head="scalar", fresh_head=False)
+    hf.load_model(folder, head="lm", fresh_head=False)
+
+
 def test_precision_and_independence_of_the_file(broken):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         mine = hf.load_model(broken, head="lm", dtype=dtype)
@@ -253,13 +259,17 @@ def index(weight_map):
 
 NORM = "model.norm.weight"
 BAD = {
-    "no config": (lambda path: (path / "config.json").unlink(), r"config\.json is missing"),
+    "no config": (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
     "config not json": (lambda path: (path / "config.json").write_text("{"), r"config\.json cannot be read"),
     "config a list": (lambda path: (path / "config.json").write_text("[]"), r"config\.json does not hold"),
     "family": (edit_config(model_type="gpt2"), r"config\.json: model_type 'gpt2'.*llama, mistral, qwen2, qwen3"),
-    "eps": (edit_config(rms_norm_eps="tiny"), r"config\.json holds a value of the wrong kind"),
-    "layer types": (edit_config(model_type="qwen2", use_sliding_window=True, layer_types=3), "of the wrong kind"),
+    "eps": (edit_config(rms_norm_eps="tiny"), r"config\.json: 'rms_norm_eps' is 'tiny', but"),
+    "layer types": (edit_config(model_type="qwen2", use_sliding_window=True, layer_types=3), "'layer_types' must"),
     "eos": (edit_config(eos_token_id="</s>"), r"config\.json: eos_token_id is '</s>'"),
+    "eos of generation": (
+        lambda path: (path / "generation_config.json").write_text('{"eos_token_id": 0.5}'),
+        r"generation_config\.json: eos_token_id is 0\.5",
+    ),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"holds neither model\.safetensors nor"),
     "truncated": (truncate, r"model\.safetensors is truncated"),
     "empty": (lambda path: (path / "model.safetensors").write_bytes(b""), r"model\.safetensors is truncated"),

@@ -12,7 +12,8 @@ from rlhf_spmd.plan.layout import Layout, exact_div, format_ranks
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [((), ""), ((3,), "3"), ((0, 1, 2), "0-2"), ((0, 1, 2, 5), "0-2,5"), ((7, 1, 2), "7,1-2"), ((2, 1), "2,1")],
+    [((), ""), ((3,), "3"), ((0, 1, 2), "0-2"), ((0, 1, 2, 5), "0-2,5"), ((7, 1, 2), "7,1-2"), ((2, 1), "2,1")]
+    + [((-1, 0, 1), "-1,0-1"), ((-2, -1), "-2,-1")],
 )
 def test_ranks_in_words(ranks, text):
     assert format_ranks(ranks) == text
@@ -69,6 +70,7 @@ def test_a_layout_is_made_of_whole_numbers(arguments):
     [
         (Layout((), dp=0), ["no ranks", "at least one"]),
         (Layout((1, 2, 1), dp=3), ["twice", "[1, 2, 1]"]),
+        (Layout.data_parallel(reversed(range(3))), ["[2, 1, 0] are not ascending", "sorted(ranks)"]),
         (Layout((0, 1), dp=3), ["dp 3 x pp 1 x tp 1", "number of ranks, 2"]),
         (Layout((0, 1), dp=-2, pp=-1), ["dp -2, pp -1", "less than 1"]),
         (Layout((0,), dp=1, zero=7), ["ZeRO stage 7", "0, 1, 2 or 3"]),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, split_by_ratio, validate
 from tests.programs import make_workload
 
@@ -145,7 +145,11 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ({"reward_infer": (0, 1)}, ["call reward_infer: (0, 1) is not a Layout"]),
         ({"reward_infer": Layout.data_parallel(())}, ["call reward_infer: it has no ranks"]),
         ({"actor_train": Layout.data_parallel((0, 9))}, ["actor_train on ranks 0,9", "rank 9", "(0-3)", "10 ranks"]),
-        ({"actor_train": Layout.data_parallel((-1, 0))}, ["actor_train", "rank -1 is outside the world of 4 ranks"]),
+        ({"actor_train": Layout.data_parallel((1, 0))}, ["call actor_train on ranks 1,0", "not ascending; sort them"]),
+        (
+            {"actor_train": Layout.data_parallel((-1, 0))},
+            ["call actor_train on ranks -1,0: rank -1 is outside the world of 4 ranks (0-3); ranks are counted from 0"],
+        ),
         ({"reward_infer": Layout.data_parallel((1, 1))}, ["reward_infer on ranks 1,1", "twice", "once"]),
         ({"actor_train": Layout.data_parallel((0, 1), zero=7)}, ["actor_train on ranks 0-1", "ZeRO stage 7", "use 0"]),
         ({"reward_infer": Layout((0, 1), dp=1, tp=2)}, ["reward_infer on ranks 0-1", "tp 2", "set pp = tp = 1"]),
@@ -168,8 +172,36 @@ def test_everything_wrong_is_told_at_once():
 
 
 def test_more_ranks_than_there_are():
+    """One sentence for all calls that have the same layout."""
     text = refused({}, size=2)
-    assert "rank 2 is outside the world of 2 ranks (0-1)" in text and "start at least 4 ranks" in text
+    calls = ", ".join(call.name for call in make_workload().workflow.placed_calls)
+    assert text == (
+        f"calls {calls} on ranks 0-3: rank 2 is outside the world of 2 ranks (0-1); "
+        "use ranks below 2 or start at least 4 ranks"
+    )
+    assert "outside the world of 1 rank (0);" in refused({}, size=1)
+    apart = refused({"reward_infer": Layout.data_parallel((0, 7))}, size=2)
+    assert apart.count("outside") == 2 and "call reward_infer on ranks 0,7: rank 7" in apart
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [((2, 3), 2), ((0, 1), 1), ((2, 3), 3)])
+def test_zero_where_a_model_does_not_train_so_would_be_ignored(ranks, zero):
+    """The weights of a shadow are whole: only where its model trains, and as it trains, can they be sharded."""
+    home = Layout.data_parallel((0, 1), zero=2)
+    text = refused({"actor_train": home, "actor_generate": Layout.data_parallel(ranks, zero=zero)})
+    assert f"call actor_generate on ranks {format_ranks(ranks)}: ZeRO {zero} would be ignored" in text
+    assert "actor trains on ranks 0-1 with ZeRO 2; use zero=0 here, and set the stage of actor_train" in text
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_model_s_calls_may_share_a_layout_with_zero(zero):
+    workload, cluster = make_workload(), Cluster.parse("1x4")
+    trained = Layout.data_parallel(range(4), zero=zero)
+    models = {"actor": trained, "critic": trained, "reference": EVERYONE, "reward": EVERYONE}
+    placement = Placement.by_model(workload, **models)
+    validate(placement, workload, cluster)
+    other = Layout.data_parallel(range(4), zero=zero, micro_batch=1)  # what a forward takes does not shard weights
+    validate(Placement({**placement.layouts, "actor_generate": other}), workload, cluster)
 
 
 def test_by_model_wants_a_layout_for_each_model_and_no_other():
@@ -187,5 +219,5 @@ def test_a_compute_runs_once_for_every_distinct_list_of_ranks_that_reads_it():
     compute = workload.workflow.call("estimate_advantages")
     same = dict.fromkeys(("actor_train", "critic_train"), EVERYONE)
     assert Placement(same).sites(compute, workload.workflow) == ("actor_train",)
-    apart = same | {"critic_train": Layout.data_parallel((3, 2))}
+    apart = same | {"critic_train": Layout.data_parallel((2, 3))}
     assert Placement(apart).sites(compute, workload.workflow) == ("actor_train", "critic_train")

@@ -84,7 +84,6 @@ def test_row_05_running_moments():
     assert (running.mean, running.std) == (0.0, 1.0)
     for part in (x[:7], x[7:8], x[8:8], x[8:]):
         running = running.updated(pm.moments(part, every[: len(part)]))
-        running = pm.RunningMoments.from_dict(running.to_dict())
     assert running.count == 50
     assert running.mean == pytest.approx(float(x.mean()), rel=1e-13)
     assert running.std == pytest.approx(float(x.std(correction=0)), rel=1e-10)
@@ -234,12 +233,10 @@ def test_row_08_global_moments(num_ranks):
     expected = (valid - valid.mean()) / (valid.var(correction=0) + 1e-8).sqrt()
     torch.testing.assert_close(white_BG[mask_BG], expected)
     assert (white_BG[~mask_BG] == 0).all()
-    kept_BG = pm.whiten(x_BG, mask_BG, total, shift_mean=False)
-    torch.testing.assert_close(kept_BG[mask_BG], expected + valid.mean())
 
 
 def test_row_08_edges():
-    """No token at all, one token, float32 with a large mean (accumulated in float64), and the two-pass form."""
+    """No token at all, one token, and float32 with a large mean (accumulated in float64)."""
     x_BG, none_BG = randn(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     assert pm.moments(x_BG, none_BG).tolist() == [0, 0, 0]
     assert (pm.whiten(x_BG, none_BG, pm.moments(x_BG, none_BG)) == 0).all()
@@ -252,15 +249,6 @@ def test_row_08_edges():
     white = pm.whiten(far, every, pm.moments(far, every))
     assert white.dtype == torch.float32
     assert abs(float(white.double().mean())) < 1e-6 and abs(float(white.double().var(correction=0)) - 1) < 1e-6
-
-    farther = randn(1000) * 1e-3 + 1e7
-    every = torch.ones_like(farther, dtype=torch.bool)
-    center = float(pm.mean_and_variance(pm.moments(farther, every))[0])
-    mean, variance = pm.mean_and_variance(pm.moments(farther, every, center), center)
-    assert float(mean) == pytest.approx(float(farther.mean()), rel=1e-14)
-    assert float(variance) == pytest.approx(float(farther.var(correction=0)), rel=1e-6)
-    white = pm.whiten(farther, every, pm.moments(farther, every, center), center=center)
-    assert float(white.var(correction=0)) == pytest.approx(1e-6 / (1e-6 + 1e-8), rel=0.01)
 
 
 def test_imports_nothing_of_ours():

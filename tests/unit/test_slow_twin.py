@@ -1,31 +1,35 @@
-"""Whole iterations of the real runtime in one process against tests/slow_ppo.py, which is fed with the same rollouts.
+"""Whole iterations of the real runtime in one process against tests/slow_ppo.py, which is fed with the same tokens.
 
-What is shared is the rollouts (tokens, logprobs, values, scores) and the order of the mini-batches. All the rest is
-computed twice: KL penalty, rewards, advantages, whitening, both losses and their gradients, clipping, AdamW, the KL
-controller and the running mean of the scores.
+What is shared is the tokens, the sets they were drawn from, and the order of the mini-batches. All the rest is computed
+twice: what the four models say of each response (by forwards of one sequence each), KL penalty, rewards, advantages,
+whitening, both losses and their gradients, clipping, AdamW, the KL controller and the running mean of the scores. In
+float64 the sets are checked too.
 """
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlhf_spmd.algorithms.order import epoch_order
-from rlhf_spmd.config import Config, critic_folder
+from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime import calls, models, zero0
 from tests import slow_ppo
-from tests.folders import write_all
+from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
 
 EOS_IDS = tuple(range(1, 9))  # two thirds of the responses end
+STORED = 1e-5  # how far apart may be what both say of the same response
 SMALL = ["generation.max_new_tokens=8", "rollout_batch=12", "mini_batch=4", "micro_batch=3", "ppo.kl_coef=0.2"]
 VARIANTS = {
     "defaults": [],
     "adaptive bootstrap": [
         "generation.temperature=0.7",
+        "generation.min_new_tokens=2",
         "ppo.truncation=bootstrap",
         "ppo.gamma=0.97",
         "ppo.kl_controller=adaptive",
@@ -45,8 +49,10 @@ VARIANTS = {
         "generation.temperature=1.4",
         "generation.top_k=12",
         "generation.top_p=0.9",
+        "generation.min_p=0.15",
         "generation.min_new_tokens=2",
     ],
+    "four models": ["models.reference={folder}/reference", "models.critic={folder}/critic"],
     "optimizer": [
         "samples_per_prompt=2",
         "rollout_batch=6",
@@ -60,7 +66,16 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
-    return write_all(tmp_path_factory.mktemp("twin"), eos_token_ids=EOS_IDS) + SMALL
+    folder = tmp_path_factory.mktemp("twin")
+    write_model(folder / "reference", seed=3)
+    write_model(folder / "critic", head="scalar", seed=4)
+    return write_all(folder, eos_token_ids=EOS_IDS) + SMALL
+
+
+@pytest.fixture
+def config(overrides, variant) -> Config:
+    folder = Path(overrides[0].partition("=")[2]).parent
+    return load(overrides, *(text.format(folder=folder) for text in variant))
 
 
 @pytest.fixture
@@ -103,8 +118,11 @@ class SlowRun:
     def __init__(self, config: Config):
         self.config, self.options = config, options_of(config)
         dtype = models.DTYPES[config.dtype]
-        self.actor = load_model(config.models.actor, head="lm", dtype=dtype)
-        self.critic = load_model(critic_folder(config), head="scalar", dtype=dtype)
+        folders = config.models
+        self.actor = load_model(folders.actor, head="lm", dtype=dtype)
+        self.critic = load_model(folders.critic or folders.reward, head="scalar", dtype=dtype)
+        self.reference = load_model(folders.reference or folders.actor, head="lm", dtype=dtype)
+        self.reward = load_model(folders.reward, head="scalar", dtype=dtype)
         self.optimizers = [slow_ppo.AdamW(lr, self.options) for lr in (self.options.actor_lr, self.options.critic_lr)]
         self.kl_coef = config.ppo.kl_coef
         self.scores: list[float] = []  # all those used so far
@@ -121,6 +139,33 @@ class SlowRun:
 
     def value(self, critic: nn.Module, tokens: list[int]) -> Tensor:
         return critic.scalar(critic(torch.tensor([tokens]))[0])
+
+    @torch.no_grad()
+    def judge(self, prompt: list[int], response: list[int]) -> slow_ppo.Rollout:
+        """What the four models say of a response, rounded to float32, as which the runtime stores it."""
+
+        def stored(numbers: list[Tensor]) -> list[float]:
+            return [number.float().item() for number in numbers]
+
+        def logprobs(actor: nn.Module) -> list[float]:
+            return stored(slow_ppo.response_logprobs(self.logits, actor, prompt, response, self.options))
+
+        return slow_ppo.Rollout(
+            prompt,
+            response,
+            logprobs=logprobs(self.actor),
+            ref_logprobs=logprobs(self.reference),
+            values=stored(slow_ppo.response_values(self.value, self.critic, prompt, response)),
+            score=stored([self.value(self.reward, prompt + response)[-1]])[0],
+        )
+
+    @torch.no_grad()
+    def check_kept(self, prompt: list[int], response: list[int]) -> None:
+        """The sets that generation kept are those of the rule (top-k, top-p, min-p), under the weights as they are."""
+        rows, generation = self.actor.logits(self.actor(torch.tensor([prompt + response]))[0]), self.config.generation
+        limits = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
+        for t, kept in enumerate(self.kept[tuple(prompt + response)]):
+            assert sorted(kept) == slow_ppo.kept_set(rows[len(prompt) + t - 1].tolist(), t, self.options, **limits)
 
     def options_now(self) -> slow_ppo.Options:
         """With what changes between iterations: the KL coefficient, and mean and spread of all scores so far."""
@@ -145,30 +190,32 @@ class SlowRun:
         return steps
 
 
-def rollouts_of(run: RunOf, kept: dict) -> list[slow_ppo.Rollout]:
-    """What the runtime stored in its last iteration, in row order, without padding; fills in the kept sets."""
+def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
+    """The responses of the runtime's last iteration in row order, judged slowly: as the runtime itself judged them."""
     config, store, number = run.config, run.data.store, run.data.number
     num_rows = config.rollout_batch * config.samples_per_prompt
     first = epoch_order(config.seed, number, 0, num_rows, config.mini_batch).tolist()
     picked = run.job.prompts.batch(number, config.rollout_batch)
-    old = "logprobs" if config.ppo.old_logprobs == "generator" else "old_logprobs"
     rollouts = {}
     for m, mini_batch in enumerate(first):
         for c, row in enumerate(mini_batch):
             prompt = run.job.prompts.prompts[picked[row // config.samples_per_prompt]]
             response = [token for token in store["responses"][m, c].tolist() if token >= 0]
-            num = len(response)
-            rollouts[row] = slow_ppo.Rollout(
-                prompt,
-                response,
-                logprobs=store[old][m, c, :num].tolist(),
-                ref_logprobs=store["ref_logprobs"][m, c, :num].tolist(),
-                values=store["values"][m, c, : num + 1].tolist(),
-                score=store["scores"][m, c].item(),
-            )
             if "kept_tokens" in store:
-                sets = store["kept_tokens"][m, c, :num].tolist()
-                kept[tuple(prompt + response)] = [[token for token in tokens if token >= 0] for tokens in sets]
+                sets = store["kept_tokens"][m, c, : len(response)].tolist()
+                slow.kept[tuple(prompt + response)] = [[token for token in kept if token >= 0] for kept in sets]
+                if config.dtype == "float64":  # in float32 a set may end between two tokens that are nearly as likely
+                    slow.check_kept(prompt, response)
+            rollouts[row] = found = slow.judge(prompt, response)
+            assert store["scores"][m, c].item() == pytest.approx(found.score, abs=STORED)
+            for key, expected in (
+                ("logprobs", found.logprobs),
+                ("old_logprobs", found.logprobs),
+                ("ref_logprobs", found.ref_logprobs),
+                ("values", found.values),
+            ):
+                if key in store or key != "old_logprobs":
+                    assert store[key][m, c, : len(expected)].tolist() == pytest.approx(expected, abs=STORED), key
     return [rollouts[row] for row in range(num_rows)]
 
 
@@ -176,7 +223,7 @@ def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
     """One iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow steps."""
     assert run.state.kl_coef == pytest.approx(slow.kl_coef, rel=1e-6)
     metrics = run.iteration()
-    rollouts, config = rollouts_of(run, slow.kept), run.config
+    rollouts, config = rollouts_of(run, slow), run.config
     order = [
         epoch_order(config.seed, run.data.number, epoch, len(rollouts), config.mini_batch)
         for epoch in range(config.ppo.epochs)
@@ -193,9 +240,9 @@ def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_losses_and_gradients_in_float64(variant, overrides, float64, monkeypatch):
+def test_losses_and_gradients_in_float64(config, float64, monkeypatch):
     """Every mini-batch of two iterations: losses, statistics, norms, and the gradient before it is clipped."""
-    run = RunOf(dataclasses.replace(load(overrides, *variant), dtype="float64"))
+    run = RunOf(dataclasses.replace(config, dtype="float64"))
     slow, grads = SlowRun(run.config), []
     real_norm = zero0.norm
     monkeypatch.setattr(zero0, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
@@ -221,8 +268,8 @@ def test_losses_and_gradients_in_float64(variant, overrides, float64, monkeypatc
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_weights_after_three_iterations_in_float32(variant, overrides):
-    run = RunOf(load(overrides, *variant))
+def test_weights_after_three_iterations_in_float32(config):
+    run = RunOf(config)
     slow, worst = SlowRun(run.config), 0.0
     start = {"actor": run.weights("actor"), "critic": run.weights("critic")}
     ended = []

@@ -81,6 +81,12 @@ def test_the_template_runs_as_it_stands():
     assert program.placement.layouts["reward_infer"].ranks == (1, 2, 3)
 
 
+def test_the_template_says_what_a_ratio_looks_like():
+    path = strategies.__file__.replace("rlhf_spmd/strategy.py", "strategies/_template.py")
+    text = refused(path, ratio="abc")
+    assert text == "strategy _template: ratio 'abc' of reference is not a number; write 0.5 or 1/2"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -180,7 +186,13 @@ def test_options_without_the_star_count_too(write):
         ({"zero": "high"}, ["strategy.zero=high", "valid integer"]),
         ({"zero": "1.5"}, ["strategy.zero=1.5", "integer"]),
         ({"zero": [1]}, ["strategy.zero=[1]", "integer"]),
-        ({"zero": "7"}, ["actor_generate on ranks 0-3", "ZeRO stage 7 does not exist; use 0, 1, 2 or 3"]),
+        (
+            {"zero": "7"},
+            [
+                "calls actor_generate, critic_infer, actor_train, critic_train on ranks 0-3",
+                "ZeRO stage 7 does not exist; use 0, 1, 2 or 3",
+            ],
+        ),
     ],
 )
 def test_wrong_options_name_the_strategy(write, options, words):
@@ -232,6 +244,14 @@ def test_a_place_with_other_parameters(write):
         (
             "layouts['actor_train'] = Layout.data_parallel(range(8))",
             ["call actor_train on ranks 0-7", "rank 4 is outside", "start at least 8 ranks"],
+        ),
+        (
+            "layouts['actor_train'] = Layout.data_parallel(reversed(cluster.ranks))",
+            ["call actor_train on ranks 3,2,1,0", "not ascending", "sorted(ranks)"],
+        ),
+        (
+            "layouts['actor_generate'] = Layout.data_parallel((0, 1), zero=2)",
+            ["call actor_generate on ranks 0-1", "ZeRO 2 would be ignored", "trains on ranks 0-3", "use zero=0 here"],
         ),
         ("layouts['actor_train'] = Layout.data_parallel((3, 3))", ["actor_train on ranks 3,3", "a rank appears twice"]),
         ("layouts['actor_train'] = Layout.data_parallel((0, 1), zero=7)", ["actor_train on ranks 0-1", "stage 7"]),

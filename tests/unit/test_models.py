@@ -1,0 +1,114 @@
+"""Before anything is computed: models that cannot read each other's tokens, and a reward model that is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.config import Config
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_tokenizer
+from rlhf_spmd.runtime.models import Models, shared_vocabulary
+from tests.folders import write_all, write_model
+from tests.runs import OneRank, RunOf, compiled, load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_all(folder)
+    write_model(folder / "small", vocab_size=40)
+    write_model(folder / "small reward", head="scalar", vocab_size=40)
+    write_model(folder / "large", vocab_size=70)
+    write_model(folder / "other")
+    write_model(folder / "other reward", head="scalar")
+    write_model(folder / "other small reward", head="scalar", vocab_size=40)
+    for name in ("other", "other reward", "other small reward"):  # the words mean other ids
+        change_tokenizer(folder / name, lambda words: {word: (index * 2) % 61 for word, index in words.items()})
+    return folder
+
+
+def change_tokenizer(folder: Path, change) -> None:
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"]["vocab"] = change(values["model"]["vocab"])
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+
+
+def config_of(folder: Path, *more: str, **models: str) -> Config:
+    chosen = {"actor": "actor", "reward": "reward"} | models
+    base = [f"data.prompts={folder / 'prompts.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
+    base += ["rollout_batch=8", "mini_batch=4", "micro_batch=4", "iterations=1"]
+    return load(base, *(f"models.{name}={folder / value}" for name, value in chosen.items()), *more)
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(UserError) as error:
+        RunOf(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ({"actor": "small", "reward": "small reward"}, ["the prompt ", "know 40 tokens", "/small"]),
+        ({"reference": "small"}, ["the reference ", "/small has a vocabulary of 40", "/actor draws from 63"]),
+        ({"critic": "small"}, ["the critic ", "/small has a vocabulary of 40", "resize_token_embeddings(63)"]),
+        ({"reward": "small reward"}, ["the reward ", "/small reward has a vocabulary of 40", "/actor draws from 63"]),
+        ({"reference": "other"}, ["the reference ", "/other has another tokenizer than the actor "]),
+        ({"critic": "other"}, ["the critic ", "/other has another tokenizer", "give a critic with"]),
+    ],
+)
+def test_vocabularies_that_do_not_fit(folder, models, words):
+    text = refused(config_of(folder, **models))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {},
+        {"reference": "large", "critic": "large"},  # padded embeddings
+        {"reward": "other reward"},  # reads text
+    ],
+)
+def test_vocabularies_that_fit(folder, models):
+    run = RunOf(config_of(folder, **models))
+    run.iteration()
+
+
+def test_padded_embeddings_are_fine_until_such_a_token_is_drawn(folder):
+    """A random model of 70 rows does draw the seven that no text has."""
+    run = RunOf(config_of(folder, actor="large"))
+    with pytest.raises(UserError, match="the actor drew token 6[3-9].* only 63 tokens"):
+        run.iteration()
+
+
+def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
+    run = RunOf(config_of(folder, reward="other small reward"))
+    with pytest.raises(UserError, match="the tokenizer of the reward model made token .* the model knows 40 tokens"):
+        run.iteration()
+
+
+def test_a_reward_that_is_only_a_function_has_no_vocabulary(folder, tmp_path):
+    (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    config = config_of(folder, f"reward_function={tmp_path}/r.py:f", actor="large", reward="other small reward")
+    assert shared_vocabulary(config, load_tokenizer(config.models.actor)) == 70
+
+
+def test_the_same_tokenizer_in_other_words(folder, tmp_path):
+    """Another version of tokenizers writes another file; what counts is which token has which id."""
+    write_model(tmp_path)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=7))
+    config = config_of(folder, reference=str(tmp_path))
+    shared_vocabulary(config, load_tokenizer(config.models.actor))
+    (tmp_path / "tokenizer.json").unlink()  # and a folder of weights alone says nothing about tokens
+    shared_vocabulary(config, load_tokenizer(config.models.actor))
+
+
+def test_a_reward_model_without_a_head_is_none_but_a_critic_may_start_at_zero(folder):
+    text = refused(config_of(folder, reward="actor"))
+    assert "/actor/model.safetensors has no tensor score.weight" in text
+    assert "AutoModelForSequenceClassification" in text
+    config = config_of(folder, critic="actor")
+    assert not Models(compiled(config), config, OneRank()).copies["critic"].score.weight.any()

@@ -1,0 +1,58 @@
+"""Scores of rows: by a reward model's own tokens, by its text, by a function, and by both."""
+
+import pytest
+import torch
+
+from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.runtime.scorer import Scorer
+from tests.folders import write_all
+from tests.runs import load
+
+PROMPTS_BP = torch.tensor([[0, 5, 9, -1], [0, 7, -1, -1], [0, 8, 30, 31]])  # <s> and words
+RESPONSES_BG = torch.tensor([[12, 13, 14], [40, -1, -1], [-1, -1, -1]])
+FUNCTION = "def f(prompts, responses):\n    seen.append((prompts, responses))\n    return [len(r) for r in responses]\n"
+
+
+@pytest.fixture
+def score(tmp_path):
+    """score(more overrides) -> scores of the rows above, by a scorer of that config."""
+    overrides = write_all(tmp_path)
+    (tmp_path / "r.py").write_text("seen = []\n" + FUNCTION)
+
+    @torch.no_grad()
+    def score(*more: str) -> torch.Tensor:
+        config = load(overrides, *(word.format(folder=tmp_path) for word in more))
+        model = load_model(config.models.reward, head="scalar") if config.reward_function_mode == "add" else None
+        model = model if config.reward_function else load_model(config.models.reward, head="scalar")
+        return Scorer(config, model, load_tokenizer(config.models.actor))(PROMPTS_BP, RESPONSES_BG, 2)
+
+    return score
+
+
+def test_a_model_of_another_tokenizer_scores_the_same_words(score, tmp_path):
+    by_tokens_B = score()
+    assert by_tokens_B.std() > 0.05
+    file = tmp_path / "reward" / "tokenizer.json"
+    backend = load_tokenizer(tmp_path / "reward")._encode
+    assert backend("da de", False) == load_tokenizer(tmp_path / "actor").encode("da de", special=False)
+    file.write_text(
+        _with_a_beginning(file.read_text())
+    )  # another file; it puts <s> before a text, as the prompts have it
+    torch.testing.assert_close(score(), by_tokens_B, atol=1e-6, rtol=0)
+
+
+def _with_a_beginning(text: str) -> str:
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer.to_str()
+
+
+def test_a_function_gets_the_text_and_is_added_on_request(score):
+    lengths_B = torch.tensor([9.0, 3.0, 0.0])  # " li lo lu", " se" and nothing
+    by_function_B = score("reward_function={folder}/r.py:f")
+    torch.testing.assert_close(by_function_B, lengths_B)
+    torch.testing.assert_close(
+        score("reward_function={folder}/r.py:f", "reward_function_mode=add"), score() + lengths_B
+    )
