@@ -16,23 +16,21 @@ PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
 
 def provenance() -> dict:
     """Where and with what a row was measured."""
-    describe = [
-        "git",
-        "describe",
-        "--always",
-        "--dirty",
-        "--exclude",
-        "*",
-    ]  # a commit, "-dirty" if files differ from it
-    commit = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True)
+    commit = _git("rev-parse", "--short", "HEAD")
+    if commit and _git("status", "--porcelain", "--", ".", ":!bench/results"):
+        commit += "-dirty"  # the code that ran is not that of the commit
     models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
         "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
     }
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cpu_info() -> list[str]:
