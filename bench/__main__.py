@@ -6,6 +6,7 @@ import sys
 BENCHES = {
     "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
     "invariance": "one run at 1, 2, 4, 5 and 8 ranks and under several placements: tokens and weights compared",
+    "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
     "tables": "the tables of README.md, written anew from bench/results/",
 }
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 from rlhf_spmd.algorithms.ppo import PPO, workflow
+from rlhf_spmd.plan.check import Finding, check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
@@ -51,7 +52,7 @@ def subsets(size: int) -> list[tuple[int, ...]]:
 
 
 def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
-    """Any workload, with every call on any ranks of up to six: often the same few sets, so that calls share them."""
+    """Any workload, with every call on any ranks of up to six in any order, and any overlap of transfers with work."""
     workload = make_workload(
         mini_batch=choose(range(1, 8)),
         num_mini_batches=choose(range(1, 4)),
@@ -61,16 +62,44 @@ def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
         replay=choose([False, True]),
     )
     cluster = Cluster.parse(choose(["1x1", "1x2", "2x1", "1x3", "2x2", "1x5", "2x3", "3x2", "1x6"]))
-    sets = subsets(cluster.num_devices)
-    pool = [choose(sets) for _ in range(choose([1, 2, 3, 4, 7]))]
-    ranks = {call.name: choose(pool) for call in workload.workflow.placed_calls}
+    stream = cluster.num_devices > 1 and choose([False, False, True])
+    ranks = random_ranks(choose, workload, cluster, apart=stream)
     zero = {}
     for call in workload.workflow.placed_calls:
         if call.kind == "train":
             users = {ranks[other.name] for other in workload.workflow.placed_calls if other.model == call.model}
             zero[call.name] = choose([0, 1, 2, 3] if len(users) == 1 else [0, 1, 2])  # ZeRO 3 keeps no full copy
     layouts = {name: Layout.data_parallel(where, zero=zero.get(name, 0)) for name, where in ranks.items()}
-    return workload, Placement(layouts), cluster
+    before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
+    own_first = tuple(call.name for call in before if choose([False, True]))
+    joint: list[list[str]] = []
+    for call in before:
+        if call.kind == "infer":  # some join the call before them (never one further back); others begin a new set
+            joint[-1].append(call.name) if joint and choose([False, True]) else joint.append([call.name])
+    sets = tuple(tuple(names) for names in joint if len(names) > 1)
+    return workload, Placement(layouts, own_first, sets, stream, in_flight=choose([1, 2, 4])), cluster
+
+
+def random_ranks(choose: Choose, workload: Workload, cluster: Cluster, *, apart: bool) -> dict[str, tuple[int, ...]]:
+    """Ranks of every call, often the same few lists, so that calls share them; if `apart`, a model that trains is used
+    elsewhere, as streaming wants it."""
+
+    def ordered(ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(ranks) if choose([True, False]) else choose(list(permutations(ranks)))
+
+    sets = subsets(cluster.num_devices)
+    pool = [ordered(choose(sets)) for _ in range(choose([1, 2, 3, 4, 7]))]
+    pool += [ordered(choose(pool))]  # the same ranks in another order
+    ranks = {call.name: choose(pool) for call in workload.workflow.placed_calls}
+    for model in ("actor", "critic") if apart else ():
+        fewer = [where for where in pool if len(where) < cluster.num_devices]
+        home = ranks[f"{model}_train"] = choose(fewer or sets[:-1])
+        rest = [rank for rank in cluster.ranks if rank not in home]
+        fitting = [where for where in pool if set(where) <= set(rest)] or [ordered(rest)]
+        for call in workload.workflow.placed_calls:
+            if call.model == model and call.kind != "train":
+                ranks[call.name] = choose(fitting)
+    return ranks
 
 
 def random_program(choose: Choose) -> Program:
@@ -102,6 +131,22 @@ def separation() -> Program:
     """Generation on two ranks, the rest on two others: data go there, the actor's weights come back."""
     inference = ("reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")
     return place_calls(make_workload(), "1x4", actor_generate=(0, 1), **dict.fromkeys(inference, (2, 3)))
+
+
+def errors(program: Program) -> list[Finding]:
+    return [finding for finding in check(program) if finding.severity == "error"]
+
+
+def warnings(program: Program) -> list[str]:
+    return [finding.message for finding in check(program) if finding.severity == "warning"]
+
+
+def assert_refused(program: Program, rank: int, *words: str, position: int | None = None) -> None:
+    """There is an error for that rank (at that instruction) whose text holds all the words."""
+    found = errors(program)
+    assert found, "check lets it pass"
+    fitting = [f for f in found if f.rank == rank and (position is None or f.position == position)]
+    assert any(all(word in str(f) for word in words) for f in fitting), [str(finding) for finding in found]
 
 
 def where(program: Program, rank: int, text: str) -> int:

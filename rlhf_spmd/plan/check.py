@@ -50,8 +50,10 @@ def _declarations(program: Program) -> list[Finding]:
     made = {key for call in workflow.calls for key in call.outputs}
     for number, transfer in enumerate(program.transfers):
         unknown = [key for key in transfer.keys if key not in made]
-        if transfer.model is None and (unknown or not transfer.keys):
+        if transfer.model is None and (unknown or not all(message.keys for message in transfer.messages)):
             found.append(f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes")
+        if transfer.mini_batch not in (None, *range(program.workload.num_mini_batches)):
+            found.append(f"transfer {number} moves mini-batch {transfer.mini_batch}, which does not exist")
         if transfer.model is not None and workflow.train_call(transfer.model) is None:
             found.append(f"transfer {number} carries the weights of {transfer.model}, which no call trains")
         for message in transfer.messages:
@@ -106,7 +108,7 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
         found.append(f"{step} enters a group that this rank is not in")
     elif step.group != group:
         found.append(f"{step} enters {step.group or 'no group'}, but {_meant(group)}")
-    elif group is not None and program.groups[group] != layouts[site].ranks:
+    elif group is not None and program.groups[group] != tuple(sorted(layouts[site].ranks)):
         there = format_ranks(program.groups[group])
         found.append(f"{step} enters a group of ranks {there}, but {_meant(group)}")
     return found
@@ -134,29 +136,36 @@ def _transfer_problems(program: Program, step: Post | Wait, rank: int, posted: s
 
 
 def _runs(program: Program) -> list[Finding]:
-    """Every rank runs each of its calls exactly as often as an iteration needs, trains in order, and agrees last."""
+    """Every rank computes each row of its calls exactly once, trains in order, and agrees last."""
     found = []
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
-        seen: set[tuple] = set()
+        done: set[tuple] = set()
         last: dict[str, tuple[int, int]] = {}
+        trained: set[str] = set()
         for position, step in enumerate(instructions):
             if not isinstance(step, Run):
                 continue
-            key = _key(step)
-            if key in seen:
+            call = program.workload.workflow.call(step.call)
+            cells = _cells(program, step, rank)
+            if cells & done:
                 found.append(Finding("error", f"{step} is there a second time", rank, position))
-            elif key not in due:
+            elif not cells <= due.keys():
                 found.append(Finding("error", f"{step} belongs to no iteration of this workload", rank, position))
-            elif step.mini_batch is not None:
+            elif call.kind == "train":
                 turn = (step.epoch, step.mini_batch)
                 if turn < last.get(step.call, turn):
                     epoch, mini_batch = last[step.call]
                     text = f"{step} comes after epoch {epoch} mini-batch {mini_batch}"
                     found.append(Finding("error", text, rank, position))
                 last[step.call] = turn
-            seen.add(key)
-        found += [Finding("error", f"never executes {step}", rank) for key, step in due.items() if key not in seen]
+                trained.add(call.model)
+            elif call.model in trained:
+                text = f"{step} comes after {call.model} began to train here: its weights are no longer the old ones"
+                found.append(Finding("error", text, rank, position))
+            done |= cells
+        never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
+        found += [Finding("error", f"never executes {text}", rank) for text in never]
         found += _agreement(instructions, rank)
     return found
 
@@ -172,76 +181,91 @@ def _agreement(instructions: tuple[Instruction, ...], rank: int) -> list[Finding
     return [Finding("error", f"{instructions[position]} {text}", rank, position) for position in wrong]
 
 
-def _key(step: Run) -> tuple:
-    """What tells the Runs of one iteration apart."""
-    return step.call, step.reader, step.epoch, step.mini_batch
+def _cells(program: Program, step: Run, rank: int) -> set[tuple]:
+    """What a Run computes: a train step as a whole, any other call row by row (a row is a mini-batch and a column)."""
+    if program.workload.workflow.call(step.call).kind == "train":
+        return {(step.call, step.epoch, step.mini_batch, step.columns)}
+    rows = program.mini_batches_of(step)
+    columns = program.columns_of(step, rank) or (None,)  # a rank without rows still runs the call, for its collectives
+    return {(step.call, step.reader, row, column) for row in rows for column in columns}
 
 
-def _due(program: Program, rank: int) -> dict[tuple, Run]:
-    """The Runs that an iteration needs on a rank, by key."""
+def _due(program: Program, rank: int) -> dict[tuple, str]:
+    """The cells that an iteration needs on a rank, each with the Run that it belongs to in words."""
     workload, placement = program.workload, program.placement
-    due = []
+    due = {}
     for call in workload.workflow.calls:
         for site in placement.sites(call, workload.workflow):
             if rank not in placement.layouts[site].ranks:
                 continue
             if call.kind == "train":
-                steps = [(m, e) for e in range(workload.epochs) for m in range(workload.num_mini_batches)]
-                due += [Run(call.name, None, mini_batch, epoch) for mini_batch, epoch in steps]
+                steps = [
+                    Run(call.name, None, mini_batch, epoch)
+                    for epoch in range(workload.epochs)
+                    for mini_batch in range(workload.num_mini_batches)
+                ]
             else:
-                due.append(Run(call.name, reader=site if call.kind == "compute" else None))
-    return {_key(step): step for step in due}
+                steps = [Run(call.name, reader=site if call.kind == "compute" else None)]
+            due |= {cell: str(step) for step in steps for cell in _cells(program, step, rank)}
+    return due
 
 
 def _data(program: Program) -> list[Finding]:
-    """Every Run finds the columns it reads, every sender has what it sends."""
+    """Every Run finds the rows it reads, every sender has what it sends."""
     found = []
     workload = program.workload
+    rows = range(workload.num_mini_batches)
     for rank, instructions in enumerate(program.instructions):
-        held: dict[str, set[int]] = {key: set(range(workload.mini_batch)) for key in workload.workflow.given}
+        held = {(key, row): set(range(workload.mini_batch)) for key in workload.workflow.given for row in rows}
         for position, step in enumerate(instructions):
             if isinstance(step, Run):
-                columns = program.layout_of(step).columns(rank, workload.mini_batch)
+                columns = set(program.columns_of(step, rank))
                 for key in workload.workflow.call(step.call).inputs:
-                    lacking = set(columns) - held.get(key, set())
-                    if lacking:
-                        names = format_ranks(tuple(sorted(lacking)))
-                        why = _arrival(program, rank, key, lacking, position)
-                        text = f"{step} reads {key} of columns {names}, which are not here: {why}"
-                        found.append(Finding("error", text, rank, position))
+                    for row in program.mini_batches_of(step):
+                        lacking = columns - held.get((key, row), set())
+                        if lacking:
+                            found.append(_unread(program, rank, position, key, row, lacking))
+                            break
             elif isinstance(step, Post):
                 transfer = program.transfers[step.transfer]
                 for message in transfer.messages:
                     if message.source == rank:
-                        found += _unsent(step, transfer, message, held, position)
-            for key, columns in _made(program, step, rank):
-                held.setdefault(key, set()).update(columns)
+                        found += _unsent(step, message, program.mini_batches_of(transfer), held, position)
+            for key, row, columns in _made(program, step, rank):
+                held.setdefault((key, row), set()).update(columns)
     return found
 
 
-def _made(program: Program, step: Instruction, rank: int) -> list[tuple[str, range]]:
-    """Keys and columns that a rank holds once it has passed an instruction."""
+def _made(program: Program, step: Instruction, rank: int) -> list[tuple[str, int, range]]:
+    """Keys, mini-batches and columns that a rank holds once it has passed an instruction."""
     if isinstance(step, Run):
-        columns = program.layout_of(step).columns(rank, program.workload.mini_batch)
-        return [(key, columns) for key in program.workload.workflow.call(step.call).outputs]
+        columns, call = program.columns_of(step, rank), program.workload.workflow.call(step.call)
+        return [(key, row, columns) for key in call.outputs for row in program.mini_batches_of(step)]
     if isinstance(step, Wait):
         transfer = program.transfers[step.transfer]
+        rows = program.mini_batches_of(transfer)
         here = [message for message in transfer.messages if message.destination == rank]
-        return [(key, message.columns) for key in transfer.keys for message in here]
+        return [(key, row, message.columns) for message in here for key in message.keys for row in rows]
     return []
 
 
-def _arrival(program: Program, rank: int, key: str, lacking: set[int], position: int) -> str:
-    """Which later instruction brings the lacking columns."""
-    later = program.instructions[rank][position:]
-    for number, step in enumerate(later, start=position):
-        if any(made == key and lacking & set(columns) for made, columns in _made(program, step, rank)):
-            return f"they come only by instruction {number}, {step}"
-    return "nothing brings them"
+def _unread(program: Program, rank: int, position: int, key: str, row: int, lacking: set[int]) -> Finding:
+    """Says which later instruction brings the lacking columns."""
+    step = program.instructions[rank][position]
+    why = "nothing brings them"
+    for number, later in enumerate(program.instructions[rank][position:], start=position):
+        made = _made(program, later, rank)
+        if any((name, index) == (key, row) and lacking & set(columns) for name, index, columns in made):
+            why = f"they come only by instruction {number}, {later}"
+            break
+    names = format_ranks(tuple(sorted(lacking)))
+    text = f"{step} reads {key} of columns {names}, which are not here: {why}"
+    return Finding("error", text, rank, position)
 
 
-def _unsent(step: Post, transfer: Transfer, message: Message, held: dict, position: int) -> list[Finding]:
-    lacking = [key for key in transfer.keys if set(message.columns) - held.get(key, set())]
+def _unsent(step: Post, message: Message, rows: range, held: dict, position: int) -> list[Finding]:
+    columns = set(message.columns)
+    lacking = [key for key in message.keys if any(columns - held.get((key, row), set()) for row in rows)]
     text = f"{step} sends {', '.join(lacking)} to rank {message.destination} before it is here"
     return [Finding("error", text, message.source, position)] if lacking else []
 
@@ -303,7 +327,11 @@ def _memory(program: Program) -> list[Finding]:
 
 
 def _idle(program: Program) -> list[Finding]:
+    """Ranks without work, and streaming that was asked for and cannot be."""
     found = []
+    if program.placement.stream and not program.placement.streams(program.workload):
+        text = "streaming is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch"
+        found.append(Finding("warning", text))
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]

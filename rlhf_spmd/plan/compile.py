@@ -1,16 +1,19 @@
 """Workload + placement -> program. Pure, deterministic, the same on every rank.
 
-All instructions are emitted in one global order (calls as the algorithm states them; training by epoch and
-mini-batch), each to the ranks that take part. Transfers are posted right after the call that makes their data and
-waited for right before the first call that reads it, so that whatever lies between overlaps with them.
+All instructions are emitted in one global order, each to the ranks that take part: the calls before training as the
+algorithm states them (while streaming, once per mini-batch, with the first epoch of training on it), then training by
+epoch and model. Transfers are posted right after the calls that make their data and waited for right before the first
+call that reads it, so that whatever lies between overlaps with them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.moves import Move, data_moves, of_mini_batch, weight_moves
 from rlhf_spmd.plan.placement import Placement, group_of, validate
-from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program import Agree, Instruction, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
@@ -19,7 +22,6 @@ def compile_program(workload: Workload, placement: Placement, cluster: Cluster) 
     """Compiles one iteration. Raises UserError if the placement does not fit the workload or the cluster."""
     validate(placement, workload, cluster)
     compiler = _Compiler(workload, placement, cluster)
-    compiler.plan_transfers()
     compiler.emit()
     return Program(
         workload,
@@ -44,136 +46,152 @@ class _Compiler:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     transfers: list[Transfer] = field(default_factory=list)
     instructions: list[list[Instruction]] = field(default_factory=list)
-    posts: dict[str, list[int]] = field(default_factory=dict)  # producer call -> transfers
-    waits: dict[str, list[int]] = field(default_factory=dict)  # consumer call -> transfers it needs
-    held: dict[tuple[str, int], set[int]] = field(default_factory=dict)  # key, rank -> columns there by now
-
-    def plan_transfers(self) -> None:
-        """Finds what each call lacks where it runs, and which rank has it."""
-        for call in self.workload.workflow.calls:
-            layouts = layouts_of(call, self.workload, self.placement)
-            for layout in layouts:
-                self._plan_moves(call, layout)
-            for layout in layouts:  # what is made stays where it is made
-                for rank in layout.ranks:
-                    for key in call.outputs:
-                        self._columns_held(key, rank).update(layout.columns(rank, self.workload.mini_batch))
-        self._plan_weights()
-
-    def _columns_held(self, key: str, rank: int) -> set[int]:
-        return self.held.setdefault((key, rank), set())
-
-    def _plan_moves(self, call: Call, layout: Layout) -> None:
-        """Adds the transfers of what `call` reads and the ranks of `layout` do not hold yet; keys that one call makes
-        and that are lacking in the same places travel together."""
-        moves: dict[tuple[str, tuple], list[str]] = {}
-        for key in call.inputs:
-            producer = self.workload.workflow.producer(key)
-            if producer is None:
-                continue  # given keys are on every rank
-            lacking = []
-            for rank in layout.ranks:
-                held = self._columns_held(key, rank)
-                columns = [c for c in layout.columns(rank, self.workload.mini_batch) if c not in held]
-                lacking += [(rank, tuple(columns))] if columns else []
-                held.update(columns)
-            if lacking:
-                moves.setdefault((producer.name, tuple(lacking)), []).append(key)
-        for (producer_name, lacking), keys in moves.items():
-            messages = self._messages(self.workload.workflow.call(producer_name), tuple(keys), lacking)
-            what = f"{', '.join(keys)} to ranks {format_ranks(layout.ranks)}"
-            self._add(Transfer(what, layout.ranks, tuple(keys), messages), producer_name, call.name)
-
-    def _messages(self, producer: Call, keys: tuple[str, ...], lacking: tuple) -> tuple[Message, ...]:
-        """From where `producer` runs to each (rank, columns): one message per run of columns with the same owner."""
-        source = layouts_of(producer, self.workload, self.placement)[0]
-        owner = {c: rank for rank in source.ranks for c in source.columns(rank, self.workload.mini_batch)}
-        column_bytes = self.workload.num_mini_batches * sum(self.workload.row_bytes(key) for key in keys)
-        messages = []
-        for destination, columns in lacking:
-            start = 0
-            for stop in range(1, len(columns) + 1):
-                first, last = columns[start], columns[stop - 1]
-                if stop < len(columns) and columns[stop] == last + 1 and owner[columns[stop]] == owner[first]:
-                    continue
-                size = (last + 1 - first) * column_bytes
-                messages.append(Message(owner[first], destination, range(first, last + 1), size))
-                start = stop
-        return tuple(messages)
-
-    def _plan_weights(self) -> None:
-        """New weights go from where a model trains to every other rank that uses it, a same-node sender first."""
-        for call in self.workload.workflow.placed_calls:
-            if call.kind != "train":
-                continue
-            home = self.placement.layouts[call.name]
-            users = [c for c in self.workload.workflow.placed_calls if c.model == call.model]
-            shadows = sorted({r for c in users for r in self.placement.layouts[c.name].ranks} - set(home.ranks))
-            load = dict.fromkeys(home.ranks, 0)
-            nodes = {rank: self.cluster.node_of(rank) for rank in (*home.ranks, *shadows)}
-            near = {nodes[rank] for rank in home.ranks}
-            messages = []
-            for rank in sorted(shadows, key=lambda r: nodes[r] not in near):  # who has a choice comes last
-                sender = min(home.ranks, key=lambda r: (nodes[r] != nodes[rank], load[r], r))
-                load[sender] += 1
-                messages.append(Message(sender, rank, range(0), self.workload.weight_bytes(call.model)))
-            if messages:
-                what = f"weights of {call.model} to ranks {format_ranks(tuple(shadows))}"
-                self._add(Transfer(what, tuple(shadows), (), tuple(messages), model=call.model), call.name, None)
-
-    def _add(self, transfer: Transfer, producer: str, consumer: str | None) -> None:
-        number = len(self.transfers)
-        self.transfers.append(transfer)
-        self.posts.setdefault(producer, []).append(number)
-        if consumer is not None:
-            self.waits.setdefault(consumer, []).append(number)
+    moves: list[Move] = field(default_factory=list)
+    posted: set[tuple[int, int]] = field(default_factory=set)  # rank, transfer
+    waited: set[tuple[int, int]] = field(default_factory=set)
 
     def emit(self) -> None:
         """Writes the instruction lists."""
         self.instructions = [[] for _ in self.cluster.ranks]
-        waited: set[tuple[int, int]] = set()
-        calls = self.workload.workflow.calls
-        for call in calls:
-            self._emit_waits(call, waited)
-            if call.kind == "train":
-                continue
-            for site in self.placement.sites(call, self.workload.workflow):
-                layout = self.placement.layouts[site]
-                reader = site if call.kind == "compute" else None
-                self._emit(layout.ranks, Run(call.name, self._group(call, layout), reader=reader))
-            self._emit_posts(call)
-        trains = [call for call in calls if call.kind == "train"]
-        for epoch in range(self.workload.epochs):
-            for mini_batch in range(self.workload.num_mini_batches):
+        self.moves = data_moves(self.workload, self.placement)
+        num = self.workload.num_mini_batches
+        streams = self.placement.streams(self.workload)
+        pieces = range(num) if streams else (None,)
+        for piece in pieces:
+            self.transfers += [
+                move.transfer if piece is None else of_mini_batch(move.transfer, piece, num) for move in self.moves
+            ]
+        first_weights = len(self.transfers)
+        weights = weight_moves(self.workload, self.placement, self.cluster)
+        self.transfers += [move.transfer for move in weights]
+        after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
+
+        trains = [call for call in self.workload.workflow.calls if call.kind == "train"]
+        for ahead in range(min(self.placement.in_flight, num) if streams else 0):
+            self._receive_early(ahead)
+        for piece in pieces:
+            for unit in self._units():
+                self._emit_unit(unit, piece)
+            if piece is not None:
                 for call in trains:
-                    layout = self.placement.layouts[call.name]
-                    self._emit(layout.ranks, Run(call.name, self._group(call, layout), mini_batch, epoch))
-        for call in trains:
-            self._emit_posts(call)
+                    self._emit_train(call, 0, piece, after_training)
+                if piece + self.placement.in_flight < num:
+                    self._receive_early(piece + self.placement.in_flight)
+        for epoch in range(1 if streams else 0, self.workload.epochs):
+            for call in trains:  # one model after the other: the first one's weights travel while the second one trains
+                for mini_batch in range(num):
+                    self._emit_train(call, epoch, mini_batch, after_training)
         for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
             for rank in transfer.ranks:
-                if (rank, number) not in waited:
-                    self.instructions[rank].append(Wait(number))
+                self._wait(rank, number)
         self._emit(self.cluster.ranks, Agree("metrics"))
 
-    def _emit(self, ranks, instruction: Instruction) -> None:
+    def _units(self) -> list[tuple[Call, ...]]:
+        """The calls before training, those that exchange together side by side."""
+        workflow = self.workload.workflow
+        names = [self.placement.unit(call.name) for call in workflow.calls if call.kind != "train"]
+        return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
+
+    def _emit(self, ranks: Iterable[int], instruction: Instruction) -> None:
         for rank in ranks:
             self.instructions[rank].append(instruction)
 
-    def _emit_waits(self, call: Call, waited: set[tuple[int, int]]) -> None:
-        for number in self.waits.get(call.name, []):
-            for rank in dict.fromkeys(message.destination for message in self.transfers[number].messages):
-                if (rank, number) not in waited:
-                    waited.add((rank, number))
-                    self.instructions[rank].append(Wait(number))
+    def _post(self, rank: int, number: int) -> None:
+        if (rank, number) not in self.posted:
+            self.posted.add((rank, number))
+            self.instructions[rank].append(Post(number))
 
-    def _emit_posts(self, call: Call) -> None:
-        for number in self.posts.get(call.name, []):
-            self._emit(self.transfers[number].ranks, Post(number))
+    def _wait(self, rank: int, number: int) -> None:
+        if (rank, number) not in self.waited:
+            self.waited.add((rank, number))
+            self.instructions[rank].append(Wait(number))
+
+    def _number(self, index: int, piece: int | None) -> int:
+        """The transfer of a move; the moves of one mini-batch stand together."""
+        return index + (piece or 0) * len(self.moves)
+
+    def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
+        """Waits, Runs and Posts of calls that exchange together."""
+        names = tuple(call.name for call in unit)
+        arriving: dict[int, list[int]] = {}  # rank -> moves that it waits for
+        for index, move in enumerate(self.moves):
+            if move.consumers == names:
+                for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
+                    arriving.setdefault(rank, []).append(index)
+        for call in unit:
+            for site in self.placement.sites(call, self.workload.workflow):
+                self._emit_call(call, site, piece, arriving)
+        for index, move in enumerate(self.moves):
+            if move.producers == names:
+                self._emit_posts(index, piece)
+
+    def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
+        layout = self.placement.layouts[site]
+        group = self._group(call, layout)
+        reader = site if call.kind == "compute" else None
+        for rank in layout.ranks:
+            late = arriving.get(rank, [])
+            own, others = self._split(call, layout, rank, late)
+            steps = [Run(call.name, group, piece, reader=reader, columns=columns) for columns in (*own, *others)]
+            self.instructions[rank] += steps[: len(own)]
+            for index in late:
+                self._wait(rank, self._number(index, piece))
+            self.instructions[rank] += steps[len(own) :]
+
+    def _split(self, call: Call, layout: Layout, rank: int, late: list[int]) -> tuple[list, list]:
+        """The columns to compute before and after the late moves have arrived; None stands for all of them."""
+        if call.name not in self.placement.own_first or self._group(call, layout) is not None:
+            return [], [None]
+        messages = [message for index in late for message in self.moves[index].transfer.messages]
+        coming = {c for m in messages if m.destination == rank and set(m.keys) & set(call.inputs) for c in m.columns}
+        columns = layout.columns(rank, self.workload.mini_batch)
+        own = [c for c in columns if c not in coming]
+        if not own or len(own) == len(columns):
+            return [], [None]
+        return _ranges(own), _ranges([c for c in columns if c in coming])
+
+    def _emit_posts(self, index: int, piece: int | None) -> None:
+        """Starts a move; while streaming, only after the one that lies in_flight mini-batches back is done."""
+        number = self._number(index, piece)
+        sources = {message.source for message in self.transfers[number].messages}
+        for rank in self.transfers[number].ranks:
+            if rank in sources and piece is not None and piece >= self.placement.in_flight:
+                self._wait(rank, self._number(index, piece - self.placement.in_flight))
+            self._post(rank, number)
+
+    def _receive_early(self, piece: int) -> None:
+        """Ranks that only receive open their side of a mini-batch's moves before there is anything to receive."""
+        sending = {message.source for move in self.moves for message in move.transfer.messages}
+        for index, move in enumerate(self.moves):
+            for rank in move.transfer.ranks:
+                if rank not in sending:
+                    self._post(rank, self._number(index, piece))
+
+    def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
+        """One optimizer step; after a model's last one, its weights leave."""
+        layout = self.placement.layouts[call.name]
+        piece = mini_batch if self.placement.streams(self.workload) else None
+        for index, move in enumerate(self.moves):
+            if move.consumers == (call.name,):
+                for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
+                    self._wait(rank, self._number(index, piece))
+        self._emit(layout.ranks, Run(call.name, self._group(call, layout), mini_batch, epoch))
+        last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
+        if last and call.name in after_training:
+            number = after_training[call.name]
+            for rank in self.transfers[number].ranks:
+                self._post(rank, number)
 
     def _group(self, call: Call, layout: Layout) -> str | None:
-        """The group whose collectives a Run enters, which the program then has."""
+        """The group whose collectives a Run enters; None if it computes alone."""
         group = group_of(call, layout, self.workload, self.placement)
         if group is not None:
-            self.groups.setdefault(group, layout.ranks)
+            self.groups.setdefault(group, tuple(sorted(layout.ranks)))
         return group
+
+
+def _ranges(columns: list[int]) -> list[range]:
+    """Ascending columns as runs."""
+    starts = [c for c in columns if c - 1 not in columns]
+    ends = [c + 1 for c in columns if c + 1 not in columns]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True)]

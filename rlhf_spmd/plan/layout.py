@@ -33,7 +33,8 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 class Layout:
     """Where and how one call runs.
 
-    ranks: world ranks, ascending, in grid order; dp * pp * tp must equal their number.
+    ranks: world ranks in grid order; dp * pp * tp must equal their number. The first dp shard has the first columns of
+    every mini-batch, and so on: which rank owns which rows is the order of the ranks.
     zero: ZeRO stage of a trained model over dp (0: replicated, 1: optimizer state, 2: + gradients, 3: + weights).
     micro_batch: sequences per forward on one data-parallel shard; None takes the workload's.
     """
@@ -68,8 +69,8 @@ class Layout:
 
     @property
     def group(self) -> str:
-        """Name of the group of all ranks of this layout."""
-        return f"ranks {format_ranks(self.ranks)}"
+        """Name of the group of all ranks of this layout; a group is a set, whatever the order of the grid."""
+        return f"ranks {format_ranks(tuple(sorted(self.ranks)))}"
 
     def dp_index(self, rank: int) -> int:
         """Which data-parallel shard a world rank belongs to."""
@@ -87,8 +88,6 @@ class Layout:
             found.append("it has no ranks; give it at least one")
         if len(set(self.ranks)) != len(self.ranks):
             found.append(f"a rank appears twice in {list(self.ranks)}; name each rank once")
-        elif list(self.ranks) != sorted(self.ranks):  # torch would sort a group's ranks, and shards change their owners
-            found.append(f"its ranks {list(self.ranks)} are not ascending; sort them: sorted(ranks)")
         if min(self.dp, self.pp, self.tp) < (1 if self.ranks else 0):
             found.append(f"dp {self.dp}, pp {self.pp}, tp {self.tp}: none may be less than 1")
         if self.dp * self.pp * self.tp != len(self.ranks):

@@ -1,6 +1,6 @@
 """A placement: call -> layout. Strategies return one; here are its checks and the helper for placement ratios."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -14,13 +14,26 @@ from rlhf_spmd.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The layout of every call of a workflow that has a model."""
+    """The layout of every call of a workflow that has a model, and how what moves between layouts overlaps with work.
+
+    own_first: calls that begin with the rows that a rank has, while those that it lacks are on their way.
+    joint: sets of calls that exchange together: one transfer brings what all of them read, one takes away what they
+        make. They stand side by side in the workflow, and none depends on another one.
+    stream: everything before training is done mini-batch by mini-batch, and the first epoch of training on a mini-batch
+        starts as soon as it is there. Not where advantages are whitened over the whole batch (see `streams`).
+    in_flight: mini-batches that a rank may have sent, or be ready to receive, ahead of their use while streaming.
+    """
 
     layouts: Mapping[str, Layout]
+    own_first: tuple[str, ...] = ()
+    joint: tuple[tuple[str, ...], ...] = ()
+    stream: bool = False
+    in_flight: int = 2
 
     @classmethod
     def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
-        """One layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`."""
+        """One layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`. For more
+        options, `dataclasses.replace` the result."""
         models, calls = workload.workflow.models, workload.workflow.placed_calls
         unknown = [model for model in layouts if model not in models]
         if unknown:
@@ -30,6 +43,14 @@ class Placement:
             homeless = ", ".join(call.name for call in calls if call.model in missing)
             raise UserError(f"no layout for {', '.join(missing)}, so {homeless} cannot run; give by_model one each")
         return cls({call.name: layouts[call.model] for call in calls})
+
+    def streams(self, workload: Workload) -> bool:
+        """Whether an iteration really streams: whitening over the whole batch needs all rows before any training."""
+        return self.stream and workload.whiten != "batch"
+
+    def unit(self, call: str) -> tuple[str, ...]:
+        """The calls that exchange together with a call, itself included."""
+        return next((calls for calls in self.joint if call in calls), (call,))
 
     def sites(self, call: Call, workflow: Workflow) -> tuple[str, ...]:
         """The placed calls in whose layouts a call runs: itself; or for a `compute`, of the calls that read its
@@ -76,6 +97,30 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
     return {model: split[model] for model in ratios}
 
 
+def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str]:
+    """`("reference=1/4", "reward=3/4")` as shares by model; models that are not named get 1, all ranks."""
+    shares, named = dict.fromkeys(models, "1"), set()
+    for text in ratios:
+        model, equals, share = text.partition("=")
+        if not equals or model not in models:
+            raise UserError(f"ratio {text!r}: write MODEL=SHARE, e.g. reward=1/2; the models are {', '.join(models)}")
+        if model in named:
+            raise UserError(f"ratio {text!r}: {model} has two shares; give it one")
+        named.add(model)
+        shares[model] = share
+    return shares
+
+
+def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
+    """All ranks of the groups in such an order that each group is spread evenly: (0, 1) and (2, 3) give 0, 2, 1, 3.
+
+    A layout of all ranks in this order and the layouts of the groups share their rows: each rank of a group owns there
+    its own rows and those of its neighbours, its *partners*, so that it can begin with its own.
+    """
+    places = [(Fraction(2 * index + 1, 2 * len(group)), rank) for group in groups for index, rank in enumerate(group)]
+    return tuple(rank for _, rank in sorted(places))
+
+
 def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
     """The share of the ranks that `ratio` means, e.g. 0.5 or "1/3". Raises UserError if it is no number in (0, 1]."""
     try:
@@ -118,7 +163,9 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
         else:
             for text in _layout_problems(layout, cluster.num_devices):
                 found.setdefault((layout.ranks, text), []).append(call.name)
+    problems += _overlap_problems(placement, workflow)
     if not problems and not found:
+        problems += _stream_problems(placement, workload)
         for name, text in _zero_problems(placement, workload):
             found.setdefault((placement.layouts[name].ranks, text), []).append(name)
     for (ranks, text), calls in found.items():
@@ -126,6 +173,43 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
         problems.append(f"call{'s' * (len(calls) > 1)} {', '.join(calls)}{where}: {text}")
     if problems:
         raise UserError("; ".join(problems))
+
+
+def _overlap_problems(placement: Placement, workflow: Workflow) -> list[str]:
+    """What is wrong with own_first, joint and in_flight."""
+    known = {call.name for call in workflow.placed_calls if call.kind != "train"}
+    problems = []
+    for field, names in (("own_first", placement.own_first), ("joint", tuple(n for s in placement.joint for n in s))):
+        problems += [f"{field} names {name}, which is no call before training" for name in names if name not in known]
+        if len(set(names)) != len(names):
+            problems.append(f"{field} names a call twice: {', '.join(names)}")
+    order = [call.name for call in workflow.calls]
+    for calls in placement.joint:
+        places = sorted(order.index(name) for name in calls if name in order)
+        between = [name for name in order[places[0] : places[-1]] if name not in calls] if places else []
+        if between:
+            problems.append(f"joint: {', '.join(between)} stands between {' and '.join(calls)}; join neighbours only")
+        made = {key for call in workflow.calls if call.name in calls for key in call.outputs}
+        for call in workflow.calls:
+            if call.name in calls and made & set(call.inputs):
+                problems.append(f"joint: {call.name} reads what {' and '.join(calls)} make; take it out of the set")
+    if placement.in_flight < 1:
+        problems.append(f"in_flight {placement.in_flight} is less than 1; raise it")
+    return problems
+
+
+def _stream_problems(placement: Placement, workload: Workload) -> list[str]:
+    """While streaming, a model that trains changes before the last mini-batch is generated and scored."""
+    problems = []
+    for call in workload.workflow.placed_calls if placement.streams(workload) else ():
+        train = workload.workflow.train_call(call.model)
+        if train is None or call.kind == "train":
+            continue
+        shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
+        if shared:
+            where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} changes the weights meanwhile"
+            problems.append(f"stream: {call.name} is on {where}; place it elsewhere, or drop stream")
+    return problems
 
 
 def _layout_problems(layout: Layout, size: int) -> list[str]:

@@ -2,8 +2,8 @@
 
 Semantics that runtime/execute.py and plan/check.py share:
 
-Run       computes a call on this rank's columns of one mini-batch (or of all). If it names a group, it contains
-          collectives: every rank of the group must enter the same Run, in the same order.
+Run       computes a call on this rank's columns (or some of them) of one mini-batch (or of all). If it names a group,
+          it contains collectives: every rank of the group must enter the same Run, in the same order.
 Post      starts this rank's part of a transfer (its sends and its receives) and goes on at once.
 Wait      blocks until this rank's part of a posted transfer is done, which needs every peer to have posted it.
 Agree     a control message among all ranks (MPI), at the end of an iteration.
@@ -18,6 +18,8 @@ from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
+BUCKET_BYTES = 64 * 2**20  # weights travel in pieces of this size: large enough for bandwidth, small enough to overlap
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -26,9 +28,11 @@ class Run:
     mini_batch: int | None = None  # None: all mini-batches
     epoch: int = 0
     reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
+    columns: range | None = None  # None: all columns that this rank has in the layout
 
     def __str__(self) -> str:
         where = "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
+        where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"
         where += f" for {self.reader}" if self.reader else ""
         return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
 
@@ -62,23 +66,37 @@ Instruction = Run | Post | Wait | Agree
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Rows (all mini-batches of some columns) of data keys, or a model's weights, from one rank to another."""
+    """Rows (some columns) of data keys, or a model's weights (no keys), from one rank to another."""
 
     source: int
     destination: int
+    keys: tuple[str, ...]
     columns: range
     num_bytes: int
+
+    @property
+    def num_parts(self) -> int:
+        """Messages on the wire: weights travel in buckets."""
+        return 1 if self.keys else -(-self.num_bytes // BUCKET_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One move between two layouts: data keys, or (with `model`) the weights of a model."""
+    """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`."""
 
     what: str
-    to: tuple[int, ...]  # ranks of the destination layout
-    keys: tuple[str, ...]
     messages: tuple[Message, ...]
     model: str | None = None
+    mini_batch: int | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that some message carries."""
+        return tuple(dict.fromkeys(key for message in self.messages for key in message.keys))
+
+    @property
+    def num_messages(self) -> int:
+        return sum(message.num_parts for message in self.messages)
 
     @property
     def num_bytes(self) -> int:
@@ -114,6 +132,15 @@ class Program:
     def layout_of(self, step: Run) -> Layout:
         """Where the rows of a Run lie; a rank may run a compute once for each of several readers, on other columns."""
         return self.placement.layouts[step.reader or step.call]
+
+    def columns_of(self, step: Run, rank: int) -> range:
+        """The columns that a Run computes on a rank."""
+        return self.layout_of(step).columns(rank, self.workload.mini_batch) if step.columns is None else step.columns
+
+    def mini_batches_of(self, step: "Run | Transfer") -> range:
+        """The mini-batches that a Run computes or a transfer moves."""
+        one = step.mini_batch
+        return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
 
     def copies(self, rank: int) -> tuple[str, ...]:
         """Models whose weights a rank holds."""

@@ -40,17 +40,26 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
             group = layout.group if collective else "-"
             rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
     parts = [title, table(rows), "", "Transfers per iteration"]
-    moves = [("number", "what", "messages", "bytes")]
-    for number, transfer in enumerate(program.transfers):
-        moves.append((str(number), transfer.what, str(len(transfer.messages)), f"{transfer.num_bytes:,}"))
-    total = sum(transfer.num_bytes for transfer in program.transfers)
-    parts.append(
-        table([*moves, ("", "all", "", f"{total:,}")]) if len(moves) > 1 else "  nothing moves between layouts: 0 bytes"
-    )
+    parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
     parts += ["", "Static bytes per rank", table(_memory(program))]
     parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
     return "\n".join(parts)
+
+
+def _transfers(program: Program) -> str:
+    """What moves, the same of all mini-batches on one line."""
+    if not program.transfers:
+        return "  nothing moves between layouts: 0 bytes"
+    same: dict[tuple, list] = {}
+    for transfer in program.transfers:
+        ends = tuple((message.source, message.destination, message.columns) for message in transfer.messages)
+        same.setdefault((transfer.what, ends), []).append(transfer)
+    rows = [("what", "times", "messages", "bytes")]
+    for (what, _), found in [*same.items(), (("all", ()), program.transfers)]:
+        messages, num_bytes = sum(t.num_messages for t in found), sum(t.num_bytes for t in found)
+        rows.append((what, str(len(found)), str(messages), f"{num_bytes:,}"))
+    return table(rows)
 
 
 def _gradients(program: Program) -> list[tuple[str, ...]]:

@@ -29,6 +29,7 @@ from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.scorer import Scorer
 from rlhf_spmd.runtime.world import World
 
+Place = tuple[slice, slice]  # of a tensor [M, C, ...]
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}  # nats per token
 
 
@@ -52,6 +53,7 @@ class Iteration:
     uniforms_MCG: Tensor
     store: dict[str, Tensor]
     meter: Meter = field(default_factory=Meter)
+    generate_s: float = 0.0  # on this rank so far
     stopped: bool = False  # KL early stop of the actor
 
 
@@ -87,11 +89,11 @@ class Calls:
         """Executes one Run."""
         call = self.workload.workflow.call(step.call)
         if call.kind == "generate":
-            self._generate(call, data)
+            self._generate(call, step, data)
         elif call.function == "scores":
-            self._score(call, data)
+            self._score(call, step, data)
         elif call.kind == "infer":
-            self._infer(call, data)
+            self._infer(call, step, data)
         elif call.kind == "compute":
             self._estimate_advantages(call, step, data, state)
         else:
@@ -100,22 +102,23 @@ class Calls:
     def _layout(self, call: Call) -> Layout:
         return self.program.placement.layouts[call.name]
 
-    def _columns(self, layout: Layout) -> slice:
-        columns = layout.columns(self.world.rank, self.workload.mini_batch)
-        return slice(columns.start, columns.stop)
+    def _place(self, step: Run) -> Place:
+        """The rows of a Run on this rank: slices of mini-batches and of columns."""
+        rows, columns = self.program.mini_batches_of(step), self.program.columns_of(step, self.world.rank)
+        return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
     def _micro_batch(self, layout: Layout) -> int:
         return layout.micro_batch or self.workload.micro_batch
 
     # ---- generation and inference -----------------------------------------------------------------------------------
 
-    def _generate(self, call: Call, data: Iteration) -> None:
-        columns = self._columns(self._layout(call))
-        prompts_MBP = data.store["prompts"][:, columns]
+    def _generate(self, call: Call, step: Run, data: Iteration) -> None:
+        place = self._place(step)
+        prompts_MBP = data.store["prompts"][place]
         started = time.perf_counter()
         with self.models.weights(call.model) as model:
             responses, logprobs, kept = generate(
-                model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[:, columns].flatten(0, 1), **self.restricted
+                model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[place].flatten(0, 1), **self.restricted
             )
         if responses.numel() and (drawn := int(responses.max())) >= self.num_known:
             raise UserError(
@@ -123,26 +126,26 @@ class Calls:
                 f"only {self.num_known} tokens; give them as many by transformers' resize_token_embeddings"
             )
         shape = prompts_MBP.shape[:2]
-        self._keep(data, "responses", columns, responses.unflatten(0, shape))
-        self._keep(data, "logprobs", columns, logprobs.unflatten(0, shape))
+        self._keep(data, "responses", place, responses.unflatten(0, shape))
+        self._keep(data, "logprobs", place, logprobs.unflatten(0, shape))
         if kept is not None:
-            self._keep(data, "kept_tokens", columns, kept.unflatten(0, shape))
+            self._keep(data, "kept_tokens", place, kept.unflatten(0, shape))
         mask = responses >= 0
         num_ended = ppo_math.ended(responses, self.eos_ids).sum()
         data.meter.add("response_length", mask.sum(), len(responses))
         data.meter.add("ended_fraction", num_ended, len(responses))
-        data.meter.maximum("generate_s", time.perf_counter() - started)
+        data.generate_s += time.perf_counter() - started
+        data.meter.maximum("generate_s", data.generate_s)
 
-    def _infer(self, call: Call, data: Iteration) -> None:
-        """A forward pass over this rank's columns, micro-batch by micro-batch."""
-        layout = self._layout(call)
-        columns = self._columns(layout)
-        prompts, responses = (self._held(data, key, columns)[:, columns] for key in ("prompts", "responses"))
-        kept = self._held(data, "kept_tokens", columns)[:, columns] if "kept_tokens" in call.inputs else None
+    def _infer(self, call: Call, step: Run, data: Iteration) -> None:
+        """A forward pass over the rows of a Run, micro-batch by micro-batch."""
+        place = self._place(step)
+        prompts, responses = (self._held(data, key, place) for key in ("prompts", "responses"))
+        kept = self._held(data, "kept_tokens", place) if "kept_tokens" in call.inputs else None
         results = []
         with self.models.weights(call.model) as model:
-            for mini_batch in range(self.workload.num_mini_batches):
-                for rows in self._chunks(prompts.shape[1], layout):
+            for mini_batch in range(len(prompts)):
+                for rows in self._chunks(prompts.shape[1], self._layout(call)):
                     batch = Sequences.join(prompts[mini_batch, rows], responses[mini_batch, rows])
                     if call.function == "logprobs":
                         sets = None if kept is None else kept[mini_batch, rows]
@@ -150,17 +153,17 @@ class Calls:
                     else:
                         results.append(response_values(model, batch))
         if results:
-            whole = torch.cat(results).float().unflatten(0, prompts.shape[:2])
-            self._keep(data, call.outputs[0], columns, whole)
+            self._keep(data, call.outputs[0], place, torch.cat(results).float().unflatten(0, prompts.shape[:2]))
 
-    def _score(self, call: Call, data: Iteration) -> None:
-        """Scores of this rank's columns by reward model or function."""
-        layout = self._layout(call)
-        columns = self._columns(layout)
-        prompts, responses = (self._held(data, key, columns)[:, columns] for key in ("prompts", "responses"))
+    def _score(self, call: Call, step: Run, data: Iteration) -> None:
+        """Scores of the rows of a Run by reward model or function."""
+        place = self._place(step)
+        prompts, responses = (self._held(data, key, place) for key in ("prompts", "responses"))
         with torch.no_grad():
-            scores_B = self.scorer(prompts.flatten(0, 1), responses.flatten(0, 1), self._micro_batch(layout))
-        self._keep(data, call.outputs[0], columns, scores_B.unflatten(0, prompts.shape[:2]))
+            scores_B = self.scorer(
+                prompts.flatten(0, 1), responses.flatten(0, 1), self._micro_batch(self._layout(call))
+            )
+        self._keep(data, call.outputs[0], place, scores_B.unflatten(0, prompts.shape[:2]))
         wide_B, used_B = scores_B.double(), ppo_math.ended(responses.flatten(0, 1), self.eos_ids)
         if self.config.ppo.truncation == "score":
             used_B = torch.ones_like(used_B)
@@ -172,9 +175,9 @@ class Calls:
         size = self._micro_batch(layout)
         return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
-    def _keep(self, data: Iteration, key: str, columns: slice, value: Tensor) -> None:
-        """Puts [M, columns, ...] into the store."""
-        self.place_for(data, key)[:, columns] = value
+    def _keep(self, data: Iteration, key: str, place: Place, value: Tensor) -> None:
+        """Puts the rows of a Run into the store."""
+        self.place_for(data, key)[place] = value
 
     def place_for(self, data: Iteration, key: str) -> Tensor:
         """The store's tensor [M, C, ...] of a key, made when first needed; integers for tokens, float32 otherwise."""
@@ -191,19 +194,19 @@ class Calls:
                 data.store[key] = torch.zeros(shape, device=self.world.device)
         return data.store[key]
 
-    def _held(self, data: Iteration, key: str, columns: slice) -> Tensor:
-        """The tensor [M, C, ...] of a key to read `columns` of. A rank without columns may have nothing of it."""
-        assert key in data.store or columns.start == columns.stop, f"{key} is read before it is there"
-        return self.place_for(data, key)
+    def _held(self, data: Iteration, key: str, place: Place) -> Tensor:
+        """The rows of a key at a place. A rank without columns may have nothing of the key."""
+        assert key in data.store or place[1].start == place[1].stop, f"{key} is read before it is there"
+        return self.place_for(data, key)[place]
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 
     def _estimate_advantages(self, call: Call, step: Run, data: Iteration, state: State) -> None:
         """Rewards, GAE and returns of this rank's columns; whitened here only if whiten=batch."""
         ppo = self.config.ppo
-        columns = self._columns(self.program.layout_of(step))
+        place = self._place(step)
         responses, logprobs, ref_logprobs, scores, values = (
-            self._held(data, key, columns)[:, columns].flatten(0, 1) for key in call.inputs
+            self._held(data, key, place).flatten(0, 1) for key in call.inputs
         )
         mask, ended = ppo_math.response_mask(responses), ppo_math.ended(responses, self.eos_ids)
         shaped = ppo_math.shaped_scores(
@@ -222,9 +225,9 @@ class Calls:
         if ppo.whiten == "batch":
             moments = self._summed(ppo_math.moments(advantages, mask), step.group)
             advantages = ppo_math.whiten(advantages, mask, moments)
-        shape = (self.workload.num_mini_batches, columns.stop - columns.start)
-        self._keep(data, "advantages", columns, advantages.unflatten(0, shape))
-        self._keep(data, "returns", columns, returns.unflatten(0, shape))
+        shape = tuple(part.stop - part.start for part in place)
+        self._keep(data, "advantages", place, advantages.unflatten(0, shape))
+        self._keep(data, "returns", place, returns.unflatten(0, shape))
         if step.reader == self.program.placement.sites(call, self.workload.workflow)[0]:  # each row is counted once
             data.meter.add("reward", shaped.double().sum(), len(shaped))
             data.meter.add("reward_sq", shaped.double().square().sum(), len(shaped))
@@ -248,10 +251,13 @@ class Calls:
         if call.model == "actor" and data.stopped:
             return
         layout, engine = self._layout(call), self.models.engines[call.model]
-        columns = self._columns(layout)
+        _, columns = self._place(step)
         source_B = data.source_EMC[step.epoch, step.mini_batch, columns]
         places = (source_B, torch.arange(columns.start, columns.stop, device=source_B.device))
-        rows = {key: self._held(data, key, columns)[places] for key in call.inputs}
+        everything = (slice(None), slice(columns.start, columns.stop))
+        for key in call.inputs:
+            self._held(data, key, everything)
+        rows = {key: data.store[key][places] for key in call.inputs}
         if call.function == "policy_loss":
             mask = ppo_math.response_mask(rows["responses"])
             moments = self._summed(ppo_math.moments(rows["advantages"], mask), step.group)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program import BUCKET_BYTES, Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.trace import Recorder
@@ -25,12 +25,14 @@ class Executor:
     def __init__(self, program: Program, world: World, models: Models, calls: Calls, recorder: Recorder):
         self.program, self.world, self.models, self.calls, self.recorder = program, world, models, calls, recorder
         self.instructions = program.instructions[world.rank]
+        # transfer -> its operations, and the buffers that something arrives in
         self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, list[torch.Tensor]]]]] = {}
-        self.num_bytes_sent = 0
+        self.num_bytes_sent, self.num_messages_sent = 0, 0
 
     def iteration(self, data: Iteration, state: State) -> list[dict]:
         """One pass over the list; returns what every rank said at the closing Agree."""
         self.recorder.iteration = data.number
+        self.num_bytes_sent, self.num_messages_sent = 0, 0
         answers: list[dict] = []
         for position, step in enumerate(self.instructions):
             self.world.progress(_meeting(step, data))
@@ -47,10 +49,12 @@ class Executor:
             with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
                 self.calls.run(step, data, state)
         elif isinstance(step, Post):
-            with self.recorder.span(f"post {self.program.transfers[step.transfer].what}", "transfer"):
+            what = self.program.transfers[step.transfer].what
+            with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
                 self._post(step.transfer, data)
         elif isinstance(step, Wait):
-            with self.recorder.span(f"wait {self.program.transfers[step.transfer].what}", "wait"):
+            what = self.program.transfers[step.transfer].what
+            with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
                 self._wait(step.transfer, data)
         else:
             assert isinstance(step, Agree)
@@ -70,60 +74,86 @@ class Executor:
             tokens = data.store["responses"][:, part].flatten(0, 1).tolist()
             for row, prompt, sample in zip(tokens, prompts.tolist(), samples.tolist(), strict=True):
                 responses.append([prompt, sample, [token for token in row if token >= 0]])
-        return data.meter.to_message() | {"responses": responses}
+        sent = {"bytes": self.num_bytes_sent, "messages": self.num_messages_sent}
+        return data.meter.to_message() | {"responses": responses, "sent": sent}
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
     def _post(self, number: int, data: Iteration) -> None:
         """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
         transfer, rank = self.program.transfers[number], self.world.rank
-        operations, entries = [], []
+        operations, arriving = [], []
+        leaving = self._leaving(transfer) if transfer.model is not None else []
         for place, message in enumerate(transfer.messages):
             if rank not in (message.source, message.destination):
                 continue
             sending = rank == message.source
-            tensors = self._packed(transfer, message, data, sending)
-            num_bytes = sum(tensor.nbytes for tensor in tensors)
-            assert num_bytes == message.num_bytes, (transfer.what, num_bytes, message.num_bytes)
-            self.num_bytes_sent += num_bytes if sending else 0
+            if not sending:
+                tensors = self._landing(message)
+                arriving.append((message, tensors))
+            else:
+                tensors = leaving or [self._packed(transfer, message, data)]
+                self.num_bytes_sent += sum(tensor.nbytes for tensor in tensors)
+                self.num_messages_sent += len(tensors)
+            assert sum(tensor.nbytes for tensor in tensors) == message.num_bytes, (transfer.what, message)
+            assert len(tensors) == message.num_parts
             peer = message.destination if sending else message.source
             for index, tensor in enumerate(tensors):
                 operation = dist.isend if sending else dist.irecv
                 tag = number * MAX_TENSORS + place + index  # a pair may exchange several messages, or several tensors
                 operations.append(dist.P2POp(operation, tensor, peer, tag=tag))
-            entries.append((message, tensors))
-        self.pending[number] = (dist.batch_isend_irecv(operations), entries)
+        self.pending[number] = (dist.batch_isend_irecv(operations), arriving)
 
-    def _packed(self, transfer: Transfer, message: Message, data: Iteration, sending: bool) -> list[torch.Tensor]:
-        """Tensors on the wire: the weights themselves, or one buffer of 4-byte words with all keys."""
-        if transfer.model is not None:
-            return self.models.tensors(transfer.model)
-        part = slice(message.columns.start, message.columns.stop)
-        if not sending:
-            return [torch.empty(message.num_bytes // 4, dtype=torch.int32, device=self.world.device)]
+    def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
+        """The rows of a message as one buffer of 4-byte words, key after key."""
         words = []
-        for key in transfer.keys:
-            value = data.store[key][:, part].contiguous()
+        for key in message.keys:
+            value = data.store[key][self._rows(transfer, message)].contiguous()
             words.append((value.int() if value.dtype == torch.int64 else value.view(torch.int32)).flatten())
-        return [torch.cat(words)]
+        return torch.cat(words)
+
+    def _rows(self, transfer: Transfer, message: Message) -> tuple[slice, slice]:
+        rows = self.program.mini_batches_of(transfer)
+        return slice(rows.start, rows.stop), slice(message.columns.start, message.columns.stop)
+
+    def _leaving(self, transfer: Transfer) -> list[torch.Tensor]:
+        """This rank's weights in buckets, if it sends them; packed once for all who get them."""
+        if not any(message.source == self.world.rank for message in transfer.messages):
+            return []
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in self.models.tensors(transfer.model)])
+        return list(flat.split(BUCKET_BYTES))
+
+    def _landing(self, message: Message) -> list[torch.Tensor]:
+        """Empty buffers for what a message brings."""
+        if message.keys:
+            return [torch.empty(message.num_bytes // 4, dtype=torch.int32, device=self.world.device)]
+        return list(torch.empty(message.num_bytes, dtype=torch.uint8, device=self.world.device).split(BUCKET_BYTES))
 
     def _wait(self, number: int, data: Iteration) -> None:
         transfer = self.program.transfers[number]
-        works, entries = self.pending.pop(number)
+        works, arriving = self.pending.pop(number)
         for work in works:
             work.wait()
-        for message, tensors in entries:
-            if message.destination == self.world.rank and transfer.model is None:
+        for message, tensors in arriving:
+            if transfer.model is None:
                 self._unpack(transfer, message, tensors[0], data)
+            else:
+                self._take_weights(transfer.model, tensors)
 
     def _unpack(self, transfer: Transfer, message: Message, words: torch.Tensor, data: Iteration) -> None:
-        part = slice(message.columns.start, message.columns.stop)
         start = 0
-        for key in transfer.keys:
-            place = self.calls.place_for(data, key)[:, part]
+        for key in message.keys:
+            place = self.calls.place_for(data, key)[self._rows(transfer, message)]
             piece = words[start : start + place.numel()].view(place.shape)
             place.copy_(piece.view(torch.float32) if place.is_floating_point() else piece)
             start += place.numel()
+
+    def _take_weights(self, model: str, buckets: list[torch.Tensor]) -> None:
+        flat, start = torch.cat(buckets) if len(buckets) > 1 else buckets[0], 0
+        for tensor in self.models.tensors(model):
+            piece = flat[start : start + tensor.nbytes]
+            start += tensor.nbytes
+            tensor.reshape(-1).view(torch.uint8).copy_(piece)
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 

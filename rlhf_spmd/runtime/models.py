@@ -89,7 +89,7 @@ class Models:
             self.engines[call.model] = make_engine(
                 self.copies.pop(call.model).train().requires_grad_(True),
                 group=self.world.group(layout.group) if layout.dp > 1 else None,
-                ranks=layout.ranks,
+                ranks=tuple(sorted(layout.ranks)),
                 zero=layout.zero,
                 dtype=DTYPES[self.config.dtype],
                 betas=(optimizer.beta1, optimizer.beta2),

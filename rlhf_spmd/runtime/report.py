@@ -44,6 +44,8 @@ def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
     metrics["kl_coef"] = kl_coef
     metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
     metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
+    for what in ("bytes", "messages"):
+        metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
     metrics["tokens_sha256"] = tokens_sha256(answers)
     return metrics
 

@@ -61,6 +61,8 @@ METRICS = {
     "parity_mean_abs": "generation",
     "gen_tokens": "generation",
     "gen_tokens_per_s": "speed",  # of all ranks together
+    "moved_bytes": "speed",  # between layouts, all ranks together; what `check` forecasts
+    "moved_messages": "speed",
     "generate_s": "speed",
     "iteration_s": "speed",
 }

@@ -91,8 +91,8 @@ def ring(orders: list[tuple[str, ...]]) -> Program:
     program = place_models(make_workload(), 3)
     transfers = []
     for number in range(3):
-        message = Message(number, (number + 1) % 3, range(4), 1)
-        transfers.append(Transfer(f"transfer {number}", (message.destination,), ("responses",), (message,)))
+        message = Message(number, (number + 1) % 3, RESPONSES, range(4), 1)
+        transfers.append(Transfer(f"transfer {number}", (message,)))
     kinds = {"p": Post, "w": Wait}
     lists = tuple(tuple(kinds[kind](int(number)) for kind, number in order) for order in orders)
     return replace(program, transfers=tuple(transfers), instructions=lists)
@@ -147,8 +147,8 @@ def jumble(rng: random.Random) -> Program:
     transfers = []
     for number in range(3):
         pairs = {tuple(rng.sample(ranks, 2)) for _ in range(rng.randint(1, 3))}
-        messages = tuple(Message(source, destination, range(1), 4) for source, destination in sorted(pairs))
-        transfers.append(Transfer(f"transfer {number}", ranks, RESPONSES, messages))
+        messages = tuple(Message(source, destination, RESPONSES, range(1), 4) for source, destination in sorted(pairs))
+        transfers.append(Transfer(f"transfer {number}", messages))
     lists: list[list[Instruction]] = [[] for _ in ranks]
     for number in rng.sample(range(6), 6):
         name = f"group {number % 2}"

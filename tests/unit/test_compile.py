@@ -76,6 +76,10 @@ def deliveries(workload: Workload, placement: Placement) -> list[tuple[int, str,
     return sent
 
 
+def streams(program: Program) -> bool:
+    return program.placement.stream and program.workload.whiten == "mini_batch"
+
+
 # ---- properties of every program -----------------------------------------------------------------------------------
 
 
@@ -95,12 +99,14 @@ def test_every_rank_receives_exactly_the_columns_that_it_lacks(program):
             continue
         for message in transfer.messages:
             assert message.source != message.destination and len(message.columns) > 0
-            for key in transfer.keys:
+            for key in message.keys:
                 made_at = places(workload, placement, workload.workflow.producer(key).name)
                 for column in message.columns:
                     assert message.source in {owner(ranks, column, workload.mini_batch) for ranks in made_at}
-                    received[message.destination, key, column] += 1
-    assert received == Counter(deliveries(workload, placement))
+                    rows = [transfer.mini_batch] if streams(program) else range(workload.num_mini_batches)
+                    received.update((message.destination, key, column, row) for row in rows)
+    lacking = deliveries(workload, placement)
+    assert received == Counter((*cell, row) for cell in lacking for row in range(workload.num_mini_batches))
 
 
 @given(program=programs())
@@ -141,14 +147,24 @@ def test_a_shadow_gets_the_new_weights_once_from_its_node_and_senders_share_the_
 @any_program
 def test_a_list_holds_each_run_of_its_rank_and_ends_with_agreement(program):
     workload, layouts = program.workload, program.placement.layouts
+    pieces = range(workload.num_mini_batches) if streams(program) else [None]
     for rank, steps in enumerate(program.instructions):
         assert steps[-1] == Agree("metrics") and sum(isinstance(step, Agree) for step in steps) == 1
         runs = [step for step in steps if isinstance(step, Run)]
-        for call in workload.workflow.placed_calls:
-            times = workload.epochs * workload.num_mini_batches if call.kind == "train" else 1
-            assert sum(run.call == call.name for run in runs) == times * (rank in layouts[call.name].ranks)
-        here = [ranks for ranks in places(workload, program.placement, "estimate_advantages") if rank in ranks]
-        assert sum(run.call == "estimate_advantages" for run in runs) == len(here)
+        for call in workload.workflow.calls:
+            mine = [run for run in runs if run.call == call.name]
+            here = [ranks for ranks in places(workload, program.placement, call.name) if rank in ranks]
+            if call.kind == "train":
+                assert len(mine) == workload.epochs * workload.num_mini_batches * len(here)
+                continue
+            assert {run.mini_batch for run in mine} == (set(pieces) if here else set())
+            if all(run.columns is None for run in mine):
+                assert len(mine) == len(pieces) * len(here)
+            else:  # in parts: each column that it owns, once in every piece
+                assert call.name in program.placement.own_first
+                parts = Counter((run.mini_batch, column) for run in mine for column in program.columns_of(run, rank))
+                owned = layouts[call.name].columns(rank, workload.mini_batch)
+                assert parts == Counter((piece, column) for piece in pieces for column in owned)
         for kind in (Post, Wait):
             mine = [number for number, transfer in enumerate(program.transfers) if rank in transfer.ranks]
             assert sorted(step.transfer for step in steps if isinstance(step, kind)) == mine
@@ -167,7 +183,37 @@ def test_groups_are_those_of_collective_runs_and_whole_layouts(program):
                 layout = layouts[step.reader or step.call]
                 trains = step.call.endswith("_train") and len(layout.ranks) > 1
                 assert step.group is not None if trains else True
-                assert step.group is None or program.groups[step.group] == layout.ranks
+                assert step.group is None or program.groups[step.group] == tuple(sorted(layout.ranks))
+
+
+@given(program=programs())
+@any_program
+def test_what_streams_stays_within_its_limits(program):
+    """A rank sends no mini-batch before the one that lies in_flight back is through, and opens none further ahead."""
+    num_moves = sum(transfer.mini_batch == 0 for transfer in program.transfers)
+    for rank, steps in enumerate(program.instructions):
+        under_way: Counter = Counter()
+        for step in steps:
+            if isinstance(step, Run | Agree) or program.transfers[step.transfer].mini_batch is None:
+                continue
+            messages = program.transfers[step.transfer].messages
+            for end in {m.source == rank for m in messages if rank in (m.source, m.destination)}:
+                under_way[end, step.transfer % num_moves] += 1 if isinstance(step, Post) else -1
+            assert max(under_way.values()) <= program.placement.in_flight
+
+
+def test_random_programs_overlap_in_every_way():
+    """What the properties above are about does occur."""
+    rng, seen = random.Random(3), Counter()
+    for _ in range(200):
+        program = random_program(rng.choice)
+        runs = [step for steps in program.instructions for step in steps if isinstance(step, Run)]
+        seen["own first"] += any(run.columns is not None for run in runs)
+        seen["joint"] += any(len(set(t.keys)) > 1 and "responses" not in t.keys for t in program.transfers)
+        seen["streams"] += any(transfer.mini_batch == 1 for transfer in program.transfers)
+        seen["off"] += program.placement.stream and not streams(program)
+        seen["order"] += any(la.ranks != tuple(sorted(la.ranks)) for la in program.placement.layouts.values())
+    assert all(seen[what] >= 10 for what in ("own first", "joint", "streams", "off", "order")), seen
 
 
 # ---- determinism ---------------------------------------------------------------------------------------------------

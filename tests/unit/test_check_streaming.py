@@ -1,0 +1,239 @@
+"""`check` refuses broken programs that stream or compute in parts, and names the rank and the instruction."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.program import Agree, Post, Program, Run, Wait
+from rlhf_spmd.strategy import load_strategy
+from tests.programs import assert_refused, edited, errors, make_workload, place_models, where, with_list
+
+TRAINER, GENERATOR = 0, 1
+
+
+def streaming(**options) -> Program:
+    """Rank 0 trains, rank 1 does the rest, three mini-batches stream."""
+    workload = make_workload(num_mini_batches=3, epochs=2)
+    return load_strategy("separation").compile(workload, Cluster.parse("1x2"), options)
+
+
+def interleaving() -> Program:
+    return load_strategy("interleaving1").compile(make_workload(mini_batch=8), Cluster.parse("1x4"), {})
+
+
+def transfer_of(program: Program, key: str, mini_batch: int) -> int:
+    numbered = enumerate(program.transfers)
+    return next(number for number, t in numbered if key in t.keys and t.mini_batch == mini_batch)
+
+
+def moved(program: Program, rank: int, step, to: int) -> Program:
+    """The program with an instruction of one rank at another place, earlier or later."""
+    return edited(program, rank, lambda steps: steps.insert(to, steps.pop(steps.index(step))))
+
+
+def test_the_programs_that_are_broken_below_are_sound():
+    assert check(streaming()) == check(streaming(in_flight=1)) == check(interleaving()) == []
+
+
+# ---- senders and trainers ------------------------------------------------------------------------------------------
+
+
+def test_a_mini_batch_that_is_sent_before_it_is_generated():
+    program = streaming()
+    number = transfer_of(program, "responses", 1)
+    at = where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 1")
+    broken = moved(program, GENERATOR, Post(number), at)
+    words = (f"Post transfer {number} sends responses, logprobs to rank 0 before it is here",)
+    assert_refused(broken, GENERATOR, *words, position=at)
+
+
+def test_the_right_key_of_the_wrong_mini_batch_is_not_enough():
+    """Both mini-batches of the scores exist, but the one that is sent is a transfer too early."""
+    program = streaming()
+    first, second = (transfer_of(program, "scores", mini_batch) for mini_batch in (0, 1))
+    swap = {first: second, second: first}
+
+    def exchange(steps):
+        steps[:] = [
+            replace(s, transfer=swap.get(s.transfer, s.transfer)) if hasattr(s, "transfer") else s for s in steps
+        ]
+
+    broken = edited(edited(program, GENERATOR, exchange), TRAINER, exchange)
+    at = program.instructions[GENERATOR].index(Post(first))
+    assert_refused(broken, GENERATOR, f"Post transfer {second} sends scores to rank 0 before", position=at)
+    at = where(program, TRAINER, "Run estimate_advantages epoch 0 mini-batch 0")
+    assert_refused(broken, TRAINER, "reads scores of columns 0-3", f"Wait transfer {first}", position=at)
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_a_trainer_that_runs_ahead_of_its_wait(model):
+    program = streaming()
+    number = transfer_of(program, "responses", 1)
+    at = program.instructions[TRAINER].index(Wait(number))
+    run = program.instructions[TRAINER][where(program, TRAINER, f"Run {model}_train epoch 0 mini-batch 1")]
+    broken = moved(program, TRAINER, run, at)
+    text = f"they come only by instruction {at + 1}, Wait transfer {number}"
+    words = (f"Run {model}_train epoch 0 mini-batch 1 reads responses of columns 0-3", text)
+    assert_refused(broken, TRAINER, *words, position=at)
+
+
+def test_advantages_of_a_mini_batch_that_has_not_arrived():
+    program = streaming()
+    number = transfer_of(program, "values", 2)
+    at = program.instructions[TRAINER].index(Wait(number))
+    run = program.instructions[TRAINER][where(program, TRAINER, "Run estimate_advantages epoch 0 mini-batch 2")]
+    broken = moved(program, TRAINER, run, at)
+    words = ("Run estimate_advantages epoch 0 mini-batch 2", "reads values of columns 0-3", f"Wait transfer {number}")
+    assert_refused(broken, TRAINER, *words, position=at)
+
+
+def test_an_epoch_that_begins_before_all_mini_batches_are_through():
+    """Later epochs mix the mini-batches of a column."""
+    program = streaming()
+    at = where(program, TRAINER, "Run actor_train epoch 0 mini-batch 2")
+    run = program.instructions[TRAINER][where(program, TRAINER, "Run actor_train epoch 1 mini-batch 0")]
+    broken = moved(program, TRAINER, run, at)
+    words = ("Run actor_train epoch 0 mini-batch 2", "comes after epoch 1 mini-batch 0")
+    assert_refused(broken, TRAINER, *words, position=at + 1)
+
+
+def test_a_sender_that_waits_for_a_mini_batch_that_the_trainer_opens_later():
+    """With one mini-batch in flight the trainer opens the second one only when it has trained on the first one."""
+    program = streaming(in_flight=1)
+    first, second = (transfer_of(program, "responses", mini_batch) for mini_batch in (0, 1))
+    at = where(program, GENERATOR, "Run reference_infer epoch 0 mini-batch 0")
+    broken = edited(program, GENERATOR, lambda steps: steps.insert(at, steps.pop(steps.index(Wait(first)))))
+    assert errors(broken) == []  # earlier than needed, but the trainer has opened it
+    steps = [step for step in program.instructions[GENERATOR] if step not in (Post(second), Wait(second))]
+    generate = steps.pop(where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 1"))
+    broken = with_list(program, GENERATOR, [*steps[:at], generate, Post(second), Wait(second), *steps[at:]])
+    place = at + 2
+    assert_refused(broken, GENERATOR, f"Wait transfer {second} waits for ever for ranks 0", position=place)
+
+
+def test_mini_batches_that_the_two_ends_open_in_different_orders():
+    program = streaming()
+    one, other = transfer_of(program, "responses", 0), transfer_of(program, "responses", 1)
+    steps = list(program.instructions[TRAINER])
+    first, second = steps.index(Post(one)), steps.index(Post(other))
+    steps[first], steps[second] = steps[second], steps[first]
+    broken = with_list(program, TRAINER, steps)
+    assert_refused(broken, TRAINER, f"posts transfer {other} here", f"posts transfer {one} first", position=first)
+
+
+def test_weights_that_arrive_before_the_last_mini_batch_is_generated():
+    program = streaming()
+    weights = next(number for number, transfer in enumerate(program.transfers) if transfer.model == "actor")
+    at = where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 2")
+    broken = moved(program, GENERATOR, Post(weights), at)
+    words = (f"Post transfer {weights} moves the weights of actor before", "Run actor_generate epoch 0 mini-batch 2")
+    assert_refused(broken, GENERATOR, *words, position=at)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_columns_left_out():
+    program = streaming()
+    at = where(program, GENERATOR, "Run actor_generate epoch 0 mini-batch 1")
+    number = transfer_of(program, "responses", 1)
+    for columns, missing in ((range(3), "3"), (range(1, 4), "0"), (range(1, 3), "0,3")):
+        broken = edited(program, GENERATOR, lambda s, c=columns: s.__setitem__(at, replace(s[at], columns=c)))
+        assert_refused(broken, GENERATOR, "never executes Run actor_generate")
+        reader = where(program, GENERATOR, "Run reference_infer epoch 0 mini-batch 1")
+        text = f"reads responses of columns {missing}, which are not here: nothing brings them"
+        assert_refused(broken, GENERATOR, text, position=reader)
+        post = program.instructions[GENERATOR].index(Post(number))
+        assert_refused(broken, GENERATOR, f"Post transfer {number} sends responses", position=post)
+
+
+def test_a_mini_batch_left_out():
+    program = streaming()
+    at = where(program, GENERATOR, "Run reward_infer epoch 0 mini-batch 1")
+    post = program.instructions[GENERATOR].index(Post(transfer_of(program, "scores", 1)))
+    broken = edited(program, GENERATOR, lambda steps: steps.pop(at))
+    assert_refused(broken, GENERATOR, "never executes Run reward_infer")
+    assert_refused(broken, GENERATOR, "sends scores to rank 0 before it is here", position=post - 1)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_one_of_the_parts_left_out(part):
+    program = interleaving()
+    for rank in program.cluster.ranks:
+        call = "reference_infer" if rank < 2 else "reward_infer"
+        numbered = enumerate(program.instructions[rank])
+        places = [index for index, step in numbered if isinstance(step, Run) and step.call == call]
+        assert len(places) == 2
+        broken = edited(program, rank, lambda steps, i=places[part]: steps.pop(i))
+        assert_refused(broken, rank, f"never executes Run {call}")
+        if part == 0:  # its own rows, which its estimate of advantages reads
+            key = "ref_logprobs" if rank < 2 else "scores"
+            at = where(broken, rank, "Run estimate_advantages")
+            assert_refused(broken, rank, f"reads {key} of columns", "nothing brings them", position=at)
+
+
+def test_the_part_that_others_send_before_it_has_arrived():
+    program = interleaving()
+    steps = program.instructions[3]
+    first = where(program, 3, "Run reward_infer columns")
+    late = next(
+        i for i, step in enumerate(steps) if i > first and isinstance(step, Run) and step.call == "reward_infer"
+    )
+    wait = next(i for i, step in enumerate(steps) if isinstance(step, Wait) and i > first)
+    assert wait < late
+    broken = moved(program, 3, steps[late], wait)
+    words = (f"{steps[late]} reads responses", f"they come only by instruction {wait + 1}, {steps[wait]}")
+    assert_refused(broken, 3, *words, position=wait)
+
+
+def test_parts_that_overlap():
+    program = interleaving()
+    at = where(program, 0, "Run reference_infer columns")
+    broken = edited(program, 0, lambda steps: steps.insert(at + 1, steps[at]))
+    assert_refused(broken, 0, f"{program.instructions[0][at]} is there a second time", position=at + 1)
+    own = program.instructions[0][at].columns
+    wider = edited(program, 0, lambda steps: steps.__setitem__(at, replace(steps[at], columns=range(own.stop + 1))))
+    assert_refused(wider, 0, "Run reference_infer", "second time")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Run("critic_infer", columns=range(0)),
+        Run("critic_infer", columns=range(99, 101)),
+        Run("critic_infer", mini_batch=7),
+        Run("critic_train", mini_batch=0, columns=range(1)),
+    ],
+    ids=str,
+)
+def test_parts_that_belong_to_no_iteration(step):
+    program = place_models(make_workload(), 1)
+    at = where(program, 0, "Run critic_infer") + 1
+    broken = edited(program, 0, lambda steps: steps.insert(at, step))
+    assert_refused(broken, 0, "belongs to no iteration of this workload", position=at)
+
+
+# ---- weights that change meanwhile -----------------------------------------------------------------------------------
+
+
+def by_hand(*order: tuple[int, bool]) -> Program:
+    """One rank that does all; each pair names a mini-batch to prepare (False) or to train on (True)."""
+    program = place_models(make_workload(num_mini_batches=2), 1)
+    steps: list = []
+    for mini_batch, trains in order:
+        for step in dict.fromkeys(replace(s, mini_batch=None) for s in program.instructions[0] if isinstance(s, Run)):
+            if step.call.endswith("_train") == trains:
+                steps.append(replace(step, mini_batch=mini_batch))
+    return with_list(program, 0, [*steps, Agree("metrics")])
+
+
+@pytest.mark.parametrize("call", ["actor_generate", "critic_infer"])
+def test_a_model_that_is_used_where_it_began_to_train(call):
+    assert errors(by_hand((0, False), (1, False), (0, True), (1, True))) == []
+    broken = by_hand((0, False), (0, True), (1, False), (1, True))
+    at = where(broken, 0, f"Run {call} epoch 0 mini-batch 1")
+    words = (f"Run {call} epoch 0 mini-batch 1", f"comes after {call.split('_')[0]} began to train here", "old ones")
+    assert_refused(broken, 0, *words, position=at)
+    assert len(errors(broken)) == 2  # the reference and the reward model do not change

@@ -1,0 +1,348 @@
+"""The strategies that overlap transfers with work: where models are, what moves when, and what they refuse."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.blocking import deadlocks
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Post, Program, Run, Wait
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategy import load_strategy
+from tests.programs import make_workload, where, with_list
+
+LAYOUTS = ["1x2", "1x4", "1x5", "1x8", "2x8"]
+NUM = 5  # mini-batches
+EVERYTHING = ("actor", "critic", "reference", "reward")
+
+
+def program_of(name: str, layout: str, *, workload: Workload | None = None, **options) -> Program:
+    cluster = Cluster.parse(layout)
+    if workload is None:
+        workload = make_workload(mini_batch=2 * cluster.num_devices, num_mini_batches=NUM, epochs=2)
+    return load_strategy(name).compile(workload, cluster, options)
+
+
+def ranks_of(program: Program, call: str) -> tuple[int, ...]:
+    return program.placement.layouts[call].ranks
+
+
+def data_transfers(program: Program) -> list:
+    return [transfer for transfer in program.transfers if transfer.model is None]
+
+
+def first_wait(program: Program, rank: int) -> int:
+    return next(index for index, step in enumerate(program.instructions[rank]) if isinstance(step, Wait))
+
+
+def refused(make, *arguments, **options) -> str:
+    with pytest.raises(UserError) as error:
+        make(*arguments, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["interleaving1", "interleaving2", "separation"])
+@pytest.mark.parametrize("options", [{}, {"epochs": 1}, {"old_logprobs": "recompute", "replay": True}], ids=str)
+def test_nothing_to_find(name, layout, options):
+    size = Cluster.parse(layout).num_devices
+    workload = make_workload(mini_batch=2 * size, num_mini_batches=NUM, **{"epochs": 2, **options})
+    assert check(program_of(name, layout, workload=workload)) == []
+
+
+# ---- interleaving --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["interleaving1", "interleaving2"])
+def test_reference_and_reward_share_out_all_ranks(name, layout):
+    program = program_of(name, layout)
+    reference, reward = ranks_of(program, "reference_infer"), ranks_of(program, "reward_infer")
+    assert reference + reward == program.cluster.ranks and 0 <= len(reference) - len(reward) <= 1
+    for call in ("actor_generate", "critic_infer", "actor_train", "critic_train"):
+        assert sorted(ranks_of(program, call)) == list(program.cluster.ranks)
+    assert len({ranks_of(program, call) for call in ("actor_generate", "critic_infer", "actor_train")}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_owner_begins_with_its_own_columns(layout):
+    """Also with 5 = 3 + 2 ranks: what a rank has generated lies within what it has to infer."""
+    program = program_of("interleaving1", layout)
+    mini_batch, layouts = program.workload.mini_batch, program.placement.layouts
+    for rank, steps in enumerate(program.instructions):
+        call = "reference_infer" if rank in ranks_of(program, "reference_infer") else "reward_infer"
+        own = layouts["actor_generate"].columns(rank, mini_batch)
+        assert len(own) > 0 and set(own) < set(layouts[call].columns(rank, mini_batch))
+        runs = [index for index, step in enumerate(steps) if isinstance(step, Run) and step.call == call]
+        assert steps[runs[0]].columns == own and runs[0] < first_wait(program, rank) < runs[1]
+        rest = [column for index in runs[1:] for column in steps[index].columns]
+        assert sorted([*own, *rest]) == list(layouts[call].columns(rank, mini_batch))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_are_waited_for_only_where_training_needs_them(layout):
+    """The critic's values are computed while scores and logprobs travel."""
+    program = program_of("interleaving1", layout)
+    results = [n for n, t in enumerate(program.transfers) if set(t.keys) & {"ref_logprobs", "scores"}]
+    assert results
+    for rank, steps in enumerate(program.instructions):
+        gets = [n for n in results if any(m.destination == rank for m in program.transfers[n].messages)]
+        needed = where(program, rank, "Run estimate_advantages")
+        assert gets
+        for number in gets:
+            assert steps.index(Post(number)) < where(program, rank, "Run critic_infer") < steps.index(Wait(number))
+            assert steps.index(Wait(number)) < needed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_concurrent_mode_exchanges_once_before_and_once_after(layout, replay):
+    size = Cluster.parse(layout).num_devices
+    workload = make_workload(mini_batch=2 * size, num_mini_batches=2, replay=replay)
+    one, two = (program_of(f"interleaving{number}", layout, workload=workload) for number in (1, 2))
+    before, after = two.transfers
+    assert before.keys == ("responses", "kept_tokens")[: 1 + replay] and set(after.keys) == {"ref_logprobs", "scores"}
+    assert len(one.transfers) == 4
+    assert sum(t.num_bytes for t in two.transfers) == sum(t.num_bytes for t in one.transfers) > 0
+    for rank, steps in enumerate(two.instructions):
+        infers = [
+            i for i, s in enumerate(steps) if isinstance(s, Run) and s.call in ("reference_infer", "reward_infer")
+        ]
+        assert len(infers) == 1 and steps[infers[0]].columns is None  # all rows in one batch
+        order = [steps.index(step) for step in (Post(0), Wait(0), Post(1), Wait(1))]
+        assert order == sorted(order) and order[1] < infers[0] < order[2]
+        assert order[3] < where(two, rank, "Run estimate_advantages")
+
+
+def test_ratios_give_a_model_its_share():
+    program = program_of("interleaving1", "1x8", ratios=("reference=1/4", "critic=1/4", "reward=1/2"))
+    assert [len(ranks_of(program, f"{model}_infer")) for model in ("reference", "reward", "critic")] == [2, 4, 2]
+    assert check(program) == []
+    everywhere = program_of("interleaving2", "1x4", ratios=())
+    assert everywhere.transfers == () and check(everywhere) == []
+
+
+# ---- separation ----------------------------------------------------------------------------------------------------
+
+SEPARATIONS = [(layout, in_flight) for layout in LAYOUTS for in_flight in (1, 2, 3)]
+separations = pytest.mark.parametrize(("layout", "in_flight"), SEPARATIONS)
+
+
+@separations
+def test_trainers_start_on_what_is_there(layout, in_flight):
+    """A trainer waits for no mini-batch later than the one that it is about to train on."""
+    program = program_of("separation", layout, in_flight=in_flight)
+    for rank in ranks_of(program, "actor_train"):
+        steps = program.instructions[rank]
+        for model in ("actor", "critic"):
+            for mini_batch in range(NUM):
+                at = where(program, rank, f"Run {model}_train epoch 0 mini-batch {mini_batch} ".rstrip())
+                waited = [program.transfers[s.transfer].mini_batch for s in steps[:at] if isinstance(s, Wait)]
+                assert set(waited) == set(range(mini_batch + 1))
+
+
+@separations
+def test_training_goes_on_while_the_last_mini_batch_is_generated(layout, in_flight):
+    """Where every generator stops before mini-batch k, the trainers still get through epoch 0 of all before it, even if
+    each Wait blocks until its peers have posted."""
+    program = program_of("separation", layout, in_flight=in_flight)
+    for stop in range(1, NUM):
+        halted = program
+        for rank in ranks_of(program, "actor_generate"):
+            at = where(program, rank, f"Run actor_generate epoch 0 mini-batch {stop}")
+            halted = with_list(halted, rank, program.instructions[rank][:at])
+        standing = {rank: position for rank, position, _ in deadlocks(halted)}
+        for rank in ranks_of(program, "actor_train"):
+            done = where(program, rank, f"Run critic_train epoch 0 mini-batch {stop - 1}")
+            assert done < standing[rank] < where(program, rank, f"Run actor_train epoch 0 mini-batch {stop}")
+
+
+@separations
+def test_no_more_than_in_flight_mini_batches_are_under_way(layout, in_flight):
+    """Senders wait for the one that lies in_flight back before they post the next, and trainers open as many ahead."""
+    program = program_of("separation", layout, in_flight=in_flight)
+    names = [transfer.what for transfer in program.transfers if transfer.mini_batch == 0]
+    assert len(set(names)) == len(names)  # the name tells a move
+    most: dict[str, int] = {"out": 0, "in": 0}
+    for rank, steps in enumerate(program.instructions):
+        under_way: Counter = Counter()
+        for step in steps:
+            if not isinstance(step, Post | Wait) or program.transfers[step.transfer].model is not None:
+                continue
+            transfer = program.transfers[step.transfer]
+            for end in {"out" if message.source == rank else "in" for message in transfer.messages}:
+                if rank in transfer.ranks:
+                    under_way[end, transfer.what] += 1 if isinstance(step, Post) else -1
+                    most[end] = max(most[end], under_way[end, transfer.what])
+        if rank in ranks_of(program, "actor_train"):
+            for mini_batch in range(NUM):  # when it begins to wait for one
+                waits = (i for i, s in enumerate(steps) if isinstance(s, Wait))
+                at = next(i for i in waits if program.transfers[steps[i].transfer].mini_batch == mini_batch)
+                opened = {program.transfers[s.transfer].mini_batch for s in steps[:at] if isinstance(s, Post)}
+                assert opened == set(range(min(NUM, mini_batch + in_flight)))
+    assert most == {"out": in_flight, "in": in_flight}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_actor_s_weights_leave_while_the_critic_still_trains(layout, epochs):
+    workload = make_workload(mini_batch=32, num_mini_batches=3, epochs=epochs)
+    program = program_of("separation", layout, workload=workload)
+    number = {t.model: n for n, t in enumerate(program.transfers) if t.model}
+    assert set(number) == {"actor", "critic"}
+    senders = {message.source for message in program.transfers[number["actor"]].messages}
+    assert senders <= set(ranks_of(program, "actor_train"))
+    for rank in senders:
+        post = program.instructions[rank].index(Post(number["actor"]))
+        last = where(program, rank, f"Run actor_train epoch {epochs - 1} mini-batch 2")
+        assert post == last + 1
+        first = 2 if epochs == 1 else 0  # streamed mini-batches are trained on by both models in turn
+        assert post < where(program, rank, f"Run critic_train epoch {epochs - 1} mini-batch {first}")
+        assert post < program.instructions[rank].index(Wait(number["actor"]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "num", "sizes"),
+    [
+        ("1x2", None, None),
+        ("1x4", None, None),
+        ("1x5", None, None),
+        ("1x8", 3, None),
+        ("1x8", None, [1, 1, 1, 1]),
+        ("1x8", 6, [3, 1, 1, 1]),
+        ("2x8", None, [5, 1, 1, 1]),
+        ("2x8", 12, [6, 2, 2, 2]),
+    ],
+)
+def test_four_generation_ranks_give_each_role_its_own_and_fewer_share(layout, num, sizes):
+    """The last ranks generate and infer, the others train; sizes: of actor, critic, reference and reward there."""
+    program = program_of("separation", layout, generation_ranks=num)
+    everyone = program.cluster.ranks
+    generation = everyone[-(num or len(everyone) // 2) :]
+    for model in ("actor", "critic"):
+        assert ranks_of(program, f"{model}_train") == everyone[: len(everyone) - len(generation)]
+    roles = ["actor_generate", "critic_infer", "reference_infer", "reward_infer"]
+    if sizes is None:
+        assert all(ranks_of(program, call) == generation for call in roles)
+    else:
+        assert [len(ranks_of(program, call)) for call in roles] == sizes
+        assert sorted(rank for call in roles for rank in ranks_of(program, call)) == list(generation)
+
+
+def test_generation_ranks_are_shared_out_by_ratio():
+    ratios = ("actor=1/2", "critic=1/4", "reference=1/8", "reward=1/8")
+    program = program_of("separation", "2x8", ratios=ratios)
+    assert [len(ranks_of(program, f"{model}_infer")) for model in EVERYTHING[1:]] == [2, 1, 1]
+    assert ranks_of(program, "actor_generate") == (8, 9, 10, 11) and check(program) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whitening_over_the_batch_turns_streaming_off_and_says_so(layout):
+    workload = make_workload(mini_batch=32, num_mini_batches=3, whiten="batch")
+    program = program_of("separation", layout, workload=workload)
+    (finding,) = check(program)
+    assert finding.severity == "warning"
+    assert "streaming is off" in finding.message and "ppo.whiten=batch" in finding.message
+    assert all(transfer.mini_batch is None for transfer in program.transfers)
+    runs = [step for steps in program.instructions for step in steps if isinstance(step, Run)]
+    assert all(run.mini_batch is None for run in runs if not run.call.endswith("_train"))
+
+
+# ---- joint sets with another call between them ---------------------------------------------------------------------
+
+
+def around_reward(stream: bool, **ranks) -> Program:
+    """All calls on rank 0 but for `ranks`; reference and critic exchange together, the reward runs between them."""
+    workload = make_workload()
+    layouts = {c.name: Layout.data_parallel(ranks.get(c.name, (0,))) for c in workload.workflow.placed_calls}
+    placement = Placement(layouts, joint=(("reference_infer", "critic_infer"),), stream=stream)
+    return compile_program(workload, placement, Cluster.parse("1x2"))
+
+
+def test_joint_calls_with_another_call_between_them_are_refused():
+    """The one between would have to come before and after the exchange."""
+    with pytest.raises(UserError, match="reward_infer stands between reference_infer and critic_infer.*neighbours"):
+        around_reward(False, reward_infer=(1,), critic_infer=(1,))
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options", "words"),
+    [
+        ("separation", "1x4", {"generation_ranks": 0}, ["0 generation ranks of 4", "from 1 to 3"]),
+        ("separation", "1x4", {"generation_ranks": 4}, ["leave 0 to train", "from 1 to 3"]),
+        ("separation", "1x4", {"generation_ranks": -1}, ["-1 generation ranks", "from 1 to 3"]),
+        ("separation", "1x1", {}, ["0 generation ranks of 1", "start at least 2 ranks"]),
+        ("separation", "1x4", {"in_flight": 0}, ["in_flight 0 is less than 1", "raise it"]),
+        ("separation", "1x4", {"zero": 3}, ["actor_generate", "use the same ranks, or ZeRO 0-2"]),
+        (
+            "separation",
+            "1x4",
+            {"ratios": ("actor=1/5", "critic=4/5")},
+            ["1/5 of actor", "no rank of 2", "at least 1/2"],
+        ),
+        ("interleaving1", "1x1", {}, ["1/2 of reward rounds to no rank of 1", "start more ranks"]),
+        ("interleaving2", "1x4", {"ratios": ("reference=1/10", "reward=9/10")}, ["no rank of 4", "at least 1/4"]),
+        ("interleaving1", "1x4", {"ratios": ("reference=1/2",)}, ["reference sum to 1/2, not to 1"]),
+        ("interleaving1", "1x4", {"ratios": ("reference=1/2", "reward=3/4")}, ["5/4, more than 1", "shares sum to 1"]),
+        ("interleaving2", "1x4", {"ratios": ("reference",)}, ["'reference'", "MODEL=SHARE", "reward=1/2"]),
+        ("interleaving2", "1x4", {"ratios": ("reference=half",)}, ["'half' of reference", "write 0.5 or 1/2"]),
+        ("interleaving2", "1x4", {"ratios": ("reference=",)}, ["'' of reference", "write 0.5 or 1/2"]),
+        ("interleaving1", "1x4", {"ratios": ("reference=0", "reward=1")}, ["ratio 0 of reference", "not in (0, 1]"]),
+        ("separation", "1x4", {"ratios": ("refrence=1/2",)}, ["'refrence=1/2'", "the models are", "reference"]),
+    ],
+)
+def test_options_that_cannot_be(name, layout, options, words):
+    text = refused(program_of, name, layout, **options)
+    assert text.startswith(f"strategy {name}: ") and "raised" not in text
+    assert all(word in text for word in words), text
+
+
+def placed(workload: Workload, how: dict, **ranks) -> Program:
+    """Training on ranks 0 and 1, everything else on ranks 2 and 3, but for `ranks`."""
+    home = dict.fromkeys(("actor_train", "critic_train"), (0, 1))
+    layouts = {c.name: Layout.data_parallel((home | ranks).get(c.name, (2, 3))) for c in workload.workflow.placed_calls}
+    return compile_program(workload, Placement(layouts, **how), Cluster.parse("1x4"))
+
+
+@pytest.mark.parametrize("call", ["actor_generate", "actor_infer", "critic_infer"])
+def test_streaming_where_training_changes_the_weights_meanwhile(call):
+    workload = make_workload(old_logprobs="recompute")
+    text = refused(placed, workload, {"stream": True}, **{call: (1, 2)})
+    assert f"stream: {call} is on ranks 1" in text and f"where {call.split('_')[0]}_train changes the weights" in text
+    assert "place it elsewhere, or drop stream" in text
+    assert check(placed(workload, {}, **{call: (1, 2)})) == []
+    assert check(placed(workload, {"stream": True}, reference_infer=(0, 1), reward_infer=(0, 1))) == []
+    placed(replace(workload, whiten="batch"), {"stream": True}, **{call: (1, 2)})  # nothing streams, nothing changes
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            {"joint": (("actor_generate", "reward_infer"),)},
+            ["reward_infer reads what actor_generate and reward_infer make", "take it out of the set"],
+        ),
+        ({"joint": (("reward_infer", "actor_train"),)}, ["joint names actor_train", "no call before training"]),
+        ({"joint": (("reward_infer", "reward_infer"),)}, ["joint names a call twice"]),
+        (
+            {"joint": (("reward_infer", "critic_infer"), ("critic_infer", "reference_infer"))},
+            ["joint names a call twice"],
+        ),
+        ({"own_first": ("reward",)}, ["own_first names reward", "no call before training"]),
+        ({"own_first": ("critic_train",)}, ["own_first names critic_train", "no call before training"]),
+        ({"own_first": ("critic_infer", "critic_infer")}, ["own_first names a call twice"]),
+        ({"in_flight": 0}, ["in_flight 0 is less than 1", "raise it"]),
+    ],
+)
+def test_overlaps_that_cannot_be(how, words):
+    text = refused(placed, make_workload(), how)
+    assert all(word in text for word in words), text
