@@ -11,14 +11,12 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.rows import REPOSITORY, write
+from bench.rows import on_ranks, write
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster, Node
@@ -155,8 +153,8 @@ def judge(rows: list[dict]) -> None:
         row["ok"] = abs(row["ratio"] - 1) <= TOLERANCE and (row is flat or row["measured_s"] < flat["measured_s"])
 
 
-def on_ranks() -> None:
-    """What each rank of the bench does; rank 0 prints the rows."""
+def run_cases(file: Path) -> None:
+    """What each rank of the bench does; rank 0 writes the rows."""
     from rlhf_spmd.runtime.world import World
 
     world = World.discover()
@@ -175,19 +173,20 @@ def on_ranks() -> None:
     except BaseException as error:
         world.fail(error)
     if world.rank == 0:
-        print(json.dumps(rows))
+        file.write_text(json.dumps(rows))
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench overlap", description=__doc__)
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
-    if parser.parse_args(arguments).on_ranks:
-        on_ranks()
+    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.on_ranks:
+        run_cases(parsed.on_ranks)
         return 0
-    mpirun = str(Path(sys.executable).with_name("mpirun"))
-    command = [mpirun, "-n", str(NUM_RANKS), sys.executable, "-m", "bench", "overlap", "--on-ranks"]
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-    rows = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "rows.json"
+        on_ranks(NUM_RANKS, ["overlap", "--on-ranks", str(file)])
+        rows = json.loads(file.read_text())
     judge(rows)
     print("strategy        slowed calls alone s  critical path s  measured s  ratio")
     for row in rows:

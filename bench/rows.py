@@ -47,6 +47,13 @@ def write(name: str, rows: list[dict]) -> Path:
     return path
 
 
+def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0) -> None:
+    """Starts `python -m bench ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
+    mpirun = str(Path(sys.executable).with_name("mpirun"))
+    command = [mpirun, "-n", str(num_ranks), sys.executable, "-m", "bench", *arguments]
+    subprocess.run(command, cwd=REPOSITORY, timeout=limit_s, check=True)
+
+
 def train(num_ranks: int, options: list[str], *, limit_s: float = 900.0) -> tuple[dict, list[dict]]:
     """Runs the program as a user would; returns its last line and its metrics rows. Raises if it fails."""
     mpirun = Path(sys.executable).with_name("mpirun")

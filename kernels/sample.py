@@ -52,6 +52,19 @@ def sample_ref(logits_BV: Tensor, uniforms_B, temperature: float = 1.0) -> tuple
 
 
 @torch.no_grad()
+def edge_distances(logits_BV: Tensor, uniforms_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
+    """How far each uniform lies inside the interval of the CDF that draws its token: float64 [B], negative if outside.
+
+    Logits that differ by rounding move the edges by about 1e-7, so only a token with a smaller distance may flip.
+    """
+    probs_BV = (logits_BV.double() / temperature).softmax(dim=1)
+    above_B1 = probs_BV.cumsum(dim=1).gather(1, tokens_B[:, None])
+    below_B1 = above_B1 - probs_BV.gather(1, tokens_B[:, None])
+    uniforms_B1 = uniforms_B.double()[:, None]
+    return torch.minimum(uniforms_B1 - below_B1, above_B1 - uniforms_B1)[:, 0]
+
+
+@torch.no_grad()
 def kept_tokens(
     logits_BV: Tensor, temperature: float = 1.0, *, top_k: int, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:

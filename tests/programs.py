@@ -69,6 +69,8 @@ def random_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
         if call.kind == "train":
             users = {ranks[other.name] for other in workload.workflow.placed_calls if other.model == call.model}
             zero[call.name] = choose([0, 1, 2, 3] if len(users) == 1 else [0, 1, 2])  # ZeRO 3 keeps no full copy
+        elif workload.workflow.train_call(call.model) is None:
+            zero[call.name] = choose([0, 0, 3])
     layouts = {name: Layout.data_parallel(where, zero=zero.get(name, 0)) for name, where in ranks.items()}
     before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
     own_first = tuple(call.name for call in before if choose([False, True]))

@@ -92,12 +92,14 @@ class RunOf:
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration
         self.meter = StepMeter()  # of the last iteration
+        self.responses: list[dict[tuple[int, int], list[int]]] = []  # per iteration: (prompt, sample) -> tokens
 
     def iteration(self) -> dict:
         """One iteration; returns its metrics."""
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data, self.state)
+        self.responses.append({(p, s): tokens for answer in answers for p, s, tokens in answer["responses"]})
         metrics = report.summarize(self.job, answers, self.state.kl_coef)
         update(self.state, self.config, metrics, answers)
         self.number += 1

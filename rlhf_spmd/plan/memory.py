@@ -9,7 +9,7 @@ from rlhf_spmd.plan.program import Program
 
 
 def forecast_bytes(program: Program, rank: int) -> dict[str, int]:
-    """Static bytes on a rank by what they are, plus the full copy that ZeRO 3 gathers to generate."""
+    """Static bytes on a rank by what they are, plus the largest full copy that ZeRO 3 gathers for a call."""
     total = {"weights": 0, "gradients": 0, "optimizer": 0, "gathered": 0}
     workload = program.workload
     for model in program.copies(rank):
@@ -18,14 +18,20 @@ def forecast_bytes(program: Program, rank: int) -> dict[str, int]:
             continue
         params, c = shape.num_params, workload.param_bytes
         train = workload.workflow.train_call(model)
-        home = program.placement.layouts[train.name] if train else None
-        if home is None or rank not in home.ranks:
+        home = program.placement.layouts[train.name if train else _first_use(program, model)]
+        if rank not in home.ranks:
             total["weights"] += c * params
             continue
         shard = -(-params // home.dp)
         total["weights"] += c * (shard if home.zero == 3 else params)
+        if home.zero == 3 and home.dp > 1:
+            total["gathered"] = max(total["gathered"], c * params)
+        if train is None:
+            continue
         total["gradients"] += 4 * (shard if home.zero >= 2 else params)
         total["optimizer"] += (8 + (4 if c < 4 else 0)) * (shard if home.zero >= 1 else params)
-        if home.zero == 3:
-            total["gathered"] = max(total["gathered"], c * params)
     return total
+
+
+def _first_use(program: Program, model: str) -> str:
+    return next(call.name for call in program.workload.workflow.placed_calls if call.model == model)

@@ -137,11 +137,8 @@ def group_of(call: Call, layout: Layout, workload: Workload, placement: Placemen
     """The group whose collectives a call enters where it runs in `layout`; None if it computes alone."""
     train = workload.workflow.train_call(call.model) if call.model else None
     home = placement.layouts[train.name] if train else layout
-    collective = (
-        call.kind == "train"
-        or (call.kind in ("generate", "infer") and home.zero == 3)
-        or (call.kind == "compute" and workload.whiten == "batch")
-    )
+    gathers = home.zero == 3 and call.kind in ("generate", "infer") and workload.models[call.model] is not None
+    collective = call.kind == "train" or gathers or (call.kind == "compute" and workload.whiten == "batch")
     return layout.group if collective and len(layout.ranks) > 1 else None
 
 
@@ -227,15 +224,21 @@ def _layout_problems(layout: Layout, size: int) -> list[str]:
 
 
 def _zero_problems(placement: Placement, workload: Workload) -> list[tuple[str, str]]:
-    """Calls whose ZeRO stage cannot be: it belongs to a model that trains, there where it trains; and stage 3 keeps no
-    full copy, so that every other call of that model must gather on exactly the same ranks."""
+    """Calls whose ZeRO stage cannot be: it belongs to a model that trains, there where it trains, or is stage 3 of a
+    frozen one; and stage 3 keeps no full copy, so that all calls of that model must gather on the same ranks."""
     problems = []
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         train = workload.workflow.train_call(call.model)
         if train is None:
-            if layout.zero:
-                problems.append((call.name, f"ZeRO {layout.zero} is for trained models; use zero=0"))
+            first = next(c for c in workload.workflow.placed_calls if c.model == call.model)
+            there = placement.layouts[first.name]
+            if layout.zero not in (0, 3):
+                text = f"ZeRO {layout.zero} shards gradients or optimizer state, and {call.model} has none; use 0 or 3"
+                problems.append((call.name, text))
+            elif (layout.ranks, layout.zero) != (there.ranks, there.zero) and 3 in (layout.zero, there.zero):
+                text = f"{first.name} has {call.model} on ranks {format_ranks(there.ranks)} with ZeRO {there.zero}"
+                problems.append((call.name, f"{text}; use the same ranks and stage for both, or ZeRO 0"))
             continue
         home = placement.layouts[train.name]
         if home.zero == 3 and layout.ranks != home.ranks:

@@ -10,6 +10,7 @@ has the same shapes, and hence the same bits, as the one that training computes 
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -159,10 +160,7 @@ class Calls:
         """Scores of the rows of a Run by reward model or function."""
         place = self._place(step)
         prompts, responses = (self._held(data, key, place) for key in ("prompts", "responses"))
-        with torch.no_grad():
-            scores_B = self.scorer(
-                prompts.flatten(0, 1), responses.flatten(0, 1), self._micro_batch(self._layout(call))
-            )
+        scores_B = self.scores(call, prompts.flatten(0, 1), responses.flatten(0, 1))
         self._keep(data, call.outputs[0], place, scores_B.unflatten(0, prompts.shape[:2]))
         wide_B, used_B = scores_B.double(), ppo_math.ended(responses.flatten(0, 1), self.eos_ids)
         if self.config.ppo.truncation == "score":
@@ -170,6 +168,12 @@ class Calls:
         for name, counted_B in (("score", wide_B), ("used_score", wide_B[used_B])):
             data.meter.add(name, counted_B.sum(), len(counted_B))
             data.meter.add(f"{name}_sq", counted_B.square().sum(), len(counted_B))
+
+    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor:
+        """Scores [B] of whole responses; collective where ZeRO 3 shards the reward model."""
+        weights = self.models.weights(call.model) if call.model in self.models.copies else nullcontext()
+        with torch.no_grad(), weights:
+            return self.scorer(prompts_BP, responses_BG, self._micro_batch(self._layout(call)))
 
     def _chunks(self, num_rows: int, layout: Layout) -> list[slice]:
         size = self._micro_batch(layout)

@@ -15,6 +15,7 @@ from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program import Program
+from rlhf_spmd.runtime.sharded import ShardedCopy
 from rlhf_spmd.runtime.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.world import World
 
@@ -64,12 +65,17 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 
 
 class Models:
-    """This rank's models. Loading is local; `start_engines` enters collectives, in workflow order on all ranks."""
+    """This rank's models. Loading is local; `start` enters collectives, in workflow order on all ranks.
+
+    copies: models that this rank holds without training them; those that are also in `sharded` are empty until they
+    are gathered. engines: those that it trains.
+    """
 
     def __init__(self, program: Program, config: Config, world: World):
         self.program, self.config, self.world = program, config, world
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[str, Transformer] = {}
+        self.sharded: dict[str, ShardedCopy] = {}
         folders, dtype = model_folders(config), DTYPES[config.dtype]
         for name in program.copies(world.rank):
             if folders[name]:
@@ -79,12 +85,23 @@ class Models:
                 )
                 self.copies[name] = model.eval().requires_grad_(False)
 
-    def start_engines(self) -> None:
-        """Turns the copies of models that train on this rank into engines."""
+    def start(self) -> None:
+        """Turns the copies of models that train on this rank into engines, and shards the others where ZeRO 3 does."""
         optimizer = self.config.optimizer
-        for call in self.program.workload.workflow.calls:
-            layout = self.program.placement.layouts.get(call.name)
-            if call.kind != "train" or self.world.rank not in layout.ranks:
+        for call in self.program.workload.workflow.placed_calls:
+            layout = self.program.placement.layouts[call.name]
+            if self.world.rank not in layout.ranks:
+                continue
+            if call.kind != "train":
+                frozen = self.program.workload.workflow.train_call(call.model) is None
+                if (
+                    frozen
+                    and layout.zero == 3
+                    and layout.dp > 1
+                    and call.model in self.copies.keys() - self.sharded.keys()
+                ):
+                    group = self.world.group(layout.group)
+                    self.sharded[call.model] = ShardedCopy(self.copies[call.model], group=group)
                 continue
             self.engines[call.model] = make_engine(
                 self.copies.pop(call.model).train().requires_grad_(True),
@@ -102,7 +119,10 @@ class Models:
     def weights(self, name: str) -> Iterator[Transformer]:
         """A model with its full weights, to run forwards on without gradients; collective where ZeRO 3 shards it."""
         with torch.no_grad():
-            if name in self.copies:
+            if name in self.sharded:
+                with self.sharded[name].gathered():
+                    yield self.copies[name]
+            elif name in self.copies:
                 yield self.copies[name]
             else:
                 engine = self.engines[name]

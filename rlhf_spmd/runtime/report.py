@@ -138,10 +138,10 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
     everyone = job.world.allgather(tokens if rank == layouts[generating.name].ranks[0] else [], "the samples")
     tokens = next(found for found in everyone if found)
     scores: list[float] = []
-    if rank == layouts[scoring.name].ranks[0]:
-        with torch.no_grad():
-            responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
-            scores = job.calls.scorer(prompts_BP, responses_BG, num).tolist()
+    if rank in layouts[scoring.name].ranks:
+        responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
+        mine = num if rank == layouts[scoring.name].ranks[0] else 0  # the others only help to gather weights
+        scores = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine]).tolist()
     scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
     texts = [
         job.tokenizer.decode_pair(prompt, [token for token in row if token >= 0])[1]

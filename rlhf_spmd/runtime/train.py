@@ -81,7 +81,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         )
         scorer = Scorer(config, models.copies.get("reward"), tokenizer) if needs_scorer else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
-    models.start_engines()
+    models.start()
     calls = Calls(program, config, world, models, scorer, eos_ids, num_known)
     return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids))
 

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -339,6 +340,14 @@ def test_zero_3_gathers_in_the_group_that_generates():
     groups = {step.call: step.group for step in program.instructions[0] if isinstance(step, Run)}
     assert groups["actor_generate"] == groups["actor_train"] == "ranks 0-1"
     assert groups["critic_infer"] is groups["reference_infer"] is None
+    placement = Placement.by_model(workload, actor=plain, critic=plain, reference=sharded, reward=sharded)
+    program = compile_program(workload, placement, Cluster.parse("1x2"))
+    groups = {step.call: step.group for step in program.instructions[0] if isinstance(step, Run)}
+    assert groups["reference_infer"] == groups["reward_infer"] == "ranks 0-1"
+    assert groups["actor_generate"] is groups["critic_infer"] is None
+    function = replace(workload, models=workload.models | {"reward": None})  # a reward function has no weights
+    program = compile_program(function, placement, Cluster.parse("1x2"))
+    assert {s.group for s in program.instructions[0] if isinstance(s, Run) and s.call == "reward_infer"} == {None}
 
 
 def test_whitening_over_the_batch_makes_advantages_a_collective():

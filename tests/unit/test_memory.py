@@ -8,8 +8,11 @@ from rlhf_spmd.plan.check import Finding, check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.memory import forecast_bytes
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Program
+from rlhf_spmd.strategies import flattening as flattening_strategy
+from rlhf_spmd.strategies import interleaving2
 from tests.programs import make_workload, place_models
 
 
@@ -46,6 +49,22 @@ def test_sharding_brings_the_bytes_down_until_it_fits():
         needs.append(float(found[0].message.split(" need ")[1].split()[0]) if found else 0.0)
     assert needs[0] > needs[1] > needs[2] > needs[3] >= 0
     assert errors(flattening("llama-7b", "8x8", zero=3)) == []
+
+
+def test_interleaving_halves_replicated_reference_and_reward():
+    """APP's claim (arXiv 2312.11819); sharded by ZeRO 3 they take the same bytes, gathered by half as many ranks."""
+    config = load("llama-7b")
+    workload, cluster = workload_of(config), Cluster.parse("1x8", "a100-80g")
+    sizes = {name: 2 * workload.models[name].num_params for name in ("reference", "reward")}
+
+    def weights(strategy, zero: int) -> list[int]:
+        program = compile_program(workload, strategy.place(workload, cluster, zero=zero), cluster)
+        return [forecast_bytes(program, rank)["weights"] for rank in cluster.ranks]
+
+    flat, halved = weights(flattening_strategy, 0), weights(interleaving2, 0)
+    assert {a - b for a, b in zip(flat, halved, strict=True)} == set(sizes.values())
+    flat, sharded = weights(flattening_strategy, 3), weights(interleaving2, 3)
+    assert len(set(flat)) == 1 and sum(flat) == sum(sharded)
 
 
 def test_ranks_that_differ_are_told_apart():

@@ -1,5 +1,6 @@
 """Model placement ratios (APP, arXiv 2312.11819) and what makes a placement fit a workload and a cluster."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,6 +11,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, split_by_ratio, validate
+from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload
 
 MODELS = ("actor", "critic", "reference", "reward")
@@ -153,7 +155,10 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ({"actor_train": Layout.data_parallel((0, 1), zero=7)}, ["actor_train on ranks 0-1", "ZeRO stage 7", "use 0"]),
         ({"reward_infer": Layout((0, 1), dp=1, tp=2)}, ["reward_infer on ranks 0-1", "tp 2", "set pp = tp = 1"]),
         ({"reward_infer": Layout((0, 1), dp=-2, pp=-1)}, ["reward_infer on ranks 0-1", "less than 1"]),
-        ({"reward_infer": Layout.data_parallel((1,), zero=2)}, ["reward_infer on ranks 1", "ZeRO 2", "use zero=0"]),
+        (
+            {"reward_infer": Layout.data_parallel((1,), zero=2)},
+            ["reward_infer on ranks 1: ZeRO 2 shards gradients or optimizer state, and reward has none; use 0 or 3"],
+        ),
         (
             {"actor_train": Layout.data_parallel((0, 1), zero=3)},
             ["actor_generate on ranks 0-3", "actor_train", "ranks 0-1 by ZeRO 3", "same ranks, or ZeRO 0-2"],
@@ -201,6 +206,26 @@ def test_a_model_s_calls_may_share_a_layout_with_zero(zero):
     validate(placement, workload, cluster)
     other = Layout.data_parallel(range(4), zero=zero, micro_batch=1)  # what a forward takes does not shard weights
     validate(Placement({**placement.layouts, "actor_generate": other}), workload, cluster)
+
+
+def test_a_frozen_model_is_sharded_by_zero_3_where_all_its_calls_are():
+    workload, cluster = make_workload(), Cluster.parse("1x4")
+    layouts = dict.fromkeys((call.name for call in workload.workflow.placed_calls), EVERYONE)
+    validate(Placement(layouts | {"reference_infer": Layout.data_parallel((2, 3), zero=3)}), workload, cluster)
+    twice = _with_a_second_call("reference")
+    second = {"reference_infer": Layout.data_parallel((2, 3), zero=3), "reference_again": EVERYONE}
+    with pytest.raises(
+        UserError, match=r"reference_again on ranks 0-3: reference_infer has reference on ranks 2-3 with"
+    ):
+        validate(Placement(layouts | second), twice, cluster)
+    validate(Placement(layouts | second | {"reference_again": second["reference_infer"]}), twice, cluster)
+
+
+def _with_a_second_call(model: str) -> Workload:
+    workload = make_workload()
+    call = workload.workflow.call(f"{model}_infer")
+    again = replace(call, name=f"{model}_again", outputs=("again",))
+    return replace(workload, workflow=replace(workload.workflow, calls=(*workload.workflow.calls, again)))
 
 
 def test_by_model_wants_a_layout_for_each_model_and_no_other():

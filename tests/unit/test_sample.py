@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.kernels.philox import uniforms
-from rlhf_spmd.kernels.sample import BLOCK, sample_ref
+from rlhf_spmd.kernels.sample import BLOCK, edge_distances, sample_ref
 
 LARGEST = float(np.float32(1 - 2**-24))  # the largest uniform there is
 SHAPES = [(1, 1), (3, 2), (5, 17), (4, BLOCK - 1), (4, BLOCK), (4, BLOCK + 1), (16, 1024), (7, 3 * BLOCK + 129)]
@@ -129,3 +129,16 @@ def test_speed():
         sample_ref(logits_BV, uniforms_B, 0.7)
         best_s = min(best_s, time.perf_counter() - start_s)
     assert best_s < 0.1
+
+
+def test_beyond_its_edge_a_uniform_draws_another_token():
+    logits_BV, uniforms_B = random_logits(40, 700), draw(40).double()
+    tokens_B, _ = sample_ref(logits_BV, uniforms_B, 0.7)
+    distances_B = edge_distances(logits_BV, uniforms_B, tokens_B, 0.7)
+    assert (distances_B > 0).all() and (distances_B < 0.5).all()
+    for factor, moves in ((0.99, False), (1.01, True)):
+        drawn = [sample_ref(logits_BV, uniforms_B + sign * factor * distances_B, 0.7)[0] for sign in (-1, 1)]
+        other_B = (drawn[0] != tokens_B) | (drawn[1] != tokens_B)
+        assert (other_B == moves).all()
+    other_B = (tokens_B + 1) % 700
+    assert (edge_distances(logits_BV, uniforms_B, other_B, 0.7) < 0).all()

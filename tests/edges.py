@@ -1,0 +1,77 @@
+"""When two runs draw another token: how close the uniform number was to the edge of its token's interval.
+
+A replay on one rank, which is deterministic, with a teacher-forced pass after each generation.
+"""
+
+import torch
+
+from rlhf_spmd.algorithms.ppo_math import ban_tokens
+from rlhf_spmd.config import Config
+from rlhf_spmd.kernels.sample import edge_distances, restrict
+from rlhf_spmd.runtime.batch import Sequences
+from rlhf_spmd.runtime.calls import Iteration
+from tests.runs import RunOf
+
+Responses = dict[tuple[int, int], list[int]]  # (prompt, sample) -> tokens
+
+
+class Replay(RunOf):
+    """A run on one rank; distances: per iteration, (prompt, sample) -> distance of each token's uniform."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.distances: list[dict[tuple[int, int], list[float]]] = []
+        run = self.job.calls.run
+
+        def noted(step, data, state):
+            run(step, data, state)
+            if self.program.workload.workflow.call(step.call).kind == "generate":
+                self.distances.append(self._distances(data))
+
+        self.job.calls.run = noted
+
+    def _distances(self, data: Iteration) -> dict[tuple[int, int], list[float]]:
+        sampling, model = self.job.calls.sampling, self.job.models.engines["actor"].model
+        prompts_BP, responses_BG = (data.store[key].flatten(0, 1) for key in ("prompts", "responses"))
+        batch = Sequences.join(prompts_BP, responses_BG)
+        with torch.no_grad():
+            logits_BGV = model.logits(batch.before(model(batch.tokens_BT), responses_BG.shape[1]))
+        logits_BGV = ban_tokens(logits_BGV, sampling["eos_ids"], sampling["min_new_tokens"])
+        real_BG = responses_BG >= 0
+        logits_NV = logits_BGV[real_BG]
+        if "kept_tokens" in data.store:
+            logits_NV = restrict(logits_NV, data.store["kept_tokens"].flatten(0, 1)[real_BG].long())
+        uniforms_N = data.uniforms_MCG.flatten(0, 1)[real_BG]
+        distances_N = edge_distances(logits_NV, uniforms_N, responses_BG[real_BG], sampling["temperature"])
+        parts = distances_N.split(real_BG.sum(1).tolist())
+        names = zip(data.prompt_MC.flatten().tolist(), data.sample_MC.flatten().tolist(), strict=True)
+        return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
+
+
+def closest(config: Config) -> list[float]:
+    """The smallest distance of each iteration."""
+    replay = Replay(config)
+    replay.iterations()
+    return [min(min(row) for row in distances.values()) for distances in replay.distances]
+
+
+def explain_flips(config: Config, found: list[Responses]) -> str:
+    """Where the responses of a run first differ from those on one rank, and how close the uniforms were to an edge."""
+    replay = Replay(config)
+    for number, responses in enumerate(found):
+        replay.iteration()
+        lines = []
+        for name, expected in replay.responses[number].items():
+            position = next(
+                (i for i, pair in enumerate(zip(expected, responses[name], strict=False)) if len(set(pair)) > 1), None
+            )
+            if position is not None:
+                tokens = f"token {expected[position]} on one rank, {responses[name][position]} here"
+                distance = replay.distances[number][name][position]
+                lines.append(
+                    f"iteration {number}, prompt {name[0]}, sample {name[1]}, position {position}: {tokens}; "
+                    f"its uniform was {distance:.1e} from the edge of its interval"
+                )
+        if lines:
+            return "\n".join(lines)
+    return "no token differs"
