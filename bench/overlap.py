@@ -1,8 +1,9 @@
 """Is overlap real? Two ranks with slowed calls: measured iterations against the program's critical path.
 
 Each call of a very small model also sleeps for a fixed time (shared evenly by its mini-batches), so that what is
-measured is who waits for whom, not two cores. The critical path is that of the Runs as they were measured on each rank,
-sleep and computation together: a rank that has slept computes slower, its pages and caches being cold.
+measured is who waits for whom, not two cores. The critical path that a program predicts is made of these times and of
+what a Run of each call takes besides, which is measured under flattening: a rank that has slept computes slower, its
+pages and caches being cold, and does so in each Run anew.
 
 Cost: a minute and a half. Command: python -m bench overlap
 """
@@ -25,13 +26,13 @@ from rlhf_spmd.plan.simulate import simulate
 from rlhf_spmd.strategy import load_strategy
 
 SLOW_S = {  # of a call in an iteration; a train call's is that of one optimizer step
-    "actor_generate": 0.8,
-    "reference_infer": 0.6,
-    "reward_infer": 0.6,
-    "critic_infer": 0.2,
+    "actor_generate": 1.2,
+    "reference_infer": 0.9,
+    "reward_infer": 0.9,
+    "critic_infer": 0.3,
     "estimate_advantages": 0.0,
-    "actor_train": 0.2,
-    "critic_train": 0.1,
+    "actor_train": 0.3,
+    "critic_train": 0.15,
 }
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation")
 NUM_RANKS = 2
@@ -82,10 +83,11 @@ def _rank_of(program: Program, step: Run) -> int:
     return next(rank for rank in layout.ranks if set(step.columns) <= set(layout.columns(rank, _width(program))))
 
 
-def measure(world, name: str, folder: Path, with_groups: Callable, iterations: int = ITERATIONS) -> dict:
-    """Forecast and measured seconds of an iteration, on every rank alike.
+def measure(world, name: str, folder: Path, with_groups: Callable, extra_s: dict[str, float] | None = None) -> dict:
+    """Predicted and measured seconds of an iteration, on every rank alike.
 
-    folder: where `write_models` wrote; with_groups(program): the world with the groups of a program.
+    folder: where `write_models` wrote; with_groups(program): the world with the groups of a program. extra_s: seconds
+    that a Run of each call takes besides its sleep; None: what is measured here.
     """
     from rlhf_spmd.runtime.calls import State
     from rlhf_spmd.runtime.execute import Executor
@@ -106,7 +108,7 @@ def measure(world, name: str, folder: Path, with_groups: Callable, iterations: i
     job.calls.run = slowed
     recorder = Recorder()
     executor, state, mine = Executor(program, world, job.models, job.calls, recorder), State(kl_coef=0.05), []
-    for number in range(iterations):
+    for number in range(ITERATIONS):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")
         recorder.spans.clear()
@@ -115,34 +117,41 @@ def measure(world, name: str, folder: Path, with_groups: Callable, iterations: i
         total_s = time.perf_counter() - began
         mine.append((total_s, [span[3] - span[2] for span in recorder.spans if span[1] == "compute"]))
     everyone = world.allgather(mine[1:])
-    pairs = [
-        (max(total_s for total_s, _ in of_ranks), critical_path_s(program, [runs for _, runs in of_ranks]))
-        for of_ranks in zip(*everyone, strict=True)
-    ]
-    measured_s, forecast_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    if extra_s is None:
+        extra_s = besides_s(program, list(zip(*everyone, strict=True)))
     return {
         "bench": "overlap",
         "strategy": name,
         "ranks": world.size,
         "slowed_s": simulate(program, lambda rank, step: slow_s(program, step)).makespan_s,
-        "forecast_s": forecast_s,
-        "measured_s": measured_s,
+        "forecast_s": simulate(program, lambda rank, step: slow_s(program, step) + extra_s[step.call]).makespan_s,
+        "measured_s": statistics.median(max(total_s for total_s, _ in ranks) for ranks in zip(*everyone, strict=True)),
+        "extra_s": extra_s,
     }
 
 
-def critical_path_s(program: Program, seconds: list[list[float]]) -> float:
-    """Of an iteration whose Runs took so long: seconds[rank][number of the Run]. In a group the last rank to come
-    shows how long the Run itself takes; the others also wait in it."""
-    of_run: dict[tuple[int, Run], float] = {}
-    for rank, steps in enumerate(program.instructions):
-        runs = [step for step in steps if isinstance(step, Run)]
-        of_run |= {(rank, step): s for step, s in zip(runs, seconds[rank], strict=True)}
+def besides_s(program: Program, iterations: list) -> dict[str, float]:
+    """What a Run of each call takes besides its sleep: the median. iterations[i][rank]: total, seconds of each Run.
 
-    def run_s(rank: int, step: Run) -> float:
-        members = program.groups[step.group] if step.group is not None else (rank,)
-        return min(of_run[member, step] for member in members)
+    In a group the last rank to come shows how long the Run itself takes; the others also wait in it.
+    """
+    found: dict[str, list[float]] = {}
+    for of_ranks in iterations:
+        of_run: dict[tuple[int, Run], float] = {}
+        for rank, (_, seconds) in enumerate(of_ranks):
+            runs = [step for step in program.instructions[rank] if isinstance(step, Run)]
+            of_run |= {(rank, step): s for step, s in zip(runs, seconds, strict=True)}
+        for rank, step in of_run:
+            members = program.groups[step.group] if step.group is not None else (rank,)
+            fastest = min(of_run[member, step] for member in members)
+            found.setdefault(step.call, []).append(fastest - slow_s(program, step))
+    return {call: statistics.median(seconds) for call, seconds in found.items()}
 
-    return simulate(program, run_s).makespan_s
+
+def measure_all(world, folder: Path, with_groups: Callable) -> list[dict]:
+    """A row per strategy."""
+    rows = [measure(world, STRATEGIES[0], folder, with_groups)]
+    return rows + [measure(world, name, folder, with_groups, rows[0]["extra_s"]) for name in STRATEGIES[1:]]
 
 
 def judge(rows: list[dict]) -> None:
@@ -167,7 +176,7 @@ def run_cases(file: Path) -> None:
             if world.rank == 0:
                 write_models(folder)
             world.barrier("the models")
-            rows = [measure(world, name, folder, lambda program: world) for name in STRATEGIES]
+            rows = measure_all(world, folder, lambda program: world)
             world.barrier("the end of the folder")
         world.shutdown()
     except BaseException as error:

@@ -117,6 +117,7 @@ def _check(parsed: argparse.Namespace) -> int:
         "layout": parsed.layout,
         "fingerprint": program.fingerprint,
         "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
+        "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
         "errors": errors,
         "warnings": len(findings) - errors,
         "ok": not errors,

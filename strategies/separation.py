@@ -30,9 +30,10 @@ def place(
     size, models = cluster.num_devices, workload.workflow.models
     num = size // 2 if generation_ranks is None else generation_ranks
     if not 0 < num < size:
+        mend = f"set strategy.generation_ranks from 1 to {size - 1}" if size > 2 else "set strategy.generation_ranks=1"
         raise UserError(
             f"{num} generation ranks of {size} leave {size - num} to train; there must be at least one of each: "
-            + (f"set strategy.generation_ranks from 1 to {size - 1}" if size > 1 else "start at least 2 ranks")
+            + (mend if size > 1 else "start at least 2 ranks")
         )
     training, rest = cluster.ranks[: size - num], cluster.ranks[size - num :]
     if ratios or num < len(models):

@@ -332,6 +332,9 @@ def _idle(program: Program) -> list[Finding]:
     if program.placement.stream and not program.placement.streams(program.workload):
         text = "streaming is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch"
         found.append(Finding("warning", text))
+    if program.placement.stream and program.workload.num_mini_batches == 1:
+        text = "nothing streams, because an iteration is one mini-batch: lower mini_batch or raise rollout_batch"
+        found.append(Finding("warning", text))
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]

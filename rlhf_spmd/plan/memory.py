@@ -9,9 +9,15 @@ from rlhf_spmd.plan.program import Program
 
 
 def forecast_bytes(program: Program, rank: int) -> dict[str, int]:
-    """Static bytes on a rank by what they are, plus the largest full copy that ZeRO 3 gathers for a call."""
-    total = {"weights": 0, "gradients": 0, "optimizer": 0, "gathered": 0}
+    """Static bytes on a rank by what they are, plus the largest full copy that ZeRO 3 gathers for a call, and the
+    packed copies of the weights that leave or arrive at the end of an iteration."""
+    total = {"weights": 0, "gradients": 0, "optimizer": 0, "gathered": 0, "in transit": 0}
     workload = program.workload
+    for move in program.transfers:
+        if move.model is not None:
+            arriving = sum(message.num_bytes for message in move.messages if message.destination == rank)
+            leaving = max((message.num_bytes for message in move.messages if message.source == rank), default=0)
+            total["in transit"] += arriving + leaving
     for model in program.copies(rank):
         shape = workload.models[model]
         if shape is None:

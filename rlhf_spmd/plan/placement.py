@@ -30,6 +30,13 @@ class Placement:
     stream: bool = False
     in_flight: int = 2
 
+    def __post_init__(self) -> None:
+        for field, found in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
+            if isinstance(found, str):
+                raise UserError(f"{field} is a set of names, not the text {found!r}; write ({found!r},)")
+        object.__setattr__(self, "own_first", tuple(self.own_first))
+        object.__setattr__(self, "joint", tuple(tuple(calls) for calls in self.joint))
+
     @classmethod
     def by_model(cls, workload: Workload, **layouts: Layout) -> "Placement":
         """One layout per model, used by all its calls: `Placement.by_model(workload, actor=..., critic=...)`. For more
@@ -85,9 +92,10 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
             )
         first, last = (floor(edge * len(ranks) + Fraction(1, 2)) for edge in (start, offset))
         if first == last:
+            least = f"at least 1/{len(ranks)}" if len(ranks) > 1 else "1"
             raise UserError(
                 f"ratio {ratios[model]} of {model} rounds to no rank of {len(ranks)}; "
-                f"give it at least 1/{len(ranks)} or start more ranks"
+                f"give it {least} or start more ranks"
             )
         split[model] = ranks[first:last]
         if offset == 1:
@@ -115,7 +123,8 @@ def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
     """All ranks of the groups in such an order that each group is spread evenly: (0, 1) and (2, 3) give 0, 2, 1, 3.
 
     A layout of all ranks in this order and the layouts of the groups share their rows: each rank of a group owns there
-    its own rows and those of its neighbours, its *partners*, so that it can begin with its own.
+    its own rows and those of its neighbours, its *partners*, so that it can begin with its own. Between unequal groups
+    they share as many as columns in equal numbers allow.
     """
     places = [(Fraction(2 * index + 1, 2 * len(group)), rank) for group in groups for index, rank in enumerate(group)]
     return tuple(rank for _, rank in sorted(places))

@@ -1,8 +1,8 @@
 """What each call of the workflow computes on a rank: the bridge from names ("logprobs", "policy_loss") to tensor math.
 
 Rows of an iteration lie in a matrix [M mini-batches, C columns]; a Run works on this rank's columns. Every pass over
-the data is cut into the same micro-batches (mini-batch by mini-batch, then micro_batch rows), so a recomputed logprob
-has the same shapes, and hence the same bits, as the one that training computes first.
+the data is cut into the same micro-batches (mini-batch by mini-batch, then micro_batch rows), so a logprob that is
+recomputed in the layout of training has the same shapes, and hence the same bits, as the one that it computes first.
 """
 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens

@@ -17,6 +17,7 @@ from rlhf_spmd.runtime.world import World
 # What torch.distributed's backends raise when a peer is late or gone (they have no exception type of their own).
 PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
+MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 
 
 class Executor:
@@ -100,7 +101,8 @@ class Executor:
             peer = message.destination if sending else message.source
             for index, tensor in enumerate(tensors):
                 operation = dist.isend if sending else dist.irecv
-                tag = number * MAX_TENSORS + place + index  # a pair may exchange several messages, or several tensors
+                # a pair may exchange several messages, or several tensors
+                tag = number % MAX_TRANSFERS * MAX_TENSORS + place + index
                 operations.append(dist.P2POp(operation, tensor, peer, tag=tag))
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving)
 
@@ -149,7 +151,8 @@ class Executor:
             start += place.numel()
 
     def _take_weights(self, model: str, buckets: list[torch.Tensor]) -> None:
-        flat, start = torch.cat(buckets) if len(buckets) > 1 else buckets[0], 0
+        flat, start = buckets[0].new_empty(0), 0  # the buckets are consecutive views of one buffer
+        flat.set_(buckets[0].untyped_storage(), 0, (sum(bucket.nbytes for bucket in buckets),))
         for tensor in self.models.tensors(model):
             piece = flat[start : start + tensor.nbytes]
             start += tensor.nbytes
@@ -173,12 +176,20 @@ class Executor:
             met = Post(step.transfer)  # a peer that has posted its part may wait for it much later
         place = f"iteration {data.number}, instruction {position}: {step}"
         late = world.stragglers([rank for rank in ranks if rank != world.rank], _meeting(met, data))
+        late = {rank: text for rank, text in late.items() if not self._is_past(rank, met, text, data)}
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last said: {where}" for rank, where in late.items())
         return UserError(
             f"rank {world.rank} on {world.hosts[world.rank]} gave up waiting in {place}: "
             + (names or "all its peers arrived, but a message did not get through")
             + f"; the deadline is deadline_s ({str(error).splitlines()[0][:120]})"
         )
+
+    def _is_past(self, rank: int, met: Instruction, text: str, data: Iteration) -> bool:
+        """Whether `text`, what a rank said last, stands behind `met` in its list: it may have forgotten to have been
+        there."""
+        steps = self.program.instructions[rank]
+        said = next((position for position, step in enumerate(steps) if _meeting(step, data) == text), -1)
+        return met in steps and said > steps.index(met)
 
 
 def _meeting(step: Instruction, data: Iteration) -> str:

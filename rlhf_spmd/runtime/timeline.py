@@ -46,9 +46,13 @@ def write_png(
     title: str,
     iterations: str | Iterable[int] = "last",
     num_iterations: int = 2,
+    width_s: float | None = None,
     dpi: int = 150,
 ) -> None:
-    """Draws what every rank's `Recorder.to_records` gave. `iterations`: "first", "last" (so many), or their numbers."""
+    """Draws what every rank's `Recorder.to_records` gave. `iterations`: "first", "last" (so many), or their numbers.
+
+    width_s: seconds that the picture spans, so that several can be compared; None: what is there.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,7 +72,7 @@ def write_png(
     axes = figure.add_axes((0.075, bottom_inch / height, 0.865, lanes_inch / height))
     _draw_lanes(axes, shown, styles, start_s, end_s)
     first = _draw_iterations(axes, spans, start_s, len(shown))
-    _finish_axes(axes, shown, end_s - start_s, first)
+    _finish_axes(axes, shown, width_s or end_s - start_s, first)
     busy = [busy_fraction(lane.spans, start_s, end_s) for lane in shown]
     _write_busy(axes, busy)
     mean = f", ranks busy {100 * sum(busy) / len(busy):.0f} % of it" if busy else ""

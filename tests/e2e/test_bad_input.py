@@ -71,10 +71,21 @@ CASES = {
         ("strategy s", "reward_infer", "rank 7 is outside the world of 2 ranks", "at least 8 ranks"),
         {"s.py": strategy("Layout.data_parallel((0, 7))")},
     ),
-    "ranks backwards": Case(
-        ("--strategy", "{folder}/s.py"),
-        ("strategy s", "reward_infer on ranks 1,0", "not ascending; sort them"),
-        {"s.py": strategy("Layout.data_parallel(reversed(cluster.ranks))")},
+    "no training rank": Case(
+        ("--strategy", "separation", "strategy.generation_ranks=2"),
+        ("strategy separation: 2 generation ranks of 2 leave 0 to train", "set strategy.generation_ranks"),
+    ),
+    "no generation rank": Case(
+        ("--strategy", "separation", "strategy.generation_ranks=0"),
+        ("strategy separation: 0 generation ranks of 2 leave 2 to train", "at least one of each"),
+    ),
+    "more shadows than ranks": Case(
+        ("--strategy", "separation", "strategy.ratios=actor=1/2,critic=1/2"),
+        ("strategy separation: ratio 1/2 of critic rounds to no rank of 1", "start more ranks"),
+    ),
+    "ratios that do not add up": Case(
+        ("--strategy", "interleaving2", "strategy.ratios=reference=1/2,reward=3/4"),
+        ("strategy interleaving2: ratios of reference, reward sum to 5/4", "sum to 1"),
     ),
     "ratio that is none": Case(
         ("--strategy", str(TEMPLATE), "strategy.ratio=abc"), ("strategy _template", "ratio 'abc'", "write 0.5 or 1/2")

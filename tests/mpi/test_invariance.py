@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.bfloat16 import LIMIT, in_standard_errors
 from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
@@ -46,6 +47,15 @@ CONFIGS = {
         "ppo.old_logprobs=recompute",
         "ppo.truncation=bootstrap",
         "ppo.whiten=batch",
+        "ppo.kl_controller=adaptive",
+        "ppo.normalize_scores=true",
+        "generation.temperature=0.8",
+    ],
+    "7 streamed": [  # the same, but for whitening over the batch, which turns streaming off
+        "rollout_batch=21",
+        "mini_batch=7",
+        "ppo.old_logprobs=recompute",
+        "ppo.truncation=bootstrap",
         "ppo.kl_controller=adaptive",
         "ppo.normalize_scores=true",
         "generation.temperature=0.8",
@@ -139,6 +149,11 @@ PLACEMENTS = {
         workload, cluster, ratios=("critic=1/2", "reference=1/4", "reward=1/4") if cluster.num_devices > 3 else ()
     ),
     "interleaving2 zero 2": lambda workload, cluster: interleaving2.place(workload, cluster, zero=2),
+    "interleaving1 zero 2": lambda workload, cluster: interleaving1.place(workload, cluster, zero=2),
+    "interleaving2 zero 3": lambda workload, cluster: interleaving2.place(workload, cluster, zero=3),
+    "interleaving1 1 to 3": lambda workload, cluster: interleaving1.place(
+        workload, cluster, ratios=("reference=1/4", "reward=3/4") if cluster.num_devices > 3 else ()
+    ),
     "separation": separation.place,
     "separation 1": lambda workload, cluster: separation.place(workload, cluster, generation_ranks=1, in_flight=1),
     "separation zero 2": lambda workload, cluster: separation.place(workload, cluster, zero=2, in_flight=4),
@@ -151,6 +166,9 @@ ROWS = ("7 rows", "3 rows")
 CASES = [("flattening", config, seed) for config, seed in (("plain", 1), ("7 rows", 3), ("3 rows", 2))]
 for number, name in enumerate(PLACEMENTS):  # two configs and two seeds for each
     CASES += [(name, "plain", number % 2), (name, ROWS[number % 2], 2 + number // 2 % 2)]
+CASES += [(name, "plain", 4) for name in ("interleaving1", "interleaving2")]  # a third seed
+CASES += [(name, "7 streamed", 4) for name in ("separation", "separation 1", "separation zero 2")]
+CASES += [(name, "3 rows", 2) for name in ("separation", "separation zero 2") if (name, "3 rows", 2) not in CASES]
 
 
 # ---- One rank -----------------------------------------------------------------------------------------------------
@@ -260,6 +278,29 @@ def test_equals_the_run_on_one_rank(placement, config, seed, world, folder, alon
     if world.rank == 0:
         numbers = [max(column) for column in zip(*worst, strict=True)]
         print(f"N {world.size} {placement}, {config}, seed {seed}: metrics {numbers[0]:.1e}, weights {numbers[1]:.1e}")
+
+
+@pytest.mark.parametrize("placement", ["flattening", "interleaving1", "interleaving2", "separation"])
+def test_rewards_in_bfloat16_stay_within_noise(placement, world, folder, make_group):
+    """Rounding lets tokens differ there; ten iterations' mean rewards lie no further apart than chance puts them."""
+    settings = load(overrides_of(folder, "plain", 0), "dtype=bfloat16", "iterations=10", "rollout_batch=48")
+    program = compiled(settings, world.size, PLACEMENTS[placement])
+    history = RunOf(settings, with_groups(world, program, make_group), program).iterations()
+    expected = RunOf(settings).iterations()
+    assert in_standard_errors(history, expected, settings.rollout_batch) <= LIMIT
+
+
+def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkeypatch):
+    monkeypatch.setattr("rlhf_spmd.plan.program.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rlhf_spmd.runtime.execute.BUCKET_BYTES", 1000)
+    settings = load(overrides_of(folder, "plain", 0))
+    program = compiled(settings, world.size, separation.place)
+    assert max(transfer.num_messages for transfer in program.transfers if transfer.model) > 50
+    run = RunOf(settings, with_groups(world, program, make_group), program)
+    history = run.iterations()
+    assert [m["tokens_sha256"] for m in history] == [m["tokens_sha256"] for m in alone["plain", 0][0]]
+    assert history[-1]["moved_messages"] == sum(transfer.num_messages for transfer in program.transfers)
+    compare_shadows(run, alone["plain", 0][1])
 
 
 def compare_shadows(run: RunOf, expected_weights: dict[str, Tensor]) -> None:

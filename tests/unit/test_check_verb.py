@@ -115,6 +115,17 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         (["check", "flattening", "mini_batch=100"], ["mini_batch 100", "512"]),
         (["check", "flattening", "strategy.zeero=1"], ["strategy flattening", "did you mean strategy.zero?"]),
         (["check", "flattening", "strategy.zero=7"], ["strategy flattening", "critic_train on ranks 0-3", "stage 7"]),
+        (["check", "separation", "strategy.generation_ranks=4"], ["leave 0 to train", "from 1 to 3"]),
+        (["check", "separation", "strategy.generation_ranks=0"], ["0 generation ranks of 4", "from 1 to 3"]),
+        (
+            ["check", "separation", "--layout", "1x2", "strategy.generation_ranks=2"],
+            ["set strategy.generation_ranks=1"],
+        ),
+        (
+            ["check", "separation", "--layout", "1x2", "strategy.ratios=actor=1/2,critic=1/2"],
+            ["no rank of 1; give it 1"],
+        ),
+        (["check", "interleaving1", "strategy.ratios=reference=1/2,reward=3/4"], ["reference, reward sum to 5/4"]),
         (["check", "flattening", "--model", "no/folder"], ["no/folder/config.json does not exist"]),
         (["convert", "a.gguf", "folder", "iterations=3"], ["convert takes no overrides", "iterations=3"]),
     ],

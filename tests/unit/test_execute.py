@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.program import Agree, Post, Program, Run, Wait
 from rlhf_spmd.runtime import execute
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.trace import Recorder
+from rlhf_spmd.strategies import separation
 from tests.programs import make_workload, place_calls
 
 PLACEMENTS = {
@@ -120,6 +123,26 @@ def test_a_peer_that_posted_is_not_late():
     error = everyone[3]._explained(RuntimeError("gloo: timed out"), Wait(number), 5, iteration())
     assert isinstance(error, UserError) and "rank 2 on here last said: iteration 0: Run actor_generate" in str(error)
     assert str(error).count("last said") == 1
+
+
+def test_a_peer_that_has_forgotten_its_post_is_not_late():
+    """While streaming a rank posts more than the board remembers before it waits; only its last position is certain."""
+    workload, cluster = make_workload(mini_batch=8, num_mini_batches=4), Cluster.parse("1x8")
+    program = compile_program(workload, separation.place(workload, cluster), cluster)
+    everyone = executors(program, Board(8))
+    for rank, executor in enumerate(everyone):
+        for position, step in enumerate(program.instructions[rank]):
+            if not isinstance(step, Wait):
+                continue
+            peers = program.transfers[step.transfer].peers(rank)
+            for peer in peers:
+                steps = program.instructions[peer]
+                posted = steps.index(Post(step.transfer))
+                for stopped in range(len(steps)):
+                    last = f"iteration 0: {steps[stopped]}"
+                    executor.world.stragglers = lambda ranks, _, peer=peer, last=last: {peer: last}  # remembers nothing
+                    error = executor._explained(RuntimeError("gloo: timed out"), step, position, iteration())
+                    assert (f"rank {peer} on here last said" in str(error)) == (stopped <= posted), (step, last)
 
 
 def test_other_errors_stay_as_they_are():

@@ -15,6 +15,7 @@ from rlhf_spmd.runtime.batch import Sequences, response_logprobs
 from rlhf_spmd.runtime.data import pad
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.kvcache import KVCache
+from tests.slow_sample import slow_draw
 
 VOCAB, MAX_RESPONSE = 63, 12
 SELDOM, OFTEN = (1,), tuple(range(1, 16))  # end-of-sequence ids: a response ends seldom, or after about four tokens
@@ -74,7 +75,7 @@ def slow_response(
         sets.append(kept)
         logits[[v for v in range(VOCAB) if v not in kept]] = -np.inf
         probabilities = softmax(logits)
-        token = next(v for v, below in enumerate(np.cumsum(probabilities)) if below > uniform)
+        token = slow_draw(probabilities.tolist(), uniform)
         response.append(token)
         logprobs.append(float(np.log(probabilities[token])))
         if token in eos_ids:

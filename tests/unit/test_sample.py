@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.kernels.philox import uniforms
-from rlhf_spmd.kernels.sample import BLOCK, edge_distances, sample_ref
+from rlhf_spmd.kernels.sample import BLOCK, edge_distances, level_uniforms, sample_ref
+from tests.slow_sample import hashed, slow_draw
 
 LARGEST = float(np.float32(1 - 2**-24))  # the largest uniform there is
 SHAPES = [(1, 1), (3, 2), (5, 17), (4, BLOCK - 1), (4, BLOCK), (4, BLOCK + 1), (16, 1024), (7, 3 * BLOCK + 129)]
@@ -23,21 +24,29 @@ def draw(num_rows: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(uniforms(seed, 0, np.arange(num_rows), np.zeros(num_rows, int), 1)[:, 0])
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), SHAPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [*SHAPES, (2, 9 * BLOCK + 3)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
-def test_token_brackets_the_uniform(num_rows, vocab_size, temperature):
-    """cdf(token - 1) <= u < cdf(token) by a plain float64 CDF, up to rounding; the logprob is the softmax's."""
+def test_equals_the_slow_twin(num_rows, vocab_size, temperature):
     logits_BV = random_logits(num_rows, vocab_size)
     uniforms_B = draw(num_rows)
     tokens_B, logprobs_B = sample_ref(logits_BV, uniforms_B, temperature)
     assert tokens_B.dtype == torch.int64 and logprobs_B.dtype == torch.float32
     exact_BV = (logits_BV.double() / temperature).log_softmax(dim=1)
-    cdf_BV = exact_BV.exp().cumsum(dim=1)
-    rows_B = torch.arange(num_rows)
-    mass_B = exact_BV.exp()[rows_B, tokens_B]
-    assert (cdf_BV[rows_B, tokens_B] > uniforms_B - 1e-6).all()
-    assert (cdf_BV[rows_B, tokens_B] - mass_B <= uniforms_B + 1e-6).all()
-    torch.testing.assert_close(logprobs_B.double(), exact_BV[rows_B, tokens_B], atol=2e-6, rtol=1e-6)
+    drawn = [slow_draw(row, u) for row, u in zip(exact_BV.exp().tolist(), uniforms_B.tolist(), strict=True)]
+    assert tokens_B.tolist() == drawn
+    torch.testing.assert_close(logprobs_B.double(), exact_BV[torch.arange(num_rows), tokens_B], atol=2e-6, rtol=1e-6)
+
+
+def test_numbers_of_the_levels():
+    uniforms_B = draw(1000)
+    numbers_BL = level_uniforms(uniforms_B, 6)
+    assert torch.equal(numbers_BL[:, 0], uniforms_B.double())
+    for row, uniform in zip(numbers_BL[:20].tolist(), uniforms_B.tolist(), strict=False):
+        assert row[1:] == [hashed(uniform, level) for level in range(1, 6)]
+    assert ((numbers_BL >= 0) & (numbers_BL < 1)).all()
+    assert np.corrcoef(numbers_BL.T.numpy())[~np.eye(6, dtype=bool)].max() < 0.12  # of 1,000 rows: 3.8 sigma
+    last = level_uniforms(torch.tensor([LARGEST, 1.0, 0.0]), 4)
+    assert (last < 1).all()
 
 
 def test_distribution():
@@ -76,14 +85,27 @@ def test_banned_tokens_are_never_drawn(data, vocab_size, num_allowed):
     assert (logprobs_B <= 1e-6).all() and logprobs_B.isfinite().all()
 
 
-def test_edges_of_the_cdf():
-    """Equal logits over V tokens: u = k / V is the first uniform that draws token k."""
-    for vocab_size in (2, 4 * BLOCK):
-        k = torch.arange(vocab_size)
-        logits_BV = torch.zeros(vocab_size, vocab_size)
-        assert torch.equal(sample_ref(logits_BV, k / vocab_size)[0], k)
-        below = torch.nextafter((k[1:] / vocab_size), torch.tensor(0.0))
-        assert torch.equal(sample_ref(logits_BV[1:], below)[0], k[1:] - 1)
+def test_many_tokens_are_drawn_as_often_as_they_should_be():
+    """Chi-square over 1,100 tokens of very unequal masses, and over the tokens of one group of eight."""
+    logits, num = random_logits(1, 1100, scale=1.5)[0], 400_000
+    tokens_B = torch.cat([sample_ref(logits.expand(10_000, -1), u)[0] for u in draw(num, seed=5).split(10_000)])
+    counts = torch.bincount(tokens_B, minlength=1100).double()
+    expected = num * logits.double().softmax(0)
+    for tokens in (slice(None), slice(8, 16)):
+        share = expected[tokens] / expected[tokens].sum() * counts[tokens].sum()
+        often = share > 5
+        square = float(((counts[tokens] - share).square() / share)[often].sum())
+        degrees = int(often.sum()) - 1
+        assert abs(square - degrees) < 4 * (2 * degrees) ** 0.5
+
+
+def test_edges_of_the_blocks():
+    """Equal logits over eight blocks: u = k / 8 is the first uniform that draws a token of block k."""
+    k = torch.arange(8)
+    logits_BV = torch.zeros(8, 8 * BLOCK)
+    assert torch.equal(sample_ref(logits_BV, k / 8)[0] // BLOCK, k)
+    below = torch.nextafter(k[1:] / 8, torch.tensor(0.0))
+    assert torch.equal(sample_ref(logits_BV[1:], below)[0] // BLOCK, k[1:] - 1)
     # A uniform near 1 with a tail of zero probability behind the last possible token.
     logits_1V = torch.full((1, 2 * BLOCK + 5), -200.0)
     logits_1V[0, 3] = logits_1V[0, BLOCK + 1] = 0.0
@@ -131,14 +153,17 @@ def test_speed():
     assert best_s < 0.1
 
 
-def test_beyond_its_edge_a_uniform_draws_another_token():
-    logits_BV, uniforms_B = random_logits(40, 700), draw(40).double()
-    tokens_B, _ = sample_ref(logits_BV, uniforms_B, 0.7)
-    distances_B = edge_distances(logits_BV, uniforms_B, tokens_B, 0.7)
-    assert (distances_B > 0).all() and (distances_B < 0.5).all()
-    for factor, moves in ((0.99, False), (1.01, True)):
-        drawn = [sample_ref(logits_BV, uniforms_B + sign * factor * distances_B, 0.7)[0] for sign in (-1, 1)]
-        other_B = (drawn[0] != tokens_B) | (drawn[1] != tokens_B)
-        assert (other_B == moves).all()
-    other_B = (tokens_B + 1) % 700
-    assert (edge_distances(logits_BV, uniforms_B, other_B, 0.7) < 0).all()
+def test_only_tokens_near_an_edge_flip_and_few_of_them():
+    """Logits that move by at most e move an edge by at most e / 2. One CDF over all would flip many times more."""
+    num, noise = 20_000, 1e-3
+    logits_BV, uniforms_B = random_logits(num, 700), draw(num, seed=7)
+    moved_BV = logits_BV + noise * (2 * torch.rand(num, 700, generator=torch.Generator().manual_seed(8)) - 1)
+    tokens_B, flipped_B = sample_ref(logits_BV, uniforms_B)[0], sample_ref(moved_BV, uniforms_B)[0]
+    distances_B = edge_distances(logits_BV, uniforms_B, tokens_B)
+    assert (distances_B > -1e-6).all()
+    flips_B = tokens_B != flipped_B
+    assert flips_B.any() and (distances_B[flips_B] < noise / 2 + 1e-6).all()
+    assert (edge_distances(logits_BV, uniforms_B, flipped_B)[flips_B] < 0).all()
+    cdf_BV, moved_cdf_BV = (x.double().softmax(1).cumsum(1) for x in (logits_BV, moved_BV))
+    plain_B = ((cdf_BV <= uniforms_B[:, None]).sum(1)) != ((moved_cdf_BV <= uniforms_B[:, None]).sum(1))
+    assert 5 * flips_B.sum() < plain_B.sum()

@@ -11,11 +11,13 @@ from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.memory import forecast_bytes
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Post, Program, Run, Wait
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategies import separation
 from rlhf_spmd.strategy import load_strategy
-from tests.programs import make_workload, where, with_list
+from tests.programs import make_workload, warnings, where, with_list
 
 LAYOUTS = ["1x2", "1x4", "1x5", "1x8", "2x8"]
 NUM = 5  # mini-batches
@@ -176,10 +178,11 @@ def test_no_more_than_in_flight_mini_batches_are_under_way(layout, in_flight):
             if not isinstance(step, Post | Wait) or program.transfers[step.transfer].model is not None:
                 continue
             transfer = program.transfers[step.transfer]
-            for end in {"out" if message.source == rank else "in" for message in transfer.messages}:
-                if rank in transfer.ranks:
-                    under_way[end, transfer.what] += 1 if isinstance(step, Post) else -1
-                    most[end] = max(most[end], under_way[end, transfer.what])
+            ends = {"out" for message in transfer.messages if message.source == rank}
+            ends |= {"in" for message in transfer.messages if message.destination == rank}
+            for end in ends:
+                under_way[end, transfer.what] += 1 if isinstance(step, Post) else -1
+                most[end] = max(most[end], under_way[end, transfer.what])
         if rank in ranks_of(program, "actor_train"):
             for mini_batch in range(NUM):  # when it begins to wait for one
                 waits = (i for i, s in enumerate(steps) if isinstance(s, Wait))
@@ -346,3 +349,27 @@ def test_streaming_where_training_changes_the_weights_meanwhile(call):
 def test_overlaps_that_cannot_be(how, words):
     text = refused(placed, make_workload(), how)
     assert all(word in text for word in words), text
+
+
+def test_names_may_come_in_lists_but_not_as_one_text():
+    lists = {"own_first": ["reward_infer"], "joint": [["reference_infer", "reward_infer"]]}
+    tuples = {"own_first": ("reward_infer",), "joint": (("reference_infer", "reward_infer"),)}
+    assert placed(make_workload(), lists).fingerprint == placed(make_workload(), tuples).fingerprint
+    for field in ("own_first", "joint"):
+        text = refused(placed, make_workload(), {field: "reward_infer"})
+        assert f"{field} is a set of names, not the text 'reward_infer'" in text
+
+
+def test_one_mini_batch_has_nothing_to_stream():
+    workload, cluster = make_workload(num_mini_batches=1), Cluster.parse("1x4")
+    found = warnings(compile_program(workload, separation.place(workload, cluster), cluster))
+    assert any("nothing streams, because an iteration is one mini-batch" in text for text in found)
+
+
+def test_weights_in_transit_count():
+    """A sender packs a model once for all who get it, a receiver lands all of it."""
+    workload, cluster = make_workload(), Cluster.parse("1x4")
+    program = compile_program(workload, separation.place(workload, cluster, generation_ranks=2), cluster)
+    size = {model: workload.weight_bytes(model) for model in ("actor", "critic")}
+    found = [forecast_bytes(program, rank)["in transit"] for rank in range(4)]
+    assert found == [size["actor"] + size["critic"]] * 4

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_spmd.runtime import timeline
 from rlhf_spmd.runtime.timeline import style_of, write_png
-from rlhf_spmd.runtime.trace import Recorder, Span, busy_fraction, write_chrome
+from rlhf_spmd.runtime.trace import Recorder, Span, busy_fraction, read_chrome, write_chrome
 
 
 def record(rank, *spans, host="n1"):
@@ -129,6 +129,14 @@ def test_chrome_trace(tmp_path):
     first = threads[0, 1][0]
     assert first["ts"] == pytest.approx(100_000, abs=1) and first["dur"] == pytest.approx(1_000_000, abs=1)
     assert first["args"] == {"iteration": 0} and document["otherData"]["strategy"] == "flattening"
+
+
+def test_a_chrome_trace_is_read_back(tmp_path):
+    spans = [["actor_generate", "compute", 5.0, 6.5, 0, {"epoch": 1}], ["wait x", "wait", 6.5, 7.0, None, {}]]
+    records = [{"rank": 0, "host": "a", "spans": spans}, {"rank": 1, "host": "", "spans": []}]
+    write_chrome(tmp_path / "t.json", records)
+    shifted = [[name, kind, begin - 5.0, end - 5.0, *rest] for name, kind, begin, end, *rest in spans]
+    assert read_chrome(tmp_path / "t.json") == [{**records[0], "spans": shifted}, records[1]]
 
 
 def test_chrome_trace_of_nothing_and_of_touching_spans(tmp_path):

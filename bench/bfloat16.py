@@ -1,0 +1,59 @@
+"""The embedded model in bfloat16, whose rounding lets tokens differ between placements: reward curves within noise?
+
+Ten iterations under each strategy on four ranks against one rank. Noise is the standard error of the difference of two
+means over independent responses: curves of other responses to the same prompts would lie about one such error apart.
+
+Cost: four minutes on two cores. Command: python -m bench bfloat16
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+
+from bench.rows import train, write
+
+LIMIT = 1.35  # standard errors: 95% of independent pairs of ten-iteration curves lie closer
+CASES = [(1, "flattening"), (4, "flattening"), (4, "interleaving1"), (4, "interleaving2"), (4, "separation")]
+OPTIONS = ["dtype=bfloat16", "iterations=10", "num_samples=0"]
+NUM_RESPONSES = 128  # per iteration of the preset
+
+
+def in_standard_errors(mine: Sequence[Mapping], expected: Sequence[Mapping], num_responses: int) -> float:
+    """Root mean square over the iterations of the difference of mean rewards, in standard errors of that difference."""
+    squares = [
+        (a["reward"] - b["reward"]) ** 2 / ((a["reward_std"] ** 2 + b["reward_std"] ** 2) / num_responses)
+        for a, b in zip(mine, expected, strict=True)
+    ]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(prog="bench bfloat16", description=__doc__).parse_args(arguments)
+    rows, base = [], []
+    print("ranks  strategy        reward first   last  difference in standard errors  largest")
+    with tempfile.TemporaryDirectory() as runs:
+        for ranks, name in CASES:
+            result, metrics = train(ranks, ["--runs", runs, "--strategy", name, *OPTIONS])
+            base = base or metrics
+            row = {
+                "bench": "bfloat16",
+                "ranks": ranks,
+                "strategy": name,
+                "rewards": [m["reward"] for m in metrics],
+                "same_tokens": sum(
+                    m["tokens_sha256"] == b["tokens_sha256"] for m, b in zip(metrics, base, strict=True)
+                ),
+                "difference": in_standard_errors(metrics, base, NUM_RESPONSES),
+                "largest": max(in_standard_errors([m], [b], NUM_RESPONSES) for m, b in zip(metrics, base, strict=True)),
+                "parity_max_abs": result["parity_max_abs"],
+            }
+            row["ok"] = row["difference"] <= LIMIT
+            rows.append(row)
+            curve = f"{row['rewards'][0]:+12.3f} {row['rewards'][-1]:+6.3f}"
+            print(f"{ranks:5}  {name:<14}  {curve}  {row['difference']:29.2f}  {row['largest']:7.2f}", flush=True)
+    write("bfloat16", rows)
+    ok = all(row["ok"] for row in rows)
+    print(json.dumps({"bench": "bfloat16", "ok": ok}))
+    return 0 if ok else 1

@@ -1,0 +1,43 @@
+"""The demo's command, shortened: separation of the embedded model on four ranks, judged by the timeline it leaves."""
+
+import json
+import sys
+
+import pytest
+
+from bench.shares import control_share
+from rlhf_spmd import config as configs
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.runtime.trace import Lane, lanes, read_chrome
+from rlhf_spmd.strategy import load_strategy
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LARGEST_CONTROL = 0.05  # of an iteration
+OPTIONS = ["iterations=4", "num_samples=0"]
+
+
+@pytest.fixture(scope="module")
+def timeline(tmp_path_factory) -> tuple[Lane, ...]:
+    runs = tmp_path_factory.mktemp("runs")
+    words = ["train", "--preset", "tiny", "--strategy", "separation", *OPTIONS, "--runs", str(runs), "--name", "one"]
+    command = [*mpi_command(4), sys.executable, "-m", "rlhf_spmd", *words]
+    status, stdout, stderr = run_limited(command, limit_s=180.0, environment=mpi_environment())
+    assert status == 0, stderr
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == "separation"
+    return lanes(read_chrome(runs / "one" / "timeline.json"))
+
+
+def test_training_begins_while_generation_goes_on(timeline):
+    """Ranks 0 and 1 train on the first mini-batches while rank 2 generates the last ones of the same iteration."""
+    for number in {span.iteration for span in timeline[0].spans}:
+        begins = [s.start_s for s in timeline[0].spans if (s.name, s.iteration) == ("actor_train", number)]
+        ends = [s.end_s for s in timeline[2].spans if (s.name, s.iteration) == ("actor_generate", number)]
+        assert len(begins) == 8 and len(ends) == 4  # two epochs of four mini-batches
+        assert min(begins) < max(ends)
+
+
+def test_the_control_plane_takes_little(timeline):
+    workload = make_workload(configs.load("tiny", OPTIONS))
+    program = load_strategy("separation").compile(workload, Cluster.parse("1x4"), {})
+    assert control_share(timeline, program) <= LARGEST_CONTROL
