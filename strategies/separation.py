@@ -3,7 +3,8 @@
 Finished mini-batches stream to the trainers, which start the first PPO epoch on them while generation goes on; new
 weights return at the end of the iteration, so nothing is ever stale. Where there are at least four generation ranks,
 actor, critic, reference and reward have ranks of their own there; otherwise they share them in the order of the calls.
-Separation of APP (arXiv 2312.11819).
+They wait while the trainers finish the other epochs, which must take less than `deadline_s`. Separation of APP (arXiv
+2312.11819).
 """
 
 from rlhf_spmd.errors import UserError

@@ -1,4 +1,4 @@
-"""The demo's command, shortened: separation of the embedded model on four ranks, judged by the timeline it leaves."""
+"""The demo's command, shortened, under each strategy on four ranks: judged by the timelines that the runs leave."""
 
 import json
 import sys
@@ -15,29 +15,33 @@ from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 LARGEST_CONTROL = 0.05  # of an iteration
 OPTIONS = ["iterations=4", "num_samples=0"]
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation")
 
 
-@pytest.fixture(scope="module")
-def timeline(tmp_path_factory) -> tuple[Lane, ...]:
+@pytest.fixture(scope="module", params=STRATEGIES)
+def timeline(request, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
     runs = tmp_path_factory.mktemp("runs")
-    words = ["train", "--preset", "tiny", "--strategy", "separation", *OPTIONS, "--runs", str(runs), "--name", "one"]
+    words = ["train", "--preset", "tiny", "--strategy", request.param, *OPTIONS, "--runs", str(runs), "--name", "one"]
     command = [*mpi_command(4), sys.executable, "-m", "rlhf_spmd", *words]
     status, stdout, stderr = run_limited(command, limit_s=180.0, environment=mpi_environment())
     assert status == 0, stderr
-    assert json.loads(stdout.splitlines()[-1])["strategy"] == "separation"
-    return lanes(read_chrome(runs / "one" / "timeline.json"))
-
-
-def test_training_begins_while_generation_goes_on(timeline):
-    """Ranks 0 and 1 train on the first mini-batches while rank 2 generates the last ones of the same iteration."""
-    for number in {span.iteration for span in timeline[0].spans}:
-        begins = [s.start_s for s in timeline[0].spans if (s.name, s.iteration) == ("actor_train", number)]
-        ends = [s.end_s for s in timeline[2].spans if (s.name, s.iteration) == ("actor_generate", number)]
-        assert len(begins) == 8 and len(ends) == 4  # two epochs of four mini-batches
-        assert min(begins) < max(ends)
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == request.param
+    return request.param, lanes(read_chrome(runs / "one" / "timeline.json"))
 
 
 def test_the_control_plane_takes_little(timeline):
+    strategy, lanes_of_ranks = timeline
     workload = make_workload(configs.load("tiny", OPTIONS))
-    program = load_strategy("separation").compile(workload, Cluster.parse("1x4"), {})
-    assert control_share(timeline, program) <= LARGEST_CONTROL
+    program = load_strategy(strategy).compile(workload, Cluster.parse("1x4"), {})
+    assert control_share(lanes_of_ranks, program) <= LARGEST_CONTROL
+
+
+def test_training_begins_while_generation_goes_on(timeline):
+    """Under separation ranks 0 and 1 train on the first mini-batches while rank 2 generates the last ones of the same
+    iteration; otherwise all is generated before."""
+    strategy, lanes_of_ranks = timeline
+    for number in {span.iteration for span in lanes_of_ranks[0].spans}:
+        begins = [s.start_s for s in lanes_of_ranks[0].spans if (s.name, s.iteration) == ("actor_train", number)]
+        ends = [s.end_s for s in lanes_of_ranks[2].spans if (s.name, s.iteration) == ("actor_generate", number)]
+        assert len(begins) == 8  # two epochs of four mini-batches
+        assert (min(begins) < max(ends)) == (strategy == "separation")

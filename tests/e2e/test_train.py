@@ -98,6 +98,25 @@ def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, tmp
     assert hashes(tmp_path / "alone") == hashes(finished[2])
 
 
+@pytest.mark.parametrize("options", [("interleaving2", "strategy.zero=3"), ("separation",)])
+def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path):
+    """Its samples, too, which are generated and scored where the strategy has those calls."""
+    status, stdout, stderr = train(4, [*overrides, "--strategy", *options, "--runs", str(tmp_path), "--name", "other"])
+    assert status == 0, stderr
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == options[0]
+    assert hashes(tmp_path / "other") == hashes(finished[2])
+    pairs = zip(*(samples(folder) for folder in (tmp_path / "other", finished[2])), strict=True)
+    for mine, expected in pairs:
+        assert {name: mine[name] for name in ("prompt", "before", "after")} == {
+            name: expected[name] for name in ("prompt", "before", "after")
+        }
+        assert mine["reward_after"] == pytest.approx(expected["reward_after"], abs=1e-4)
+
+
+def samples(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
 def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
     (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text())
     function = "def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n"
