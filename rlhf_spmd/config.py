@@ -107,7 +107,7 @@ def tiny() -> Config:
         data=Data(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         ppo=PPO(epochs=2, kl_coef=0.05),
-        optimizer=Optimizer(actor_lr=3e-4, critic_lr=3e-4),
+        optimizer=Optimizer(actor_lr=3e-4, critic_lr=1.5e-4),
     )
 
 
