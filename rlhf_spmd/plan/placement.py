@@ -51,6 +51,22 @@ class Placement:
             raise UserError(f"no layout for {', '.join(missing)}, so {homeless} cannot run; give by_model one each")
         return cls({call.name: layouts[call.model] for call in calls})
 
+    @classmethod
+    def by_ratios(
+        cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, micro_batch: int | None
+    ) -> "Placement":
+        """Each model data-parallel on its share of the ranks (see `read_ratios`), those on all ranks with partners side
+        by side (see `interleave`). zero: stage of the models that train; 3 shards the frozen ones, too."""
+        share = split_by_ratio(read_ratios(ratios, workload.workflow.models), ranks)
+        parts = [where for where in share.values() if where != ranks]
+        everyone = interleave(*parts) if parts else ranks
+        layouts = {}
+        for model, where in share.items():
+            stage = zero if workload.workflow.train_call(model) or zero == 3 else 0
+            order = everyone if where == ranks else where
+            layouts[model] = Layout.data_parallel(order, zero=stage, micro_batch=micro_batch)
+        return cls.by_model(workload, **layouts)
+
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration really streams: whitening over the whole batch needs all rows before any training."""
         return self.stream and workload.whiten != "batch"
