@@ -37,11 +37,11 @@ def test_the_control_plane_takes_little(timeline):
 
 
 def test_training_begins_while_generation_goes_on(timeline):
-    """Under separation ranks 0 and 1 train on the first mini-batches while rank 2 generates the last ones of the same
-    iteration; otherwise all is generated before."""
+    """Under separation rank 0 has trained on the first mini-batch before rank 2 has generated the last one of the same
+    iteration; otherwise a training step ends only when all ranks have come to it."""
     strategy, lanes_of_ranks = timeline
     for number in {span.iteration for span in lanes_of_ranks[0].spans}:
-        begins = [s.start_s for s in lanes_of_ranks[0].spans if (s.name, s.iteration) == ("actor_train", number)]
-        ends = [s.end_s for s in lanes_of_ranks[2].spans if (s.name, s.iteration) == ("actor_generate", number)]
-        assert len(begins) == 8  # two epochs of four mini-batches
-        assert (min(begins) < max(ends)) == (strategy == "separation")
+        trained = [s.end_s for s in lanes_of_ranks[0].spans if (s.name, s.iteration) == ("actor_train", number)]
+        generated = [s.end_s for s in lanes_of_ranks[2].spans if (s.name, s.iteration) == ("actor_generate", number)]
+        assert len(trained) == 8  # two epochs of four mini-batches
+        assert (min(trained) < max(generated)) == (strategy == "separation")
