@@ -9,6 +9,7 @@ BENCHES = {
     "bfloat16": "reward curves of ten iterations in bfloat16 under every strategy: within noise?",
     "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
     "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
+    "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
     "tables": "the tables of README.md, written anew from bench/results/",
 }
 

@@ -69,6 +69,16 @@ COLUMNS: dict[str, Columns] = {
         "waiting for peers": lambda row: f"{100 * row['waiting_share']:.1f}%",
         "control": lambda row: f"{100 * row['control_share']:.1f}%",
     },
+    "reallocation": {
+        "pair": lambda row: row["pair"],
+        "weights, MB": lambda row: f"{row['weight_bytes'] / 1e6:.0f}",
+        "moved, MB": lambda row: f"{row['moved_bytes'] / 1e6:.1f}",
+        "lower bound, MB": lambda row: f"{row['lower_bound_bytes'] / 1e6:.1f}",
+        "reallocation, s": lambda row: f"{row['ours_s']:.3f}",
+        "gather and broadcast, s": lambda row: f"{row['baseline_s']:.3f}",
+        "speed-up": lambda row: f"{row['speed_up']:.1f}",
+        "extra memory, MiB": lambda row: f"{row['extra_bytes'] / 2**20:.1f}",
+    },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),
         "reward, first iteration": lambda row: f"{row['reward_first']:+.3f}",

@@ -80,12 +80,14 @@ def _parser() -> argparse.ArgumentParser:
 
     train = verbs.add_parser("train", help="PPO on the ranks of this MPI world (mpirun -n N ...)")
     train.add_argument("--strategy", default="flattening", metavar="NAME|FILE.py", help="which rank does what")
+    train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", default="runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
     options(train)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
     check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
-    check.add_argument("--layout", default="1x4", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    check.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    check.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
     check.add_argument("--device", help="device type, for the forecast of bytes (default: the preset's)")
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     options(check)
@@ -97,24 +99,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(parsed: argparse.Namespace) -> int:
     from rlhf_spmd import config as configs
+    from rlhf_spmd.cluster_file import read_cluster
     from rlhf_spmd.plan.check import check
     from rlhf_spmd.plan.cluster import Cluster
     from rlhf_spmd.plan.show import show_findings, show_program
     from rlhf_spmd.strategy import load_strategy
 
     config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-    cluster = Cluster.parse(parsed.layout, parsed.device or config.device)
+    if parsed.cluster and (parsed.layout or parsed.device):
+        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device")
+    cluster = Cluster.parse(parsed.layout or "1x4", parsed.device or config.device)
+    cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
-        raise UserError(f"--rank {parsed.rank} is not in the layout {parsed.layout} (0-{cluster.num_devices - 1})")
+        raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
     findings = check(program)
-    print(show_program(program, title=f"{strategy.name} on {parsed.layout}, preset {config.preset}", rank=parsed.rank))
+    print(show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=parsed.rank))
     print(show_findings(findings))
     errors = sum(finding.severity == "error" for finding in findings)
     result = {
         "strategy": strategy.name,
-        "layout": parsed.layout,
+        "layout": str(cluster),
         "fingerprint": program.fingerprint,
         "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
         "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
@@ -155,8 +161,9 @@ def _train(arguments: list[str]) -> int:
 
 def _train_on(world, parsed: argparse.Namespace) -> None:
     from rlhf_spmd import config as configs
+    from rlhf_spmd.cluster_file import on_machines, read_cluster
     from rlhf_spmd.plan.check import check
-    from rlhf_spmd.plan.cluster import Cluster, Node
+    from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
     from rlhf_spmd.plan.show import show_program
     from rlhf_spmd.strategy import load_strategy
 
@@ -169,8 +176,12 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
     with world.together("compiling the program"):
         if not config.models.actor:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        device = "cpu" if world.device_index is None else config.device
-        cluster = Cluster(tuple(Node(world.nodes.count(node), device) for node in range(world.num_nodes)))
+        if parsed.cluster:
+            cluster = on_machines(read_cluster(parsed.cluster), world.nodes, parsed.cluster)
+        else:
+            device = "cpu" if world.device_index is None else config.device
+            sizes = [world.nodes.count(node) for node in range(world.num_nodes)]
+            cluster = Cluster(tuple(Node(size, device, DEVICE_BYTES[device]) for size in sizes))
         program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
         errors = [str(finding) for finding in check(program) if finding.severity == "error"]
         if errors:

@@ -5,10 +5,9 @@ A replay on one rank, which is deterministic, with a teacher-forced pass after e
 
 import torch
 
-from rlhf_spmd.algorithms.ppo_math import ban_tokens
 from rlhf_spmd.config import Config
 from rlhf_spmd.kernels.sample import edge_distances, restrict
-from rlhf_spmd.runtime.batch import Sequences
+from rlhf_spmd.runtime.batch import Sequences, forward, response_logits
 from rlhf_spmd.runtime.calls import Iteration
 from tests.runs import RunOf
 
@@ -34,11 +33,10 @@ class Replay(RunOf):
         sampling, model = self.job.calls.sampling, self.job.models.engines["actor"].model
         prompts_BP, responses_BG = (data.store[key].flatten(0, 1) for key in ("prompts", "responses"))
         batch = Sequences.join(prompts_BP, responses_BG)
+        eos_ids, least = sampling["eos_ids"], sampling["min_new_tokens"]
         with torch.no_grad():
-            logits_BGV = model.logits(batch.before(model(batch.tokens_BT), responses_BG.shape[1]))
-        logits_BGV = ban_tokens(logits_BGV, sampling["eos_ids"], sampling["min_new_tokens"])
+            logits_NV = response_logits(model, batch, forward(model, batch), eos_ids=eos_ids, min_new_tokens=least)
         real_BG = responses_BG >= 0
-        logits_NV = logits_BGV[real_BG]
         if "kept_tokens" in data.store:
             logits_NV = restrict(logits_NV, data.store["kept_tokens"].flatten(0, 1)[real_BG].long())
         uniforms_N = data.uniforms_MCG.flatten(0, 1)[real_BG]

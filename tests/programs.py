@@ -6,9 +6,10 @@ from itertools import combinations, permutations
 from typing import Any
 
 from rlhf_spmd.algorithms.ppo import PPO, workflow
-from rlhf_spmd.plan.check import Finding, check
+from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.fit import Finding
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Instruction, Program

@@ -53,12 +53,18 @@ def ban_tokens(logits_BGV: Tensor, token_ids: Sequence[int], num_positions: int)
     """
     if num_positions == 0:
         return logits_BGV
-    banned_GV = torch.zeros(logits_BGV.shape[1:], dtype=torch.bool, device=logits_BGV.device)
-    banned_GV[:num_positions, list(token_ids)] = True
-    return logits_BGV.masked_fill(banned_GV, -math.inf)
+    early_G = torch.arange(logits_BGV.shape[1], device=logits_BGV.device) < num_positions
+    return ban_tokens_at(logits_BGV, token_ids, early_G)
 
 
-def _scaled(logits_BGV: Tensor, temperature: float) -> Tensor:
+def ban_tokens_at(logits_V: Tensor, token_ids: Sequence[int], early: Tensor) -> Tensor:
+    """The logits [..., V] with `token_ids` made impossible where `early` (bool, broadcasts to [...]) is True."""
+    banned_V = torch.zeros(logits_V.shape[-1], dtype=torch.bool, device=logits_V.device)
+    banned_V[list(token_ids)] = True
+    return logits_V.masked_fill(early[..., None] & banned_V, -math.inf)
+
+
+def scaled(logits_BGV: Tensor, temperature: float) -> Tensor:
     """logits / temperature in at least float32."""
     logits_BGV = logits_BGV.to(torch.promote_types(logits_BGV.dtype, torch.float32))
     return logits_BGV if temperature == 1.0 else logits_BGV / temperature
@@ -66,7 +72,7 @@ def _scaled(logits_BGV: Tensor, temperature: float) -> Tensor:
 
 def token_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at the tokens, 0 without gradient where the token is -1: [B, G], >= float32."""
-    scaled_BGV = _scaled(logits_BGV, temperature)
+    scaled_BGV = scaled(logits_BGV, temperature)
     nll = F.cross_entropy(scaled_BGV.flatten(0, 1), tokens_BG.flatten(), ignore_index=-1, reduction="none")
     return -nll.view(tokens_BG.shape)
 
@@ -80,8 +86,8 @@ def kept_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, kept_BGK: Tensor, tempe
     real_BG = tokens_BG >= 0
     kept_BGK = kept_BGK.to(torch.int64)
     some_BGK = torch.where((kept_BGK >= 0) | ~real_BG[..., None], kept_BGK.clamp(min=0), -1)
-    logits_BGK = _scaled(logits_BGV.gather(2, some_BGK.clamp(min=0)), temperature).masked_fill(some_BGK < 0, -math.inf)
-    token_BG1 = _scaled(logits_BGV.gather(2, tokens_BG.clamp(min=0)[..., None]), temperature)
+    logits_BGK = scaled(logits_BGV.gather(2, some_BGK.clamp(min=0)), temperature).masked_fill(some_BGK < 0, -math.inf)
+    token_BG1 = scaled(logits_BGV.gather(2, tokens_BG.clamp(min=0)[..., None]), temperature)
     return torch.where(real_BG, token_BG1[..., 0] - logits_BGK.logsumexp(dim=-1), 0.0)
 
 

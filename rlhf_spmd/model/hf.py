@@ -19,6 +19,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
+from rlhf_spmd.model.parallel import WHOLE, Parallel, cut
 from rlhf_spmd.model.tokenizer import TOKENIZER_FILES, Tokenizer, padding_token
 from rlhf_spmd.model.transformer import Head, Transformer
 
@@ -51,8 +52,11 @@ def load_model(
     fresh_head: bool = True,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    parallel: Parallel = WHOLE,
 ) -> Transformer:
-    """The model in a folder, its weights in `dtype` on `device`.
+    """The model in a folder, or one shard of it, its weights in `dtype` on `device`.
+
+    Names and shapes of the whole model are checked on every rank; only the slices that the shard holds are read.
 
     head "scalar" from a folder of AutoModelForSequenceClassification with one label reads its score head; from a causal
     language model it starts at zero if `fresh_head` allows (a critic's may, a reward model's would score nothing). head
@@ -61,9 +65,11 @@ def load_model(
     """
     folder = Path(folder)
     config = read_config(folder)
-    model = Transformer(config, head=head, dtype=dtype, device="meta")
+    whole = Transformer(config, head=head, dtype=dtype, device="meta")
+    model = Transformer(config, head=head, dtype=dtype, device="meta", parallel=parallel)
     places = weights.locate(folder)
-    shapes = {_to_hf_name(name): weight.shape for name, weight in model.state_dict().items()}
+    shapes = {_to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
+    parts = {_to_hf_name(name): cut(name, config, parallel.shard) for name in model.state_dict()}
     missing_head = _check_names(folder, config, head, places, shapes)
     if missing_head and not fresh_head:
         raise UserError(
@@ -73,11 +79,12 @@ def load_model(
     for name in missing_head:
         shapes.pop(name)
 
-    tensors = weights.read(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype))
+    tensors = weights.read(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts)
     if head == "lm":
-        _check_tied(config, places, tensors)
+        _check_tied(config, places, shapes, tensors, parts)
     for name in missing_head:  # a fresh critic values everything at zero
-        tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
+        if name in parts:
+            tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
     model.load_state_dict({_to_our_name(name): tensor for name, tensor in tensors.items()}, assign=True)
     return model
 
@@ -238,12 +245,20 @@ def _file(folder: Path) -> Path:
     return folder / (weights.SINGLE if (folder / weights.SINGLE).exists() else weights.INDEX)
 
 
-def _check_tied(config: ModelConfig, places: dict[str, Path], tensors: dict[str, Tensor]) -> None:
-    """A stored copy of tied weights must be a copy."""
-    if not config.tie_embeddings or "lm_head.weight" not in places:
+def _check_tied(
+    config: ModelConfig,
+    places: dict[str, Path],
+    shapes: dict[str, torch.Size],
+    tensors: dict[str, Tensor],
+    parts: dict[str, tuple[slice, ...]],
+) -> None:
+    """A stored copy of tied weights must be a copy; looked at where a stage holds them."""
+    name = "model.embed_tokens.weight"
+    if not config.tie_embeddings or "lm_head.weight" not in places or name not in tensors:
         return
-    embeddings = tensors["model.embed_tokens.weight"]
-    copy = weights.read(places, {"lm_head.weight": embeddings.shape}, lambda tensor: tensor.to(embeddings))
+    embeddings = tensors[name]
+    expect, part = {"lm_head.weight": shapes[name]}, {"lm_head.weight": parts[name]}
+    copy = weights.read(places, expect, lambda tensor: tensor.to(embeddings), part)
     if not torch.equal(copy["lm_head.weight"], embeddings):
         raise UserError(
             f"{places['lm_head.weight']}: tensor lm_head.weight differs from model.embed_tokens.weight, but "

@@ -1,35 +1,41 @@
 """The transformer: one definition for training, scoring and generation, covering Llama, Qwen2, Qwen3 and Mistral.
 
 Training, log-probabilities and decoding run the same code, so that generation and training agree to rounding. Parameter
-names are Hugging Face's without the leading `model.`; heads are `lm_head` (absent when tied) and `score`. Sequences are
-left-aligned with padding on the right, so plain causal attention needs no mask: padding never reaches a real token.
+names are Hugging Face's without the leading `model.`; heads are `lm_head` (absent when tied) and `score`. A shard of a
+model (parallel.py) keeps the names and numbers of the whole one.
 """
 
-# B sequences, T tokens at hand, S tokens to attend to, V vocabulary, D hidden, H heads, K key-value heads, d head_dim
+# B sequences, T tokens at hand, N tokens of packed sequences, V vocabulary, D hidden, H heads, K key-value heads,
+# d head_dim, f frequencies; V, H and K are those of this rank's slice. A leading [...] is [B, T] or, packed, [N], and
+# between the blocks of a packed pass this tp rank's share of N.
 
 import math
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import rope
+from rlhf_spmd.model.attention import Context, Rows
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.parallel import (
+    WHOLE,
+    Group,
+    Parallel,
+    cut,
+    extent,
+    gather_tokens,
+    layers_of,
+    scatter_tokens,
+    sum_over,
+    vocabulary_of,
+)
+from rlhf_spmd.plan.shard import Shard
 
 Head = Literal["lm", "scalar"]
-
-
-class Cache(Protocol):
-    """What attention asks of a KV cache (runtime/kvcache.py)."""
-
-    def update(self, layer: int, keys_BKTd: Tensor, values_BKTd: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store the new tokens of a layer -> (keys_BKSd, values_BKSd, mask_B1TS or None).
-
-        The slots of a row are in the order of its positions. mask: True = may attend. None: all S slots of every row
-        are real and the T new ones come last (so a prefill of an empty cache, or a decode of equal lengths).
-        """
 
 
 class RMSNorm(nn.Module):
@@ -50,119 +56,107 @@ class Embedding(nn.Module):
     Both uses go through forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int):
+    def __init__(self, vocabulary: range, hidden_size: int, group: Group):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.weight = nn.Parameter(torch.empty(len(vocabulary), hidden_size))
+        self.first, self.group = vocabulary.start, group
 
-    def forward(self, x: Tensor, *, unembed: bool = False) -> Tensor:
-        """tokens_BT -> hidden_BTD; with unembed, hidden_...D -> logits_...V."""
-        return F.linear(x, self.weight) if unembed else F.embedding(x, self.weight)
+    def forward(self, x: Tensor, *, unembed: bool = False, packed: bool = False) -> Tensor:
+        """tokens [...] -> hidden [..., D], of packed tokens this rank's share; with unembed, hidden -> logits."""
+        if unembed:
+            return F.linear(x, self.weight)
+        if self.group is None:
+            return F.embedding(x, self.weight)
+        local = x - self.first
+        elsewhere = (local < 0) | (local >= len(self.weight))  # some other rank's tokens
+        part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
+        return scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
+
+
+class RowLinear(nn.Linear):
+    """A linear layer whose input dim tp splits: the ranks' products are summed, then the bias is added once."""
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, group: Group):
+        super().__init__(num_in, num_out, bias=bias)
+        self.group = group
+
+    def forward(self, x: Tensor, *, packed: bool) -> Tensor:
+        """x [..., this rank's inputs] -> [..., D]; of packed tokens this rank's share."""
+        if self.group is None:
+            return F.linear(x, self.weight, self.bias)
+        part = F.linear(x, self.weight)
+        y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
+        return y if self.bias is None else y + self.bias
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention with rotary positions, over this rank's heads."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.group = parallel.group
+        queries, keys = (len(extent(config, what, parallel.shard)) for what in ("queries", "keys"))
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
+        self.o_proj = RowLinear(queries, config.hidden_size, bias=config.attention_output_bias, group=self.group)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BTD: Tensor, cos_BTf: Tensor, sin_BTf: Tensor, cache: Cache | None) -> Tensor:
-        q_BTHd = self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        k_BTKd = self.k_norm(self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q_BHTd = rope.rotate(q_BTHd, cos_BTf, sin_BTf).transpose(1, 2)
-        k_BKSd = rope.rotate(k_BTKd, cos_BTf, sin_BTf).transpose(1, 2)
-        v_BKSd, mask_B1TS = v_BTKd.transpose(1, 2), None
-        if cache is not None:
-            k_BKSd, v_BKSd, mask_B1TS = cache.update(self.layer, k_BKSd, v_BKSd)
-        if self.window is not None and k_BKSd.shape[2] > self.window:
-            mask_B1TS = windowed(mask_B1TS, self.window, q_BHTd.shape[2], k_BKSd)
-        return self.o_proj(attend(q_BHTd, k_BKSd, v_BKSd, mask_B1TS).transpose(1, 2).flatten(-2))
-
-
-def attend(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v -> out_BHTd; H is a multiple of K, and query head h reads key-value head h // (H / K).
-
-    Without a mask the T queries are the last of the S tokens and attention is causal.
-    """
-    batch, num_heads, num_new, head_dim = q_BHTd.shape
-    num_kv_heads, num_keys = k_BKSd.shape[1:3]
-    group = num_heads // num_kv_heads
-    causal = mask_B1TS is None and num_new > 1
-    if causal and num_new != num_keys:
-        mask_B1TS, causal = causal_mask(num_new, num_keys, q_BHTd.device), False
-    if group == 1 or reads_groups(q_BHTd, masked=mask_B1TS is not None):
-        return F.scaled_dot_product_attention(
-            q_BHTd, k_BKSd, v_BKSd, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=group > 1
-        )
-    if num_new == 1:  # decoding: the heads of a group become queries of one head, and the cache is not copied
-        q_BKgd = q_BHTd.reshape(batch, num_kv_heads, group, head_dim)
-        return F.scaled_dot_product_attention(q_BKgd, k_BKSd, v_BKSd, attn_mask=mask_B1TS).reshape(q_BHTd.shape)
-    k_BHSd, v_BHSd = k_BKSd.repeat_interleave(group, 1), v_BKSd.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(q_BHTd, k_BHSd, v_BHSd, attn_mask=mask_B1TS, is_causal=causal)
-
-
-def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:
-    """Whether a kernel reads grouped heads in place: the CPU's, and the GPU's flash kernel (half precision, no mask).
-    Elsewhere torch would fall back to writing out the T x S matrix, which repeating keys and values avoids."""
-    return q_BHTd.device.type == "cpu" or (q_BHTd.dtype.itemsize == 2 and not masked)
-
-
-def causal_mask(num_new: int, num_keys: int, device: torch.device) -> Tensor:
-    """mask_11TS: the T queries are the last of S tokens; each sees itself and all before."""
-    mask_TS = torch.ones(num_new, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_new)
-    return mask_TS[None, None]
-
-
-def windowed(mask_B1TS: Tensor | None, window: int, num_new: int, k_BKSd: Tensor) -> Tensor:
-    """Keep the last `window` of the tokens that each query may see; mask_B1TS as in `attend`."""
-    num_keys = k_BKSd.shape[2]
-    if mask_B1TS is None:
-        return causal_mask(num_new, num_keys, k_BKSd.device).triu(num_keys - num_new - window + 1)
-    seen_B1TS = mask_B1TS.cumsum(-1)  # by count, not by slot, so that a cache may leave empty slots between
-    return mask_B1TS & (seen_B1TS > seen_B1TS[..., -1:] - window)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+        """x [..., D] -> [..., D]; cos, sin [..., f] of all tokens."""
+        if context.packed:
+            x = gather_tokens(x, group=self.group)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        mixed = context.attend(self.layer, q, k, v, self.window)
+        return self.o_proj(mixed.flatten(-2), packed=context.packed)
 
 
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, parallel: Parallel):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.group = parallel.group
+        inner = len(extent(config, "intermediate", parallel.shard))
+        self.gate_proj = nn.Linear(config.hidden_size, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, inner, bias=config.mlp_bias)
+        self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        if context.packed:
+            x = gather_tokens(x, group=self.group)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x), packed=context.packed)
 
 
 class Layer(nn.Module):
     """One pre-norm block: attention, then MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, parallel)
 
-    def forward(self, x_BTD: Tensor, cos_BTf: Tensor, sin_BTf: Tensor, cache: Cache | None) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_BTf, sin_BTf, cache)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
+        return x + self.mlp(self.post_attention_layernorm(x), context)
 
 
 class Transformer(nn.Module):
-    """A causal language model (head "lm") or a critic / reward model (head "scalar", one number per token).
+    """A causal language model (head "lm") or a critic / reward model (head "scalar", one number per token), or one
+    shard of it: a stage's layers, with embed_tokens on the first stage, norm and head on the last.
 
     Made with device="meta" it holds no memory and waits for weights (`load_state_dict(..., assign=True)`); otherwise
-    it starts from `init_weights(seed)`. It never reads torch's global random state.
+    it starts from `init_weights(seed)`. It never reads torch's global random state. recompute: training keeps only each
+    layer's input and computes the layer again in the backward pass (arXiv 1604.06174), to the same bits.
     """
 
     def __init__(
@@ -173,84 +167,122 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
+        parallel: Parallel = WHOLE,
+        recompute: bool = False,
     ):
         super().__init__()
         assert head in ("lm", "scalar"), head
-        self.config, self.head = config, head
+        shard = parallel.shard
+        assert shard.tp <= min(config.num_kv_heads, config.intermediate_size, config.vocab_size), shard
+        assert shard.pp <= config.num_layers, shard
+        self.config, self.head, self.parallel, self.recompute = config, head, parallel, recompute
         self._frequencies: dict[tuple, tuple[Tensor, float]] = {}  # not a buffer: .bfloat16() would round it
+        unembeds = parallel.is_last and head == "lm"
+        vocabulary = vocabulary_of(config, shard)
         with torch.device("meta"):
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            if head == "scalar":
-                self.score = nn.Linear(config.hidden_size, 1, bias=False)
-            elif not config.tie_embeddings:
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            if parallel.is_first or (unembeds and config.tie_embeddings):
+                self.embed_tokens = Embedding(vocabulary, config.hidden_size, parallel.group)
+            layers = layers_of(config, shard)
+            self.layers = nn.ModuleDict({str(layer): Layer(config, layer, parallel) for layer in layers})
+            if parallel.is_last:
+                self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+                if head == "scalar":
+                    self.score = nn.Linear(config.hidden_size, 1, bias=False)
+            if unembeds and not config.tie_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, len(vocabulary), bias=False)
         self.to(dtype)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.init_weights(seed)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
     @torch.no_grad()
     def init_weights(self, seed: int, *, std: float = 0.02, score_std: float = 0.0) -> None:
         """GPT-2's start: normal(0, std), what writes into the residual stream smaller by sqrt(2 * layers), norms 1,
-        biases 0, the score head normal(0, score_std). The same seed gives the same weights on every device."""
+        biases 0, the score head normal(0, score_std). The same seed gives the same weights on every device, and on
+        every shard its part of the same model."""
         generator = torch.Generator().manual_seed(seed)
-        for name, weight in self.named_parameters():
-            if name.endswith("norm.weight"):
-                weight.fill_(1.0)
-                continue
-            if name.endswith(".bias"):
-                weight.zero_()
+        shard, mine = self.parallel.shard, dict(self.named_parameters())
+        whole = self if shard == Shard() else Transformer(self.config, head=self.head, device="meta")
+        for name, like in whole.named_parameters():
+            if name.endswith("norm.weight") or name.endswith(".bias"):
+                if name in mine:
+                    mine[name].fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             scale = std
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 scale = std / math.sqrt(2 * self.config.num_layers)
             elif name == "score.weight":
                 scale = score_std
-            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            drawn = torch.randn(like.shape, generator=generator) * scale
+            if name in mine:
+                mine[name].copy_(drawn[cut(name, self.config, shard)])
 
-    def forward(self, tokens_BT: Tensor, *, positions_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """tokens_BT int64 (negative: padding, right of all real tokens) -> hidden_BTD after the final norm.
+    def forward(self, tokens: Tensor | None, *, context: Context | None = None, hidden: Tensor | None = None) -> Tensor:
+        """tokens int64 [B, T] (negative: padding, right of all real tokens) or, in a packed context, [N] -> hidden.
 
-        positions_BT: int64, broadcast over B; None: 0, 1, 2, ... (a decode step must give them).
+        context: see attention.py; None: rows without a cache. hidden: what the stage before returned; the first stage
+        takes none, the others do not look at the tokens. Returns this stage's output [..., D], after the final norm on
+        the last stage; in a packed context it is this tp rank's share of the tokens, see `passes_on`.
+        Rows are not for training under tp: their gradients would lack the other ranks' parts.
         Raises UserError where `dynamic` rope meets a cache beyond the trained length: its stored keys would be stale.
         """
-        if positions_BT is None:
-            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        x_BTD = self.embed_tokens(tokens_BT.clamp_min(0))
-        frequencies_f, factor = self._rope(positions_BT, x_BTD.dtype, decoding=cache is not None)
-        cos_BTf, sin_BTf = rope.cos_sin(positions_BT, frequencies_f, factor, x_BTD.dtype)
-        for layer in self.layers:
-            x_BTD = layer(x_BTD, cos_BTf, sin_BTf, cache)
-        return self.norm(x_BTD)
+        if context is None:
+            rows = tokens if hidden is None else hidden
+            context = Rows.first(rows.shape[1], rows.device)
+        assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
+        if self.parallel.is_first:
+            assert hidden is None, "the first stage begins with tokens"
+            if context.packed:
+                tokens = F.pad(tokens, (0, context.num_tokens - len(tokens)))
+            x = self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
+        else:
+            x = hidden
+        frequencies_f, factor = self._rope(context.positions, x.dtype, decoding=context.cache is not None)
+        cos, sin = rope.cos_sin(context.positions, frequencies_f, factor, x.dtype)
+        for layer in self.layers.values():
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, cos, sin, context)
+        return self.norm(x) if self.parallel.is_last else x
 
-    def logits(self, hidden_D: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., V] of the next token."""
+    def passes_on(self, num_tokens: int) -> tuple[int, int]:
+        """The shape [n, D] of what a stage returns for so many packed tokens: its share of them, padding included."""
+        return -(-num_tokens // self.parallel.shard.tp), self.config.hidden_size
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary.
+
+        A packed output must be gathered first (`gather_tokens`): every slice of the vocabulary reads all tokens.
+        """
         assert self.head == "lm", self.head
         if self.config.tie_embeddings:
-            return self.embed_tokens(hidden_D, unembed=True)
-        return self.lm_head(hidden_D)
+            return self.embed_tokens(hidden, unembed=True)
+        return self.lm_head(hidden)
 
-    def scalar(self, hidden_D: Tensor) -> Tensor:
-        """hidden [..., D] -> one number per token [...]."""
+    def scalar(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] -> one number per token [...]; collect those of a packed output (`collect_tokens`)."""
         assert self.head == "scalar", self.head
-        return self.score(hidden_D).squeeze(-1)
+        return self.score(hidden).squeeze(-1)
 
-    def _rope(self, positions_BT: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
+    def _rope(self, positions: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
         """The frequencies on the right device and in the right precision, computed once."""
         length = 0
         if self.config.rope_type == "dynamic":
             trained = self.config.max_position_embeddings
-            length = max(int(positions_BT.max()) + 1, trained)
+            length = max(int(positions.max()) + 1, trained)
             if decoding and length > trained:
                 raise UserError(
                     f"a model with dynamic rope cannot generate past its trained length of {trained} tokens: every "
                     "further token changes the frequencies of the keys already stored; shorten prompt + response"
                 )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        key = (positions_BT.device, wide, length)
+        key = (positions.device, wide, length)
         if key not in self._frequencies:
             frequencies_f, factor = rope.frequencies(self.config, length=length, dtype=wide)
-            self._frequencies[key] = frequencies_f.to(positions_BT.device), factor
+            self._frequencies[key] = frequencies_f.to(positions.device), factor
         return self._frequencies[key]

@@ -56,9 +56,15 @@ def locate(folder: Path) -> dict[str, Path]:
     return {name: folder / shard for name, shard in weight_map.items()}
 
 
-def read(places: Mapping[str, Path], expect: Mapping[str, torch.Size], convert: Callable[[Tensor], Tensor]):
+def read(
+    places: Mapping[str, Path],
+    expect: Mapping[str, torch.Size],
+    convert: Callable[[Tensor], Tensor],
+    parts: Mapping[str, tuple[slice, ...]] | None = None,
+) -> dict[str, Tensor]:
     """-> {name: convert(tensor)} for every name in `expect`, which gives the shapes; `places` is from `locate`.
 
+    parts: the names that are wanted and which slices of them; the others are checked, but not read. None: all, whole.
     The result owns its memory: it does not change when the file does.
     """
     tensors: dict[str, Tensor] = {}
@@ -84,7 +90,10 @@ def read(places: Mapping[str, Path], expect: Mapping[str, torch.Size], convert: 
                 raise UserError(
                     f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(_FLOATS))} can be trained"
                 )
-            mapped = file.get_tensor(name)
+            if parts is not None and name not in parts:
+                continue
+            is_whole = parts is None or parts[name] == (slice(None),)
+            mapped = file.get_tensor(name) if is_whole else part[parts[name]]
             tensor = convert(mapped)
             tensors[name] = tensor.clone() if tensor.data_ptr() == mapped.data_ptr() else tensor
     return tensors

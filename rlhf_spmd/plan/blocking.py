@@ -1,9 +1,10 @@
 """Who waits for whom: runs the instruction lists of all ranks against *blocking* semantics.
 
 These are the strictest that any backend has: a Run with a group finishes only when every rank of the group stands at
-the same Run; a Wait finishes only when every peer of the transfer has posted it; Agree needs all ranks; and all ranks
-post in one global order, since some backends (NCCL) carry out a rank's transfers one after another. If all lists run
-to their end so, no order of arrival can hang the real program.
+the same Run; a Wait finishes only when every peer of the transfer has posted it, and for weights, whose buckets travel
+along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and all ranks post in one
+global order, since some backends (NCCL) carry out a rank's transfers one after another. If all lists run to their end
+so, no order of arrival can hang the real program.
 """
 
 from collections.abc import Callable
@@ -85,6 +86,9 @@ def _late(
     if isinstance(step, Agree):
         everyone = range(len(program.instructions))
         return {member for member in everyone if current(member) != step}, tuple(everyone)
+    if isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
+        members = program.transfers[step.transfer].ranks
+        return {member for member in members if current(member) != step}, members
     if isinstance(step, Wait):
         peers = program.transfers[step.transfer].peers(rank)
         return {peer for peer in peers if step.transfer not in posted[peer]}, (rank,)

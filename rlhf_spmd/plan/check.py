@@ -1,27 +1,12 @@
 """Proves that a program cannot deadlock (blocking.py), reads nothing that is not there, and fits the devices."""
 
-from dataclasses import dataclass
-
 from rlhf_spmd.plan.blocking import deadlocks, misorders
-from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.plan.memory import forecast_bytes
-from rlhf_spmd.plan.placement import group_of
-from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something to know about a program; an `error` makes it unfit to start."""
-
-    severity: str  # error | warning
-    message: str
-    rank: int | None = None
-    position: int | None = None  # of the instruction in the rank's list
-
-    def __str__(self) -> str:
-        where = "" if self.rank is None else f"rank {self.rank}"
-        where += "" if self.position is None else f", instruction {self.position}"
-        return f"{self.severity}: {where + ': ' if where else ''}{self.message}"
+from rlhf_spmd.plan.compile import offloaded
+from rlhf_spmd.plan.fit import Finding, memory, waste
+from rlhf_spmd.plan.layout import format_ranks, group_name
+from rlhf_spmd.plan.pipeline import bodies
+from rlhf_spmd.plan.placement import group_of, ranks_of
+from rlhf_spmd.plan.program import Agree, Instruction, Load, Message, Offload, Post, Program, Run, Transfer, Wait
 
 
 def check(program: Program) -> list[Finding]:
@@ -29,9 +14,9 @@ def check(program: Program) -> list[Finding]:
     found = _declarations(program) or _structure(program)
     if not found:
         hangs = [*misorders(program), *deadlocks(program)]
-        found = [*_runs(program), *_data(program), *_weights(program)]
+        found = [*_runs(program), *_data(program), *_weights(program), *_offloads(program), *_pipelines(program)]
         found += [Finding("error", text, rank, position) for rank, position, text in hangs]
-    found += _memory(program) + _idle(program)
+    found += memory(program) + waste(program)
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
@@ -76,7 +61,7 @@ def _structure(program: Program) -> list[Finding]:
                 texts = _transfer_problems(program, step, rank, posted, waited)
                 (posted if isinstance(step, Post) else waited).add(step.transfer)
             else:
-                texts = [] if isinstance(step, Agree) else [f"{step!r} is no instruction"]
+                texts = [] if isinstance(step, Agree | Load | Offload) else [f"{step!r} is no instruction"]
             found += [Finding("error", text, rank, position) for text in texts]
         for number, transfer in enumerate(program.transfers):
             if rank not in transfer.ranks:
@@ -100,15 +85,17 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
     site = step.reader or step.call
     if site not in layouts or (call.kind == "compute") != (step.reader is not None):
         return [f"{step}: {site} has no place to run at"]
+    place = ranks_of(call, layouts[site])
+    if rank not in place:
+        return [f"{step} runs here, but its place is ranks {format_ranks(place)}"]
     found = []
-    if rank not in layouts[site].ranks:
-        found.append(f"{step} runs here, but its place is ranks {format_ranks(layouts[site].ranks)}")
-    group = group_of(call, layouts[site], workload, program.placement)
+    meets = group_of(call, layouts[site], workload, program.placement, rank)
+    group = group_name(meets) if meets else None
     if step.group is not None and rank not in program.groups.get(step.group, ()):
         found.append(f"{step} enters a group that this rank is not in")
     elif step.group != group:
         found.append(f"{step} enters {step.group or 'no group'}, but {_meant(group)}")
-    elif group is not None and program.groups[group] != tuple(sorted(layouts[site].ranks)):
+    elif group is not None and program.groups[group] != tuple(sorted(meets)):
         there = format_ranks(program.groups[group])
         found.append(f"{step} enters a group of ranks {there}, but {_meant(group)}")
     return found
@@ -196,7 +183,7 @@ def _due(program: Program, rank: int) -> dict[tuple, str]:
     due = {}
     for call in workload.workflow.calls:
         for site in placement.sites(call, workload.workflow):
-            if rank not in placement.layouts[site].ranks:
+            if rank not in ranks_of(call, placement.layouts[site]):
                 continue
             if call.kind == "train":
                 steps = [
@@ -220,7 +207,7 @@ def _data(program: Program) -> list[Finding]:
         for position, step in enumerate(instructions):
             if isinstance(step, Run):
                 columns = set(program.columns_of(step, rank))
-                for key in workload.workflow.call(step.call).inputs:
+                for key in program.reads(step, rank):
                     for row in program.mini_batches_of(step):
                         lacking = columns - held.get((key, row), set())
                         if lacking:
@@ -239,8 +226,8 @@ def _data(program: Program) -> list[Finding]:
 def _made(program: Program, step: Instruction, rank: int) -> list[tuple[str, int, range]]:
     """Keys, mini-batches and columns that a rank holds once it has passed an instruction."""
     if isinstance(step, Run):
-        columns, call = program.columns_of(step, rank), program.workload.workflow.call(step.call)
-        return [(key, row, columns) for key in call.outputs for row in program.mini_batches_of(step)]
+        columns = program.columns_of(step, rank)
+        return [(key, row, columns) for key in program.makes(step, rank) for row in program.mini_batches_of(step)]
     if isinstance(step, Wait):
         transfer = program.transfers[step.transfer]
         rows = program.mini_batches_of(transfer)
@@ -277,26 +264,28 @@ def _weights(program: Program) -> list[Finding]:
     trains = [call for call in workflow.calls if call.kind == "train"]
     for train in trains:
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
-        arrivals = [message.destination for _, move in moves for message in move.messages]
+        arrivals = [target for _, move in moves if move.reallocation for target in move.reallocation.targets]
         for rank in program.cluster.ranks:
-            times = arrivals.count(rank)
-            if rank in layouts[train.name].ranks or train.model not in program.copies(rank):
-                continue
-            if times != 1:
-                text = f"gets the new weights of {train.model} {times} times an iteration instead of once"
-                found.append(Finding("error", text, rank))
+            for model, shard in program.copies(rank):
+                times = arrivals.count((rank, shard))
+                if model == train.model and times != 1:
+                    text = f"gets the new weights of {model} ({shard}) {times} times an iteration instead of once"
+                    found.append(Finding("error", text, rank))
         for number, move in moves:
             for rank in move.ranks:
-                found += _early(program, rank, number, move, layouts[train.name].ranks)
+                found += _early(program, rank, number, move)
+            first = {route.ranks[0] for route in move.reallocation.routes} if move.reallocation else set()
+            wrong = first - set(layouts[train.name].ranks)
+            if wrong:
+                home = format_ranks(layouts[train.name].ranks)
+                text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {home}"
+                found.append(Finding("error", text, min(wrong)))
     return found
 
 
-def _early(program: Program, rank: int, number: int, move: Transfer, home: tuple[int, ...]) -> list[Finding]:
-    """Weights that leave a rank without them, or move while a call may still use or change them."""
+def _early(program: Program, rank: int, number: int, move: Transfer) -> list[Finding]:
+    """Weights that move while a call may still use or change them."""
     post = program.instructions[rank].index(Post(number))
-    if rank not in home and any(message.source == rank for message in move.messages):
-        text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {format_ranks(home)}"
-        return [Finding("error", text, rank, post)]
     for position, step in enumerate(program.instructions[rank][post:], start=post):
         if isinstance(step, Run) and program.workload.workflow.call(step.call).model == move.model:
             text = f"Post transfer {number} moves the weights of {move.model} before instruction {position}, {step}"
@@ -304,47 +293,30 @@ def _early(program: Program, rank: int, number: int, move: Transfer, home: tuple
     return []
 
 
-# ---- whether it fits -----------------------------------------------------------------------------------------------
-
-
-def _memory(program: Program) -> list[Finding]:
-    """Static bytes per rank against the device; one finding per set of equal ranks."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for rank in program.cluster.ranks:
-        limit = program.cluster.device_bytes(rank)
-        need = sum(forecast_bytes(program, rank).values())
-        if limit is not None and need > limit:
-            found.setdefault((need, limit), []).append(rank)
-    return [
-        Finding(
-            "error",
-            f"ranks {format_ranks(tuple(ranks))} need {need / 2**30:.1f} GiB for weights, gradients and optimizer "
-            f"state, but the device has {limit / 2**30:.0f} GiB: raise the ZeRO stage, split the models, or use more "
-            "devices",
-        )
-        for (need, limit), ranks in found.items()
-    ]
-
-
-def _idle(program: Program) -> list[Finding]:
-    """Ranks without work, and streaming that was asked for and cannot be."""
+def _offloads(program: Program) -> list[Finding]:
+    """Calls with weights that wait in host memory run between a Load and an Offload of them."""
     found = []
-    if program.placement.stream and not program.placement.streams(program.workload):
-        text = "streaming is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch"
-        found.append(Finding("warning", text))
-    if program.placement.stream and program.workload.num_mini_batches == 1:
-        text = "nothing streams, because an iteration is one mini-batch: lower mini_batch or raise rollout_batch"
-        found.append(Finding("warning", text))
-    for call in program.workload.workflow.placed_calls:
-        layout = program.placement.layouts[call.name]
-        empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]
-        if empty:
-            text = (
-                f"{call.name}: ranks {format_ranks(tuple(empty))} get no sequence, because mini_batch "
-                f"{program.workload.mini_batch} is smaller than dp {layout.dp}; raise mini_batch"
-            )
-            found.append(Finding("warning", text))
-    idle = [rank for rank, steps in enumerate(program.instructions) if not any(isinstance(s, Run) for s in steps)]
-    if idle:
-        found.append(Finding("warning", f"ranks {format_ranks(tuple(idle))} run no call in this placement"))
+    for rank, steps in enumerate(program.instructions):
+        away = offloaded(program.workload, program.placement, rank)
+        loaded: set[str] = set()
+        for position, step in enumerate(steps):
+            if isinstance(step, Load | Offload):
+                text = f"{step}: {step.model} does not wait in host memory here" if step.model not in away else ""
+                text = text or (f"{step} comes twice" if (step.model in loaded) == isinstance(step, Load) else "")
+                found += [Finding("error", text, rank, position)] if text else []
+                (loaded.add if isinstance(step, Load) else loaded.discard)(step.model)
+            elif isinstance(step, Run):
+                absent = [model for model, calls in away.items() if step.call in calls and model not in loaded]
+                found += [Finding("error", f"{step} comes before Load {m}", rank, position) for m in absent]
+        found += [Finding("error", f"never offloads {model} again", rank) for model in sorted(loaded)]
     return found
+
+
+def _pipelines(program: Program) -> list[Finding]:
+    """The body of every pipelined call, for each number of micro-batches that it can have."""
+    found = {}
+    for call, num_micro_batches, small in bodies(program):
+        for rank, _, text in (*misorders(small), *deadlocks(small)):
+            words = f"{call.name} with {num_micro_batches} micro-batches: {text}"
+            found.setdefault((call.name, rank), Finding("error", words, rank))
+    return list(found.values())

@@ -19,10 +19,11 @@ MAX_DEVICES = 4096  # a program lists every rank's instructions: larger clusters
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: how many devices (= ranks) it has and of which type."""
+    """One machine: how many devices (= ranks) it has, of which type, and what each holds (None: no limit is known)."""
 
     num_devices: int
     device: str = "cpu"
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Cluster:
         if num_nodes * num_devices > MAX_DEVICES:
             total = num_nodes * num_devices
             raise UserError(f"layout {layout} has {total:,} devices; at most {MAX_DEVICES:,} can be planned for")
-        return cls((Node(num_devices, device),) * num_nodes)
+        return cls((Node(num_devices, device, DEVICE_BYTES[device]),) * num_nodes)
 
     @property
     def num_devices(self) -> int:
@@ -52,6 +53,15 @@ class Cluster:
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(range(self.num_devices))
+
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """Every type of device once, in rank order."""
+        return tuple(dict.fromkeys(node.device for node in self.nodes))
+
+    def ranks_of(self, device: str) -> tuple[int, ...]:
+        """The ranks on devices of one type."""
+        return tuple(rank for rank in self.ranks if self.nodes[self.node_of(rank)].device == device)
 
     def node_of(self, rank: int) -> int:
         """Index of the node that rank lives on."""
@@ -63,7 +73,7 @@ class Cluster:
 
     def device_bytes(self, rank: int) -> int | None:
         """Memory of the rank's device, None if no limit is known."""
-        return DEVICE_BYTES[self.nodes[self.node_of(rank)].device]
+        return self.nodes[self.node_of(rank)].device_bytes
 
     def __str__(self) -> str:
         sizes = {node.num_devices for node in self.nodes}

@@ -6,14 +6,15 @@ epoch and model. Transfers are posted right after the calls that make their data
 call that reads it, so that whatever lies between overlaps with them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.moves import Move, data_moves, of_mini_batch, weight_moves
-from rlhf_spmd.plan.placement import Placement, group_of, validate
-from rlhf_spmd.plan.program import Agree, Instruction, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
+from rlhf_spmd.plan.program import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
@@ -53,7 +54,8 @@ class _Compiler:
     def emit(self) -> None:
         """Writes the instruction lists."""
         self.instructions = [[] for _ in self.cluster.ranks]
-        self.moves = data_moves(self.workload, self.placement)
+        self._inner_groups()
+        self.moves = data_moves(self.workload, self.placement, self.cluster)
         num = self.workload.num_mini_batches
         streams = self.placement.streams(self.workload)
         pieces = range(num) if streams else (None,)
@@ -84,6 +86,7 @@ class _Compiler:
         for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
             for rank in transfer.ranks:
                 self._wait(rank, number)
+        self._emit_offloads()
         self._emit(self.cluster.ranks, Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
@@ -127,20 +130,20 @@ class _Compiler:
 
     def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
         layout = self.placement.layouts[site]
-        group = self._group(call, layout)
         reader = site if call.kind == "compute" else None
-        for rank in layout.ranks:
+        for rank in ranks_of(call, layout):
+            group = self._group(call, layout, rank)
             late = arriving.get(rank, [])
-            own, others = self._split(call, layout, rank, late)
+            own, others = self._split(call, layout, rank, late, group)
             steps = [Run(call.name, group, piece, reader=reader, columns=columns) for columns in (*own, *others)]
             self.instructions[rank] += steps[: len(own)]
             for index in late:
                 self._wait(rank, self._number(index, piece))
             self.instructions[rank] += steps[len(own) :]
 
-    def _split(self, call: Call, layout: Layout, rank: int, late: list[int]) -> tuple[list, list]:
+    def _split(self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None) -> tuple[list, list]:
         """The columns to compute before and after the late moves have arrived; None stands for all of them."""
-        if call.name not in self.placement.own_first or self._group(call, layout) is not None:
+        if call.name not in self.placement.own_first or group is not None:
             return [], [None]
         messages = [message for index in late for message in self.moves[index].transfer.messages]
         coming = {c for m in messages if m.destination == rank and set(m.keys) & set(call.inputs) for c in m.columns}
@@ -175,19 +178,62 @@ class _Compiler:
             if move.consumers == (call.name,):
                 for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
                     self._wait(rank, self._number(index, piece))
-        self._emit(layout.ranks, Run(call.name, self._group(call, layout), mini_batch, epoch))
+        group = self._group(call, layout, layout.ranks[0])
+        self._emit(layout.ranks, Run(call.name, group, mini_batch, epoch))
         last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
         if last and call.name in after_training:
             number = after_training[call.name]
             for rank in self.transfers[number].ranks:
                 self._post(rank, number)
 
-    def _group(self, call: Call, layout: Layout) -> str | None:
+    def _group(self, call: Call, layout: Layout, rank: int) -> str | None:
         """The group whose collectives a Run enters; None if it computes alone."""
-        group = group_of(call, layout, self.workload, self.placement)
-        if group is not None:
-            self.groups.setdefault(group, tuple(sorted(layout.ranks)))
-        return group
+        return self._named(group_of(call, layout, self.workload, self.placement, rank))
+
+    def _named(self, ranks: tuple[int, ...] | None) -> str | None:
+        """The name of a group, which is made if it is new."""
+        if ranks is None:
+            return None
+        name = group_name(ranks)
+        self.groups.setdefault(name, tuple(sorted(ranks)))
+        return name
+
+    def _inner_groups(self) -> None:
+        """The groups inside the layouts: slices of a stage, stages of a slice, and who holds the same shard."""
+        for name in dict.fromkeys(call.name for call in self.workload.workflow.placed_calls):
+            call, layout = self.workload.workflow.call(name), self.placement.layouts[name]
+            if self.workload.models[call.model] is None:
+                continue
+            for ranks in inner_groups(layout, shares=call.kind == "train" or layout.zero == 3):
+                self._named(ranks)
+
+    def _emit_offloads(self) -> None:
+        """Weights that wait in host memory come before a rank's first Run with them and leave after its last one."""
+        for rank, steps in enumerate(self.instructions):
+            for model, calls in offloaded(self.workload, self.placement, rank).items():
+                places = [i for i, step in enumerate(steps) if isinstance(step, Run) and step.call in calls]
+                if places:
+                    steps.insert(places[-1] + 1, Offload(model))
+                    steps.insert(places[0], Load(model))
+
+
+def inner_groups(layout: Layout, *, shares: bool) -> Iterator[tuple[int, ...]]:
+    """The groups of more than one rank that a layout needs beside the whole; shares: whether ranks that hold the same
+    shard of the weights sum gradients or gather them."""
+    for rank in layout.ranks:
+        groups = [layout.tensor_ranks(rank), layout.model_ranks(rank), layout.stage_ranks(rank)]
+        groups += [layout.data_ranks(rank), layout.tied_ranks(rank)] if shares else []
+        yield from (ranks for ranks in groups if len(ranks) > 1)
+
+
+def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
+    """Models whose weights wait in host memory on a rank, and the calls that use them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for call in workload.workflow.placed_calls:
+        layout = placement.layouts[call.name]
+        if layout.offload and rank in layout.ranks:
+            found[call.model] = (*found.get(call.model, ()), call.name)
+    return found
 
 
 def _ranges(columns: list[int]) -> list[range]:

@@ -5,11 +5,13 @@ a row stays on its shard in every epoch (algorithms/order.py permutes inside col
 evenly, and two layouts of different dp exchange plain column ranges.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.shard import Shard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +39,9 @@ class Layout:
     every mini-batch, and so on: which rank owns which rows is the order of the ranks.
     zero: ZeRO stage of a trained model over dp (0: replicated, 1: optimizer state, 2: + gradients, 3: + weights).
     micro_batch: sequences per forward on one data-parallel shard; None takes the workload's.
+    tokens: instead, a forward takes as many sequences as have no more tokens than this (one at least).
+    recompute: training keeps only the input of each layer and computes its activations again in the backward pass.
+    offload: the weights of a frozen model wait in host memory between its calls.
     """
 
     ranks: tuple[int, ...]
@@ -45,20 +50,34 @@ class Layout:
     tp: int = 1
     zero: int = 0
     micro_batch: int | None = None
+    tokens: int | None = None
+    recompute: bool = False
+    offload: bool = False
 
     def __post_init__(self) -> None:
         try:  # lists, ranges and numpy integers are welcome, but ranks must agree on one spelling
             object.__setattr__(self, "ranks", tuple(index(rank) for rank in self.ranks))
-            for name in ("dp", "pp", "tp", "zero", *(() if self.micro_batch is None else ("micro_batch",))):
+            given = [name for name in ("micro_batch", "tokens") if getattr(self, name) is not None]
+            for name in ("dp", "pp", "tp", "zero", *given):
                 object.__setattr__(self, name, index(getattr(self, name)))
         except TypeError as error:
             raise UserError(f"a layout is made of whole numbers ({error}): {self}, ranks {self.ranks!r}") from error
 
     @classmethod
-    def data_parallel(cls, ranks, *, zero: int = 0, micro_batch: int | None = None) -> "Layout":
-        """Every rank holds a replica (or its ZeRO shard) of the whole model."""
+    def data_parallel(cls, ranks, **options) -> "Layout":
+        """Every rank holds a replica (or its ZeRO shard) of the whole model. options: any other field."""
         ranks = tuple(ranks)
-        return cls(ranks, dp=len(ranks), zero=zero, micro_batch=micro_batch)
+        return cls(ranks, dp=len(ranks), **options)
+
+    @classmethod
+    def grid_of(cls, ranks, *, pp: int = 1, tp: int = 1, **options) -> "Layout":
+        """As many data-parallel shards as there are ranks for, each of pp x tp ranks; tp ranks stand side by side.
+
+        Raises UserError if pp * tp does not divide the number of ranks.
+        """
+        ranks = tuple(ranks)
+        dp = exact_div(len(ranks), max(pp * tp, 1), f"{len(ranks)} ranks by pp {pp} x tp {tp}")
+        return cls(ranks, dp=dp, pp=pp, tp=tp, **options)
 
     @property
     def grid(self) -> "np.ndarray":
@@ -67,14 +86,73 @@ class Layout:
 
         return np.array(self.ranks).reshape(self.dp, self.pp, self.tp)
 
+    # ---- groups: what `grid` indexes; all in grid order -------------------------------------------------------------
+
     @property
     def group(self) -> str:
-        """Name of the group of all ranks of this layout; a group is a set, whatever the order of the grid."""
-        return f"ranks {format_ranks(tuple(sorted(self.ranks)))}"
+        """Name of the group of all ranks of this layout."""
+        return group_name(self.ranks)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Indices of a world rank in the grid: dp, stage, tp."""
+        dp_index, rest = divmod(self.ranks.index(rank), self.pp * self.tp)
+        return dp_index, *divmod(rest, self.tp)
+
+    def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
+        """The inverse of `place`."""
+        return self.ranks[(dp_index * self.pp + stage) * self.tp + tp_index]
 
     def dp_index(self, rank: int) -> int:
         """Which data-parallel shard a world rank belongs to."""
-        return self.ranks.index(rank) // (self.pp * self.tp)
+        return self.place(rank)[0]
+
+    def shard(self, rank: int) -> Shard:
+        """The part of the model that a world rank computes with."""
+        _, stage, tp_index = self.place(rank)
+        return Shard(stage, self.pp, tp_index, self.tp)
+
+    def same_shards(self, other: "Layout") -> bool:
+        """Whether both have the same shards of the model on the same ranks."""
+        return set(self.ranks) == set(other.ranks) and all(self.shard(rank) == other.shard(rank) for rank in self.ranks)
+
+    def tensor_ranks(self, rank: int) -> tuple[int, ...]:
+        """The tensor-parallel slices of a rank's stage."""
+        dp_index, stage, _ = self.place(rank)
+        return tuple(self.rank_at(dp_index, stage, t) for t in range(self.tp))
+
+    def data_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same shard of the model."""
+        _, stage, tp_index = self.place(rank)
+        return tuple(self.rank_at(d, stage, tp_index) for d in range(self.dp))
+
+    def model_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold one copy of the model together."""
+        start = self.dp_index(rank) * self.pp * self.tp
+        return self.ranks[start : start + self.pp * self.tp]
+
+    def stage_ranks(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank's slice."""
+        dp_index, _, tp_index = self.place(rank)
+        return tuple(self.rank_at(dp_index, s, tp_index) for s in range(self.pp))
+
+    def tied_ranks(self, rank: int) -> tuple[int, ...]:
+        """The first and the last stage of a rank's slice, which share tied embeddings; any other rank alone."""
+        dp_index, stage, tp_index = self.place(rank)
+        if stage not in (0, self.pp - 1):
+            return (rank,)
+        return tuple(dict.fromkeys(self.rank_at(dp_index, s, tp_index) for s in (0, self.pp - 1)))
+
+    @property
+    def last_stage(self) -> tuple[int, ...]:
+        """The ranks that compute a model's output, and so its results and losses."""
+        return tuple(rank for rank in self.ranks if self.place(rank)[1] == self.pp - 1)
+
+    def reports(self, rank: int) -> bool:
+        """Whether a rank is the one of its data-parallel shard that counts the shard's rows in sums over ranks."""
+        _, stage, tp_index = self.place(rank)
+        return stage == self.pp - 1 and tp_index == 0
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
 
     def columns(self, rank: int, mini_batch: int) -> range:
         """Columns of [num_mini_batches, mini_batch] that a world rank of this layout owns; may be empty."""
@@ -97,11 +175,30 @@ class Layout:
             found.append(f"ZeRO stage {self.zero} does not exist; use 0, 1, 2 or 3")
         if self.micro_batch is not None and self.micro_batch < 1:
             found.append(f"micro_batch {self.micro_batch} is less than 1; raise it, or give None")
+        if self.tokens is not None and self.tokens < 1:
+            found.append(f"a budget of {self.tokens} tokens is less than 1; raise it, or give None")
+        if self.tokens is not None and self.micro_batch is not None:
+            found.append("both micro_batch and tokens say how much a forward takes; give one of them")
+        if self.pp > 1 and self.zero > 1:
+            text = (
+                f"ZeRO {self.zero} with pp {self.pp}: several micro-batches are under way in a pipeline, so each stage"
+            )
+            found.append(f"{text} keeps whole gradients and weights; use ZeRO 0 or 1, or pp 1")
+        slices = [self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), max(self.tp, 1))]
+        descending = next((ranks for ranks in slices if list(ranks) != sorted(ranks)), None)
+        if descending:
+            found.append(f"the tensor-parallel ranks {list(descending)} do not ascend; list them in ascending order")
         return found
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""
-        return f"dp{self.dp} pp{self.pp} tp{self.tp}{zero}"
+        options = [zero, " recompute" if self.recompute else "", " offload" if self.offload else ""]
+        return f"dp{self.dp} pp{self.pp} tp{self.tp}{''.join(options)}"
+
+
+def group_name(ranks: Iterable[int]) -> str:
+    """A group is a set of ranks, whatever their order in a grid; two sets that are equal have one name."""
+    return f"ranks {format_ranks(tuple(sorted(ranks)))}"
 
 
 def exact_div(total: int, parts: int, what: str) -> int:

@@ -1,43 +1,114 @@
-"""Bytes that a rank holds all through an iteration: weights, gradients and optimizer state by ZeRO stage.
+"""Bytes that a rank needs: what it holds all through an iteration, and the most that a call takes besides.
 
-Mixed precision as runtime/train_engine.py lays it out (ZeRO, arXiv 1910.02054, section 3): with p parameters and c
-bytes per weight in the compute precision, a trained model holds c*p weights, gradients that are accumulated in float32,
-the two AdamW moments in float32, and, where c < 4, float32 master weights.
+Mixed precision as runtime/flat_engine.py and train_engine.py lay it out (ZeRO, arXiv 1910.02054, section 3): with p
+parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
+gradients that are accumulated in float32, the two AdamW moments in float32, and, where c < 4, float32 master weights.
 """
 
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.pipeline import pass_bytes
+from rlhf_spmd.plan.program import BUCKET_BYTES, Program
+from rlhf_spmd.plan.shard import Shard, split
+from rlhf_spmd.plan.tensors import numbers_in, weights_of
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import ModelShape, Workload
+
+STATIC = ("weights", "gradients", "optimizer", "offloaded")
+WORKING = ("gathered", "buckets", "activations", "KV cache")
 
 
-def forecast_bytes(program: Program, rank: int) -> dict[str, int]:
-    """Static bytes on a rank by what they are, plus the largest full copy that ZeRO 3 gathers for a call, and the
-    packed copies of the weights that leave or arrive at the end of an iteration."""
-    total = {"weights": 0, "gradients": 0, "optimizer": 0, "gathered": 0, "in transit": 0}
-    workload = program.workload
-    for move in program.transfers:
-        if move.model is not None:
-            arriving = sum(message.num_bytes for message in move.messages if message.destination == rank)
-            leaving = max((message.num_bytes for message in move.messages if message.source == rank), default=0)
-            total["in transit"] += arriving + leaving
-    for model in program.copies(rank):
-        shape = workload.models[model]
-        if shape is None:
-            continue
-        params, c = shape.num_params, workload.param_bytes
-        train = workload.workflow.train_call(model)
-        home = program.placement.layouts[train.name if train else _first_use(program, model)]
-        if rank not in home.ranks:
-            total["weights"] += c * params
-            continue
-        shard = -(-params // home.dp)
-        total["weights"] += c * (shard if home.zero == 3 else params)
-        if home.zero == 3 and home.dp > 1:
-            total["gathered"] = max(total["gathered"], c * params)
-        if train is None:
-            continue
-        total["gradients"] += 4 * (shard if home.zero >= 2 else params)
-        total["optimizer"] += (8 + (4 if c < 4 else 0)) * (shard if home.zero >= 1 else params)
+def num_params(shape: ModelShape, shard: Shard) -> int:
+    """Parameters of one shard of a model."""
+    return sum(numbers_in(box) for weight in weights_of(shape) if (box := weight.box(shard)))
+
+
+def static_bytes(program: Program, rank: int) -> dict[str, int]:
+    """What a rank holds all the time; "offloaded" lies in host memory."""
+    total = dict.fromkeys(STATIC, 0)
+    workload, layouts = program.workload, program.placement.layouts
+    c = workload.param_bytes
+    for model in program.trained(rank):
+        home = layouts[workload.workflow.train_call(model).name]
+        params = num_params(workload.models[model], home.shard(rank))
+        part = -(-params // home.dp)
+        total["weights"] += c * (part if home.zero == 3 else params)
+        total["gradients"] += 4 * (part if home.zero >= 2 else params)
+        total["optimizer"] += (8 + (4 if c < 4 else 0)) * (part if home.zero >= 1 else params)
+    for (model, shard), calls in program.copies(rank).items():
+        if workload.models[model] is not None:
+            layout = layouts[calls[0]]
+            params = num_params(workload.models[model], shard)
+            kind = "offloaded" if layout.offload else "weights"
+            total[kind] += c * (-(-params // layout.dp) if layout.zero == 3 else params)
     return total
 
 
-def _first_use(program: Program, model: str) -> str:
-    return next(call.name for call in program.workload.workflow.placed_calls if call.model == model)
+def working_bytes(program: Program, rank: int) -> dict[str, int]:
+    """The most that a rank needs at one time of each kind: weights that ZeRO 3 gathers or that come from host memory,
+    buckets of weights on their way, activations of a training call, keys and values of generation."""
+    total = dict.fromkeys(WORKING, 0)
+    workload, layouts = program.workload, program.placement.layouts
+    for transfer in program.transfers:
+        if transfer.reallocation is not None and rank in transfer.ranks:
+            total["buckets"] += transfer.reallocation.extra_bytes(BUCKET_BYTES).get(rank, 0)
+    for call in workload.workflow.placed_calls:
+        layout, shape = layouts[call.name], workload.models[call.model]
+        if rank not in layout.ranks or shape is None:
+            continue
+        whole = workload.param_bytes * num_params(shape, layout.shard(rank))
+        if (layout.zero == 3 and layout.dp > 1) or layout.offload:
+            total["gathered"] = max(total["gathered"], whole)
+        if call.kind == "train":
+            total["activations"] = max(total["activations"], activation_bytes(workload, call, layout, rank))
+        elif call.kind == "generate":
+            total["KV cache"] = max(total["KV cache"], cache_bytes(workload, call, layout, rank))
+    return total
+
+
+def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
+    """The most that a rank's device holds at one time: calls and moves of weights come one after another."""
+    besides = max(working["activations"], working["KV cache"], working["buckets"])
+    return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
+
+
+def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """The most activations that training keeps for its backward passes on a rank.
+
+    Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
+    no scores): with sequence parallelism every tensor is split by tp. Recomputation keeps a layer's input alone, and
+    works on one layer at a time. The last stage also holds its micro-batch's logits, in float32, twice.
+    """
+    shape, c = workload.models[call.model], workload.param_bytes
+    shard = layout.shard(rank)
+    num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
+    longest = workload.max_prompt + workload.max_response
+    tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
+    h, d = shape.hidden_size, shape.head_dim
+    # two norms' inputs and outputs; q, k, v and the attention's output; gate, up and their product, SiLU's output
+    kept = 4 * h + 2 * (shape.num_heads + shape.num_kv_heads) * d + 4 * shape.intermediate_size
+    per_layer = h if layout.recompute else kept
+    passes = min(layout.pp - shard.stage, 1 if layout.pp == 1 else layout.pp)  # micro-batches under way under 1F1B
+    numbers = tokens * (per_layer * num_layers * passes + (kept if layout.recompute else 0)) / layout.tp
+    logits = 0.0
+    if shard.stage == shard.pp - 1 and not shape.scalar_head:
+        responses = tokens * workload.max_response / longest
+        logits = 2 * 4 * responses * shape.vocab_size / layout.tp
+    passed = 2 * pass_bytes(layout, workload, call) if layout.pp > 1 else 0
+    return int(numbers * c + logits) + passed
+
+
+def cache_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """Keys and values of all rows that a rank generates at once, each of full length."""
+    shape, shard = workload.models[call.model], layout.shard(rank)
+    rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
+    heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
+    layers = len(split(shape.num_layers, shard.pp, shard.stage))
+    return (
+        2
+        * rows
+        * (workload.max_prompt + workload.max_response)
+        * layers
+        * heads
+        * shape.head_dim
+        * workload.param_bytes
+    )

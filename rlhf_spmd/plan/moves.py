@@ -4,13 +4,16 @@ Rows that are held somewhere are never sent there again; what one call (or a joi
 reads travels in one move; between two ranks there is one message per run of columns.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Message, Transfer
+from rlhf_spmd.plan.placement import Placement, ranks_of, uses_home
+from rlhf_spmd.plan.program import BUCKET_BYTES, Message, Transfer, keys_made, keys_read
+from rlhf_spmd.plan.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.tensors import Holding
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
@@ -26,7 +29,7 @@ class Move:
     consumers: tuple[str, ...]
 
 
-def data_moves(workload: Workload, placement: Placement) -> list[Move]:
+def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
     """The moves of data keys in the order in which they start; of all mini-batches together."""
     workflow = workload.workflow
     held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns there by now
@@ -37,40 +40,56 @@ def data_moves(workload: Workload, placement: Placement) -> list[Move]:
             producer = workflow.producer(key)
             if producer is None:
                 continue  # given keys are on every rank
-            owner = _owners(producer, workload, placement)
+            owners = _owners(producer, workload, placement)
             units = placement.unit(producer.name), placement.unit(call.name)
             for layout in layouts:
-                for run in _lacking(key, layout, workload.mini_batch, owner, held):
-                    keys = parts.setdefault(units, {}).setdefault(run, [])
-                    keys += [key] if key not in keys else []
+                for rank in ranks_of(call, layout):
+                    if key in keys_read(call, layout, rank):
+                        columns = layout.columns(rank, workload.mini_batch)
+                        for run in _lacking(key, rank, columns, owners, held, cluster):
+                            keys = parts.setdefault(units, {}).setdefault(run, [])
+                            keys += [key] if key not in keys else []
         for layout in layouts:  # what is made stays where it is made
-            for rank in layout.ranks:
-                for key in call.outputs:
+            for rank in ranks_of(call, layout):
+                for key in keys_made(call, layout, rank):
                     held.setdefault((key, rank), set()).update(layout.columns(rank, workload.mini_batch))
     moves = [Move(_transfer(runs, workload), *units) for units, runs in parts.items()]
     position = {call.name: index for index, call in enumerate(workflow.calls)}
     return sorted(moves, key=lambda move: max(position[name] for name in move.producers))
 
 
-def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[int, int]:
-    """Column -> rank that makes it."""
+def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[int, tuple[int, ...]]:
+    """Column -> ranks that make it, one for each tensor-parallel slice."""
     source = placement.layouts[placement.sites(producer, workload.workflow)[0]]
-    return {c: rank for rank in source.ranks for c in source.columns(rank, workload.mini_batch)}
+    owners: dict[int, tuple[int, ...]] = {}
+    for rank in source.last_stage:
+        for column in source.columns(rank, workload.mini_batch):
+            owners[column] = (*owners.get(column, ()), rank)
+    return owners
 
 
-def _lacking(key: str, layout: Layout, mini_batch: int, owner: dict[int, int], held: dict) -> Iterator[Run]:
-    """Runs of columns of a key that the ranks of a layout lack; from now on they count as held."""
-    for rank in layout.ranks:
-        here = held.setdefault((key, rank), set())
-        columns = [c for c in layout.columns(rank, mini_batch) if c not in here]
-        here.update(columns)
-        start = 0
-        for stop in range(1, len(columns) + 1):
-            first, last = columns[start], columns[stop - 1]
-            if stop < len(columns) and columns[stop] == last + 1 and owner[columns[stop]] == owner[first]:
-                continue
-            yield owner[first], rank, first, last + 1
-            start = stop
+def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[Run]:
+    """Runs of columns of a key that a rank lacks; from now on they count as held."""
+    here = held.setdefault((key, rank), set())
+    lacking = [c for c in columns if c not in here]
+    here.update(lacking)
+    source = {c: _nearest(owners[c], rank, cluster) for c in lacking}
+    start = 0
+    for stop in range(1, len(lacking) + 1):
+        first, last = lacking[start], lacking[stop - 1]
+        if stop < len(lacking) and lacking[stop] == last + 1 and source[lacking[stop]] == source[first]:
+            continue
+        yield source[first], rank, first, last + 1
+        start = stop
+
+
+def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
+    """Which of several ranks with the same rows sends them to `rank`: one on its node, and each to some."""
+    if len(owners) == 1:
+        return owners[0]
+    node = cluster.node_of(rank)
+    near = [owner for owner in owners if cluster.node_of(owner) == node] or owners
+    return near[rank % len(near)]
 
 
 def _transfer(runs: dict[Run, list[str]], workload: Workload) -> Transfer:
@@ -92,29 +111,48 @@ def of_mini_batch(transfer: Transfer, mini_batch: int, num_mini_batches: int) ->
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
-    """New weights go from where a model trains to every other rank that uses it, a same-node sender first."""
+    """New weights go from where a model trains to every copy of another shard or on another rank."""
     moves = []
     for call in workload.workflow.placed_calls:
         if call.kind != "train":
             continue
-        home = placement.layouts[call.name].ranks
-        users = [c.name for c in workload.workflow.placed_calls if c.model == call.model]
-        shadows = sorted({rank for user in users for rank in placement.layouts[user].ranks} - set(home))
-        pairs = list(_senders(home, shadows, cluster))
-        size = workload.weight_bytes(call.model)
-        messages = tuple(Message(sender, rank, (), range(0), size) for sender, rank in pairs)
-        if messages:
-            what = f"weights of {call.model} to ranks {format_ranks(tuple(shadows))}"
-            moves.append(Move(Transfer(what, messages, model=call.model), (call.name,), ()))
+        home = placement.layouts[call.name]
+        found: dict[tuple[int, Shard], None] = {}
+        for user in workload.workflow.placed_calls:
+            layout = placement.layouts[user.name]
+            if user.model == call.model:
+                away = (rank for rank in layout.ranks if not uses_home(user, rank, workload, placement))
+                found |= {(rank, layout.shard(rank)): None for rank in away}
+        if not found:
+            continue
+        targets = sorted(found, key=lambda target: (target[0], str(target[1])))
+        plan = plan_reallocation(
+            workload.models[call.model],
+            {rank: holding(home, rank) for rank in home.ranks},
+            targets,
+            bytes_per_number=workload.param_bytes,
+            node_of=cluster.node_of,
+        )
+        there = format_ranks(tuple(sorted({rank for rank, _ in targets})))
+        what = f"weights of {call.model} to ranks {there}"
+        moves.append(Move(Transfer(what, _hops(plan), model=call.model, reallocation=plan), (call.name,), ()))
     return moves
 
 
-def _senders(home: Iterable[int], shadows: Iterable[int], cluster: Cluster) -> Iterator[tuple[int, int]]:
-    """(sender, receiver) with the sends spread evenly, on the receiver's own node where the model trains there."""
-    load = dict.fromkeys(sorted(home), 0)
-    nodes = {rank: cluster.node_of(rank) for rank in (*load, *shadows)}
-    near = {nodes[rank] for rank in load}
-    for rank in sorted(shadows, key=lambda r: nodes[r] not in near):  # who has a choice comes last
-        sender = min(load, key=lambda r: (nodes[r] != nodes[rank], load[r], r))
-        load[sender] += 1
-        yield sender, rank
+def holding(home: Layout, rank: int) -> Holding:
+    """What a rank of a train call holds between the steps; under ZeRO 3 a part of its shard."""
+    if home.zero < 3:
+        return Holding(home.shard(rank))
+    replicas = sorted(home.data_ranks(rank))
+    return Holding(home.shard(rank), replicas.index(rank), len(replicas))
+
+
+def _hops(plan: Reallocation) -> tuple[Message, ...]:
+    """One message for each pair of neighbours in some chain, counted as it goes in buckets."""
+    parts: dict[tuple[int, int], int] = {}
+    for route in plan.routes:
+        num = sum(len(bucket) for bucket in plan.buckets(route, BUCKET_BYTES))
+        for hop in route.hops:
+            parts[hop] = parts.get(hop, 0) + num
+    sizes = plan.hop_bytes()
+    return tuple(Message(*hop, (), range(0), sizes[hop], num) for hop, num in parts.items())

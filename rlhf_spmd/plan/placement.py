@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
+from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workflow import Call, Workflow
 from rlhf_spmd.plan.workload import Workload
 
@@ -66,6 +66,44 @@ class Placement:
             order = everyone if where == ranks else where
             layouts[model] = Layout.data_parallel(order, zero=stage, micro_batch=micro_batch)
         return cls.by_model(workload, **layouts)
+
+    @classmethod
+    def separated(
+        cls,
+        workload: Workload,
+        training_ranks: tuple[int, ...],
+        generation_ranks: tuple[int, ...],
+        *,
+        ratios: Sequence[str],
+        training: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        in_flight: int,
+    ) -> "Placement":
+        """Training on some ranks, all other calls on the rest, streaming.
+
+        ratios: shares of the generation ranks (see `read_ratios`); without any, each model has ranks of its own where
+        there are enough of them, generation the most. training, generation, limits: fields of the layouts, `limits`
+        those of both.
+        """
+        models, tp = workload.workflow.models, generation.get("tp", 1)
+        replicas = [generation_ranks[i : i + tp] for i in range(0, len(generation_ranks), max(tp, 1))]
+        if ratios or len(replicas) < len(models) or len(replicas[-1]) < tp:
+            share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
+        else:  # generation takes longest: each of the others gets a sixth, at least one replica
+            few = max(1, len(replicas) // 6)
+            edges = [0, *(len(replicas) - few * (len(models) - 1 - index) for index in range(len(models)))]
+            parts = (replicas[edges[index] : edges[index + 1]] for index in range(len(models)))
+            share = {model: sum(part, ()) for model, part in zip(models, parts, strict=True)}
+        layouts = {}
+        for call in workload.workflow.placed_calls:
+            if call.kind == "train":
+                layouts[call.name] = Layout.grid_of(training_ranks, **training, **limits)
+            elif workload.models[call.model] is None:  # a reward function has no weights to split
+                layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
+            else:
+                layouts[call.name] = Layout.grid_of(share[call.model], **generation, **limits)
+        return cls(layouts, stream=True, in_flight=in_flight)
 
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration really streams: whitening over the whole batch needs all rows before any training."""
@@ -158,119 +196,36 @@ def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
     return near if abs(near - share) < 1e-9 else share
 
 
-def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement) -> str | None:
-    """The group whose collectives a call enters where it runs in `layout`; None if it computes alone."""
-    train = workload.workflow.train_call(call.model) if call.model else None
-    home = placement.layouts[train.name] if train else layout
-    gathers = home.zero == 3 and call.kind in ("generate", "infer") and workload.models[call.model] is not None
-    collective = call.kind == "train" or gathers or (call.kind == "compute" and workload.whiten == "batch")
-    return layout.group if collective and len(layout.ranks) > 1 else None
+def ranks_of(call: Call, layout: Layout) -> tuple[int, ...]:
+    """The ranks that run a call in a layout: a `compute` reads what only the last stage has."""
+    return layout.last_stage if call.kind == "compute" else layout.ranks
 
 
-def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None:
-    """Raises one UserError that lists everything wrong with a placement: calls, ranks and mend."""
-    workflow = workload.workflow
-    problems = []
-    for name in placement.layouts:
-        if name not in {call.name for call in workflow.placed_calls}:
-            calls = ", ".join(call.name for call in workflow.placed_calls)
-            problems.append(f"{name} is not a call of this workflow; its calls are {calls}")
-    found: dict[tuple[tuple[int, ...], str], list[str]] = {}  # ranks, what is wrong there -> calls
-    for call in workflow.placed_calls:
-        layout = placement.layouts.get(call.name)
-        if layout is None:
-            problems.append(f"call {call.name} has no layout; add it to the placement")
-        elif not isinstance(layout, Layout):
-            problems.append(f"call {call.name}: {layout!r} is not a Layout; use Layout.data_parallel(ranks)")
-        else:
-            for text in _layout_problems(layout, cluster.num_devices):
-                found.setdefault((layout.ranks, text), []).append(call.name)
-    problems += _overlap_problems(placement, workflow)
-    if not problems and not found:
-        problems += _stream_problems(placement, workload)
-        for name, text in _zero_problems(placement, workload):
-            found.setdefault((placement.layouts[name].ranks, text), []).append(name)
-    for (ranks, text), calls in found.items():
-        where = f" on ranks {format_ranks(ranks)}" if ranks else ""
-        problems.append(f"call{'s' * (len(calls) > 1)} {', '.join(calls)}{where}: {text}")
-    if problems:
-        raise UserError("; ".join(problems))
+def uses_home(call: Call, rank: int, workload: Workload, placement: Placement) -> bool:
+    """Whether a call runs with the weights that its model trains on this rank, rather than with a copy of its own.
+
+    It does where it needs the same shard of them; under ZeRO 3 only if all its ranks do, which gather together.
+    """
+    train = workload.workflow.train_call(call.model)
+    if train is None:
+        return False
+    layout, home = placement.layouts[call.name], placement.layouts[train.name]
+    if home.zero == 3:
+        return layout.same_shards(home)
+    return rank in home.ranks and layout.shard(rank) == home.shard(rank)
 
 
-def _overlap_problems(placement: Placement, workflow: Workflow) -> list[str]:
-    """What is wrong with own_first, joint and in_flight."""
-    known = {call.name for call in workflow.placed_calls if call.kind != "train"}
-    problems = []
-    for field, names in (("own_first", placement.own_first), ("joint", tuple(n for s in placement.joint for n in s))):
-        problems += [f"{field} names {name}, which is no call before training" for name in names if name not in known]
-        if len(set(names)) != len(names):
-            problems.append(f"{field} names a call twice: {', '.join(names)}")
-    order = [call.name for call in workflow.calls]
-    for calls in placement.joint:
-        places = sorted(order.index(name) for name in calls if name in order)
-        between = [name for name in order[places[0] : places[-1]] if name not in calls] if places else []
-        if between:
-            problems.append(f"joint: {', '.join(between)} stands between {' and '.join(calls)}; join neighbours only")
-        made = {key for call in workflow.calls if call.name in calls for key in call.outputs}
-        for call in workflow.calls:
-            if call.name in calls and made & set(call.inputs):
-                problems.append(f"joint: {call.name} reads what {' and '.join(calls)} make; take it out of the set")
-    if placement.in_flight < 1:
-        problems.append(f"in_flight {placement.in_flight} is less than 1; raise it")
-    return problems
-
-
-def _stream_problems(placement: Placement, workload: Workload) -> list[str]:
-    """While streaming, a model that trains changes before the last mini-batch is generated and scored."""
-    problems = []
-    for call in workload.workflow.placed_calls if placement.streams(workload) else ():
+def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement, rank: int) -> tuple[int, ...] | None:
+    """The ranks that a call meets where it runs in `layout` on `rank`; None if it computes alone."""
+    if call.kind == "train":
+        ranks = layout.ranks
+    elif call.kind == "compute":
+        ranks = layout.last_stage if workload.whiten == "batch" else (rank,)
+    elif workload.models[call.model] is None:
+        ranks = (rank,)
+    else:
         train = workload.workflow.train_call(call.model)
-        if train is None or call.kind == "train":
-            continue
-        shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
-        if shared:
-            where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} changes the weights meanwhile"
-            problems.append(f"stream: {call.name} is on {where}; place it elsewhere, or drop stream")
-    return problems
-
-
-def _layout_problems(layout: Layout, size: int) -> list[str]:
-    """What is wrong with a layout in a world of `size` ranks."""
-    found = layout.problems()
-    outside = [rank for rank in layout.ranks if not 0 <= rank < size]
-    if outside:
-        world = f"{size} ranks (0-{size - 1})" if size > 1 else "1 rank (0)"
-        more = f"use ranks below {size} or start at least {max(outside) + 1} ranks"
-        mend = more if min(outside) >= 0 else "ranks are counted from 0"
-        found.append(f"rank {outside[0]} is outside the world of {world}; {mend}")
-    if (layout.pp, layout.tp) != (1, 1):
-        found.append(f"pp {layout.pp}, tp {layout.tp}: only data parallelism runs so far; set pp = tp = 1")
-    return found
-
-
-def _zero_problems(placement: Placement, workload: Workload) -> list[tuple[str, str]]:
-    """Calls whose ZeRO stage cannot be: it belongs to a model that trains, there where it trains, or is stage 3 of a
-    frozen one; and stage 3 keeps no full copy, so that all calls of that model must gather on the same ranks."""
-    problems = []
-    for call in workload.workflow.placed_calls:
-        layout = placement.layouts[call.name]
-        train = workload.workflow.train_call(call.model)
-        if train is None:
-            first = next(c for c in workload.workflow.placed_calls if c.model == call.model)
-            there = placement.layouts[first.name]
-            if layout.zero not in (0, 3):
-                text = f"ZeRO {layout.zero} shards gradients or optimizer state, and {call.model} has none; use 0 or 3"
-                problems.append((call.name, text))
-            elif (layout.ranks, layout.zero) != (there.ranks, there.zero) and 3 in (layout.zero, there.zero):
-                text = f"{first.name} has {call.model} on ranks {format_ranks(there.ranks)} with ZeRO {there.zero}"
-                problems.append((call.name, f"{text}; use the same ranks and stage for both, or ZeRO 0"))
-            continue
-        home = placement.layouts[train.name]
-        if home.zero == 3 and layout.ranks != home.ranks:
-            text = f"{train.name} shards the weights over ranks {format_ranks(home.ranks)} by ZeRO 3"
-            problems.append((call.name, f"{text}; use the same ranks, or ZeRO 0-2 for {train.name}"))
-        elif layout.zero and (layout.ranks, layout.zero) != (home.ranks, home.zero):
-            there = f"ranks {format_ranks(home.ranks)} with ZeRO {home.zero}"
-            text = f"ZeRO {layout.zero} would be ignored, because {call.model} trains on {there}"
-            problems.append((call.name, f"{text}; use zero=0 here, and set the stage of {train.name}"))
-    return problems
+        gathers = uses_home(call, rank, workload, placement) if train else True
+        stage = placement.layouts[train.name].zero if train else layout.zero
+        ranks = layout.ranks if gathers and stage == 3 else layout.model_ranks(rank)
+    return ranks if len(ranks) > 1 else None

@@ -5,8 +5,14 @@ Semantics that runtime/execute.py and plan/check.py share:
 Run       computes a call on this rank's columns (or some of them) of one mini-batch (or of all). If it names a group,
           it contains collectives: every rank of the group must enter the same Run, in the same order.
 Post      starts this rank's part of a transfer (its sends and its receives) and goes on at once.
-Wait      blocks until this rank's part of a posted transfer is done, which needs every peer to have posted it.
+Wait      blocks until this rank's part of a posted transfer is done, which needs every peer to have posted it. Weights
+          move in buckets along chains of ranks, of which Post starts the first: all their ranks meet at the Wait.
+Load      brings the weights of a frozen model from host memory to the device; Offload frees them there.
 Agree     a control message among all ranks (MPI), at the end of an iteration.
+
+A Run in a layout with stages (pp > 1) is one instruction here; pipeline.py compiles it further, into a Run for each
+forward and backward pass of a micro-batch and the Posts and Waits of what the stages pass on, once the ranks have
+agreed how many micro-batches there are.
 """
 
 import hashlib
@@ -15,7 +21,10 @@ from dataclasses import dataclass
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.placement import Placement, uses_home
+from rlhf_spmd.plan.reallocate import Reallocation
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import TOKEN_KEYS, Call
 from rlhf_spmd.plan.workload import Workload
 
 BUCKET_BYTES = 64 * 2**20  # weights travel in pieces of this size: large enough for bandwidth, small enough to overlap
@@ -29,9 +38,13 @@ class Run:
     epoch: int = 0
     reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
     columns: range | None = None  # None: all columns that this rank has in the layout
+    phase: str = ""  # of a pipeline: forward | backward of one micro-batch, update
+    micro_batch: int | None = None
 
     def __str__(self) -> str:
-        where = "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
+        where = f" {self.phase}" if self.phase else ""
+        where += "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
+        where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
         where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"
         where += f" for {self.reader}" if self.reader else ""
         return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
@@ -54,6 +67,22 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    model: str
+
+    def __str__(self) -> str:
+        return f"Load {self.model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    model: str
+
+    def __str__(self) -> str:
+        return f"Offload {self.model}"
+
+
+@dataclass(frozen=True, slots=True)
 class Agree:
     what: str
 
@@ -61,7 +90,7 @@ class Agree:
         return f"Agree on {self.what}"
 
 
-Instruction = Run | Post | Wait | Agree
+Instruction = Run | Post | Wait | Load | Offload | Agree
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +102,19 @@ class Message:
     keys: tuple[str, ...]
     columns: range
     num_bytes: int
-
-    @property
-    def num_parts(self) -> int:
-        """Messages on the wire: weights travel in buckets."""
-        return 1 if self.keys else -(-self.num_bytes // BUCKET_BYTES)
+    num_parts: int = 1  # messages on the wire: weights travel in buckets
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`."""
+    """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`, of which the
+    messages are the sums by pair of ranks."""
 
     what: str
     messages: tuple[Message, ...]
     model: str | None = None
     mini_batch: int | None = None
+    reallocation: Reallocation | None = None  # of weights
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -110,7 +137,9 @@ class Transfer:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({m.source for m in self.messages} | {m.destination for m in self.messages}))
+        moved = self.reallocation
+        local = {moved.targets[copy.target][0] for copy in moved.local} if moved else set()
+        return tuple(sorted(local | {m.source for m in self.messages} | {m.destination for m in self.messages}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +166,47 @@ class Program:
         """The columns that a Run computes on a rank."""
         return self.layout_of(step).columns(rank, self.workload.mini_batch) if step.columns is None else step.columns
 
+    def reads(self, step: Run, rank: int) -> tuple[str, ...]:
+        """The data keys that a Run reads on a rank."""
+        return keys_read(self.workload.workflow.call(step.call), self.layout_of(step), rank)
+
+    def makes(self, step: Run, rank: int) -> tuple[str, ...]:
+        """The data keys that a Run leaves on a rank."""
+        return keys_made(self.workload.workflow.call(step.call), self.layout_of(step), rank)
+
     def mini_batches_of(self, step: "Run | Transfer") -> range:
         """The mini-batches that a Run computes or a transfer moves."""
         one = step.mini_batch
         return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
 
-    def copies(self, rank: int) -> tuple[str, ...]:
-        """Models whose weights a rank holds."""
+    def trained(self, rank: int) -> tuple[str, ...]:
+        """Models that train on a rank."""
         calls = self.workload.workflow.placed_calls
-        return tuple(dict.fromkeys(c.model for c in calls if rank in self.placement.layouts[c.name].ranks))
+        return tuple(c.model for c in calls if c.kind == "train" and rank in self.placement.layouts[c.name].ranks)
+
+    def copies(self, rank: int) -> dict[tuple[str, Shard], tuple[str, ...]]:
+        """What a rank holds besides what it trains: model and shard -> the calls that use this copy."""
+        found: dict[tuple[str, Shard], tuple[str, ...]] = {}
+        for call in self.workload.workflow.placed_calls:
+            layout = self.placement.layouts[call.name]
+            if rank not in layout.ranks or uses_home(call, rank, self.workload, self.placement):
+                continue
+            key = call.model, layout.shard(rank)
+            found[key] = (*found.get(key, ()), call.name)
+        return found
 
     def describe(self, transfer: int) -> str:
         """A transfer in words."""
         move = self.transfers[transfer]
         return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"
+
+
+def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
+    """The data keys that a call reads on a rank: a stage before the last one needs no more than the tokens."""
+    last = call.kind == "compute" or layout.place(rank)[1] == layout.pp - 1
+    return call.inputs if last else tuple(key for key in call.inputs if key in TOKEN_KEYS)
+
+
+def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
+    """The data keys that a call leaves on a rank: results come out of the last stage."""
+    return call.outputs if layout.place(rank)[1] == layout.pp - 1 else ()

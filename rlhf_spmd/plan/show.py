@@ -1,9 +1,10 @@
 """A program as text: who runs what, what moves, and what one rank executes in an iteration."""
 
-from rlhf_spmd.plan.check import Finding
 from rlhf_spmd.plan.compile import layouts_of
-from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.plan.memory import forecast_bytes
+from rlhf_spmd.plan.fit import Finding
+from rlhf_spmd.plan.layout import format_ranks, group_name
+from rlhf_spmd.plan.memory import STATIC, WORKING, num_params, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program import Program, Run
 
 NUM_INSTRUCTIONS = 40  # longer lists are shortened
@@ -35,14 +36,13 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
         for layout in layouts_of(call, workload, placement):
             counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
             share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
-            steps = [step for step in program.instructions[layout.ranks[0]] if isinstance(step, Run)]
-            collective = any(step.call == call.name and step.group == layout.group for step in steps)
-            group = layout.group if collective else "-"
+            meets = group_of(call, layout, workload, placement, layout.ranks[0])
+            group = group_name(meets) if meets else "-"
             rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
     parts = [title, table(rows), "", "Transfers per iteration"]
     parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
-    parts += ["", "Static bytes per rank", table(_memory(program))]
+    parts += ["", "Bytes per rank: what stays, and the most that a call takes besides", table(_memory(program))]
     parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
     return "\n".join(parts)
 
@@ -65,14 +65,15 @@ def _transfers(program: Program) -> str:
 def _gradients(program: Program) -> list[tuple[str, ...]]:
     """Bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
     workload = program.workload
-    rows = [("model", "group", "steps", "bytes sent per rank")]
+    rows = [("model", "replicas", "steps", "bytes sent per rank")]
     steps = workload.epochs * workload.num_mini_batches
     for call in workload.workflow.calls:
         shape = workload.models.get(call.model) if call.model else None
         if call.kind == "train" and shape:
             layout = program.placement.layouts[call.name]
-            num_bytes = 2 * (layout.dp - 1) * 4 * shape.num_params * steps // layout.dp
-            rows.append((call.model, layout.group, str(steps), f"{num_bytes:,}"))
+            largest = max(num_params(shape, layout.shard(rank)) for rank in layout.model_ranks(layout.ranks[0]))
+            num_bytes = 2 * (layout.dp - 1) * 4 * largest * steps // layout.dp
+            rows.append((call.model, str(layout.dp), str(steps), f"{num_bytes:,}"))
     return rows
 
 
@@ -80,23 +81,14 @@ def _memory(program: Program) -> list[tuple[str, ...]]:
     """One row per set of ranks that hold the same."""
     found: dict[tuple, list[int]] = {}
     for rank in program.cluster.ranks:
-        key = (*forecast_bytes(program, rank).items(), ("limit", program.cluster.device_bytes(rank)))
-        found.setdefault(key, []).append(rank)
-    rows = []
-    for items, ranks in found.items():
-        values = dict(items)
-        limit = values.pop("limit")
-        cells = [format_bytes(value) for value in values.values()]
-        rows.append(
-            (
-                format_ranks(tuple(ranks)),
-                *cells,
-                format_bytes(sum(values.values())),
-                format_bytes(limit) if limit else "-",
-            )
-        )
-    names = list(forecast_bytes(program, 0))
-    return [("ranks", *names, "sum", "device"), *rows]
+        static, working = static_bytes(program, rank), working_bytes(program, rank)
+        peak, limit = peak_bytes(static, working), program.cluster.device_bytes(rank) or 0
+        found.setdefault((*static.values(), *working.values(), peak, limit), []).append(rank)
+    used = [any(key[column] for key in found) for column in range(len(next(iter(found))))]
+    rows = [("ranks", *STATIC, *WORKING, "peak", "device")]
+    for values, ranks in found.items():
+        rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
+    return [(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows]
 
 
 def _instructions(program: Program, rank: int) -> str:

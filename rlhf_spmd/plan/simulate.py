@@ -8,7 +8,7 @@ the last message of this rank's part; Agree ends when the last rank arrives.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlhf_spmd.plan.program import Agree, Message, Post, Program, Run, Wait
+from rlhf_spmd.plan.program import Agree, Load, Message, Offload, Post, Program, Run, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def _advance(program: Program, rank: int, times: list, posted: dict, run_s: Call
         if isinstance(step, Post):
             posted[rank, step.transfer] = now
             times[rank].append((now, now))
-        elif isinstance(step, Wait):
+        elif isinstance(step, Wait) and program.transfers[step.transfer].reallocation is None:
             arrivals = [_arrival(m, step.transfer, posted, message_s) for m in _part(program, step, rank)]
             if None in arrivals:
                 break
@@ -60,7 +60,7 @@ def _advance(program: Program, rank: int, times: list, posted: dict, run_s: Call
             if any(len(times[r]) == len(lists[r]) or lists[r][len(times[r])] != step for r in members):
                 break
             begin = max(_now(times, r) for r in members)
-            end = begin if isinstance(step, Agree) else begin + max(run_s(r, step) for r in members)
+            end = begin + _length_s(program, step, members, run_s, message_s)
             for r in members:
                 times[r].append((_now(times, r), end))
     return len(times[rank]) > before
@@ -70,9 +70,22 @@ def _now(times: list, rank: int) -> float:
     return times[rank][-1][1] if times[rank] else 0.0
 
 
-def _members(program: Program, step: Run | Agree, rank: int) -> tuple[int, ...]:
+def _length_s(program: Program, step: Run | Wait | Agree | Load | Offload, members: tuple, run_s, message_s) -> float:
+    """Seconds of an instruction once all who take part in it are there."""
+    if isinstance(step, Run):
+        return max(run_s(rank, step) for rank in members)
+    if isinstance(step, Wait):  # the hops of a chain are under way at the same time
+        return max((message_s(message) for message in program.transfers[step.transfer].messages), default=0.0)
+    return 0.0
+
+
+def _members(program: Program, step: Run | Wait | Agree | Load | Offload, rank: int) -> tuple[int, ...]:
     if isinstance(step, Agree):
         return program.cluster.ranks
+    if isinstance(step, Wait):
+        return program.transfers[step.transfer].ranks
+    if isinstance(step, Load | Offload):
+        return (rank,)
     return program.groups[step.group] if step.group is not None else (rank,)
 
 

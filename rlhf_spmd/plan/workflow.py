@@ -7,6 +7,8 @@ model and runs wherever its results are consumed). A node of the graph is a call
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+TOKEN_KEYS = ("prompts", "responses")  # what the shapes of a forward follow from
+
 
 @dataclass(frozen=True, slots=True)
 class Data:

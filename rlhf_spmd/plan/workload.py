@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.workflow import Workflow
 
@@ -74,6 +75,14 @@ class Workload:
         widths = {"prompts": self.max_prompt, "scores": 1, "values": self.max_response + 1}
         widths["kept_tokens"] = self.max_response * self.max_kept
         return 4 * widths.get(key, self.max_response)
+
+    def largest_tp(self, cluster: Cluster, *, num_ranks: int | None = None, pp: int = 1) -> int:
+        """The most tensor-parallel slices that every model, a node and so many ranks (None: all) can be cut into."""
+        num_ranks = cluster.num_devices if num_ranks is None else num_ranks
+        heads = min((shape.num_kv_heads for shape in self.models.values() if shape), default=1)
+        devices = min(node.num_devices for node in cluster.nodes)
+        sizes = [tp for tp in range(1, min(heads, devices) + 1) if num_ranks % (tp * pp) == 0 and devices % tp == 0]
+        return max(sizes, default=1)
 
     def weight_bytes(self, model: str) -> int:
         """Bytes of one full copy of a model's weights in the compute precision."""

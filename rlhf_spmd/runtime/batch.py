@@ -1,47 +1,104 @@
-"""From stored prompts and responses to the tokens of a forward pass, and back to per-response-token tensors."""
+"""From stored prompts and responses to the packed tokens of a forward pass, and back to tensors [B, G].
 
-# B sequences, P prompt tokens, G response tokens (padded with -1), T tokens of both, V vocabulary, D hidden
+    batch = Sequences.join(prompts_BP, responses_BG)
+    output = forward(model, batch)                                  # on a later stage: forward(model, batch, hidden)
+    logprobs_BG = response_logprobs(model, batch, output, ...)      # on the last stage
+
+Under tensor parallelism all of it is collective over the tp ranks, which hold the same rows and get the same results.
+"""
+
+# B sequences, P prompt tokens, G response tokens (padded with -1), N real tokens of all rows laid end to end, n a tp
+# rank's share of them (padded), R real response tokens, V this rank's slice of the vocabulary, D hidden, K kept tokens
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms.ppo_math import ban_tokens, kept_logprobs, token_logprobs
+from rlhf_spmd.algorithms import ppo_math
+from rlhf_spmd.model.attention import Packed
+from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime import vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Left-aligned sequences: the prompt, the response right after it, padding (-1) on the right only."""
+    """Sequences without padding: row by row the prompt and right after it the response."""
 
-    tokens_BT: Tensor
+    tokens_N: Tensor  # int64
+    lengths: tuple[int, ...]  # of each row, at least 1
     prompt_lengths_B: Tensor
     response_lengths_B: Tensor
     responses_BG: Tensor
+    before_R: Tensor  # index into N of the token before each response token, rows one after the other
+    slots_R: Tensor  # index of each response token in responses_BG.flatten()
 
     @classmethod
     def join(cls, prompts_BP: Tensor, responses_BG: Tensor) -> "Sequences":
-        """prompts_BP, responses_BG int64 padded with -1. T is the longest row of this batch."""
-        prompt_B, response_B = (prompts_BP >= 0).sum(1), (responses_BG >= 0).sum(1)
-        num_rows, max_response = responses_BG.shape
-        wide_BT = prompts_BP.new_full((num_rows, prompts_BP.shape[1] + max_response), -1)
-        wide_BT[:, : prompts_BP.shape[1]] = prompts_BP
-        slots_BG = prompt_B[:, None] + torch.arange(max_response, device=prompts_BP.device)
-        wide_BT.scatter_(1, slots_BG, responses_BG)
-        return cls(wide_BT[:, : int((prompt_B + response_B).max())], prompt_B, response_B, responses_BG)
+        """prompts_BP (at least a token each), responses_BG int64 padded with -1 on the right."""
+        both_BW = torch.cat((prompts_BP, responses_BG), 1)
+        real_BW = both_BW >= 0
+        prompt_B, response_B = (
+            real_BG.sum(1) for real_BG in real_BW.split((prompts_BP.shape[1], responses_BG.shape[1]), 1)
+        )
+        index_BW = (real_BW.flatten().cumsum(0) - 1).view_as(real_BW)
+        is_response_BG = real_BW[:, prompts_BP.shape[1] :]
+        return cls(
+            tokens_N=both_BW[real_BW],
+            lengths=tuple((prompt_B + response_B).tolist()),
+            prompt_lengths_B=prompt_B,
+            response_lengths_B=response_B,
+            responses_BG=responses_BG,
+            before_R=index_BW[:, prompts_BP.shape[1] :][is_response_BG] - 1,
+            slots_R=is_response_BG.flatten().nonzero()[:, 0],
+        )
 
-    def before(self, hidden_BTD: Tensor, num: int) -> Tensor:
-        """Hidden states at the positions that predict response tokens 0 .. num-1: [B, num, D]. Beyond a row's last
-        token the state is some other one: mask what is made of it."""
-        slots_BG = self.prompt_lengths_B[:, None] - 1 + torch.arange(num, device=hidden_BTD.device)
-        slots_BG = slots_BG.clamp(max=hidden_BTD.shape[1] - 1)
-        return hidden_BTD.gather(1, slots_BG[..., None].expand(-1, -1, hidden_BTD.shape[2]))
+    @classmethod
+    def of(cls, tokens_BT: Tensor) -> "Sequences":
+        """Whole sequences, -1 right of each, whose scores are wanted: prompts without responses."""
+        return cls.join(tokens_BT, tokens_BT.new_empty(len(tokens_BT), 0))
+
+    def context(self, tp: int = 1) -> Packed:
+        """What attention needs to know of these sequences, padded to a multiple of the tp ranks."""
+        return Packed(self.lengths, device=self.tokens_N.device, multiple=tp)
+
+    def last_B(self) -> Tensor:
+        """Index into N of each row's last token."""
+        return torch.tensor(self.lengths, device=self.tokens_N.device).cumsum(0) - 1
+
+    def spread(self, x_R: Tensor) -> Tensor:
+        """One number per response token -> [B, G], 0 on padding."""
+        flat = x_R.new_zeros(self.responses_BG.numel())
+        return flat.index_copy(0, self.slots_R, x_R).view_as(self.responses_BG)
+
+
+def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = None) -> Tensor:
+    """Runs this rank's stage -> output_nD, to hand on (`model.passes_on`) or, on the last stage, to the heads below.
+
+    hidden_nD: the output of the stage before; None on the first.
+    """
+    return model(batch.tokens_N, context=batch.context(model.parallel.shard.tp), hidden=hidden_nD)
+
+
+def response_logits(
+    model: Transformer, batch: Sequences, output_nD: Tensor, *, eos_ids: tuple[int, ...], min_new_tokens: int
+) -> Tensor:
+    """logits_RV before temperature at the positions that predict each response token; the EOS ids banned at the first
+    min_new_tokens of a response."""
+    hidden_ND = gather_tokens(output_nD, group=model.parallel.group)
+    logits_RV = model.logits(hidden_ND.index_select(0, batch.before_R))
+    if min_new_tokens == 0:
+        return logits_RV
+    early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
+    mine = vocabulary_of(model.config, model.parallel.shard)
+    return ppo_math.ban_tokens_at(logits_RV, [token - mine.start for token in eos_ids if token in mine], early_R)
 
 
 def response_logprobs(
     model: Transformer,
     batch: Sequences,
+    output_nD: Tensor,
     kept_BGK: Tensor | None = None,
     *,
     temperature: float,
@@ -52,26 +109,34 @@ def response_logprobs(
 
     kept_BGK: the sets that the tokens were drawn from, if sampling was restricted.
     """
-    hidden_BGD = batch.before(model(batch.tokens_BT), batch.responses_BG.shape[1])
-    logits_BGV = ban_tokens(model.logits(hidden_BGD), eos_ids, min_new_tokens)
-    if kept_BGK is not None:
-        return kept_logprobs(logits_BGV, batch.responses_BG, kept_BGK, temperature)
-    return token_logprobs(logits_BGV, batch.responses_BG, temperature)
+    logits_RV = response_logits(model, batch, output_nD, eos_ids=eos_ids, min_new_tokens=min_new_tokens)
+    tokens_R = batch.responses_BG.flatten()[batch.slots_R]
+    kept_RK = None if kept_BGK is None else kept_BGK.flatten(0, 1)[batch.slots_R]
+    group = model.parallel.group
+    if group is None and kept_RK is None:
+        logprobs_R = ppo_math.token_logprobs(logits_RV[:, None], tokens_R[:, None], temperature)[:, 0]
+    elif group is None:
+        logprobs_R = ppo_math.kept_logprobs(logits_RV[:, None], tokens_R[:, None], kept_RK[:, None], temperature)[:, 0]
+    else:
+        own = {"vocabulary": vocabulary_of(model.config, model.parallel.shard), "temperature": temperature}
+        if kept_RK is None:
+            logprobs_R = vocabulary.token_logprobs(logits_RV, tokens_R, **own, group=group)
+        else:
+            logprobs_R = vocabulary.kept_logprobs(logits_RV, tokens_R, kept_RK, **own, group=group)
+    return batch.spread(logprobs_R)
 
 
-def response_values(model: Transformer, batch: Sequences) -> Tensor:
+def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
     """values_BG1: the value before each response token and, in column len, after the last one; 0 beyond. At least
     float32."""
-    num_columns = batch.responses_BG.shape[1] + 1
-    values_BG1 = model.scalar(batch.before(model(batch.tokens_BT), num_columns))
-    columns = torch.arange(num_columns, device=values_BG1.device)
-    values_BG1 = values_BG1.to(torch.promote_types(values_BG1.dtype, torch.float32))
-    return torch.where(columns <= batch.response_lengths_B[:, None], values_BG1, 0.0)
+    values_N = collect_tokens(model.scalar(output_nD), group=model.parallel.group)
+    values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    columns = torch.arange(batch.responses_BG.shape[1] + 1, device=values_N.device)
+    from_prompt_B = batch.last_B() - batch.response_lengths_B  # the prompt's last token
+    index_BG1 = (from_prompt_B[:, None] + columns).clamp(max=len(values_N) - 1)
+    return torch.where(columns <= batch.response_lengths_B[:, None], values_N[index_BG1], 0.0)
 
 
-def sequence_scores(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """scores_B: the scalar head at each row's last real token (as AutoModelForSequenceClassification pools)."""
-    last_B = (tokens_BT >= 0).sum(1) - 1
-    hidden_BTD = model(tokens_BT)
-    rows_B = torch.arange(len(last_B), device=last_B.device)
-    return model.scalar(hidden_BTD[rows_B, last_B]).float()
+def sequence_scores(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
+    """scores_B: the scalar head at each row's last token (as AutoModelForSequenceClassification pools), float32."""
+    return collect_tokens(model.scalar(output_nD), group=model.parallel.group)[batch.last_B()].float()

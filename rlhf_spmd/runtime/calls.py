@@ -1,16 +1,13 @@
 """What each call of the workflow computes on a rank: the bridge from names ("logprobs", "policy_loss") to tensor math.
 
-Rows of an iteration lie in a matrix [M mini-batches, C columns]; a Run works on this rank's columns. Every pass over
-the data is cut into the same micro-batches (mini-batch by mini-batch, then micro_batch rows), so a logprob that is
-recomputed in the layout of training has the same shapes, and hence the same bits, as the one that it computes first.
+Rows of an iteration lie in a matrix [M mini-batches, C columns]; a Run works on this rank's columns, which the ranks of
+one data-parallel shard share. Numbers for the log are added by the one of them that reports (`Layout.reports`).
 """
 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
 
-import math
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,18 +17,21 @@ from torch import Tensor
 from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program import Program, Run
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.batch import Sequences, response_logprobs, response_values
+from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.runtime.cutting import cut, lengths_of
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import Meter
 from rlhf_spmd.runtime.models import Models
+from rlhf_spmd.runtime.passes import Inference, Optimization, Passes, through_stages
 from rlhf_spmd.runtime.scorer import Scorer
+from rlhf_spmd.runtime.training import Step, Training, summed
 from rlhf_spmd.runtime.world import World
 
 Place = tuple[slice, slice]  # of a tensor [M, C, ...]
-PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}  # nats per token
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Iteration:
 
 
 class Calls:
-    """Runs calls on this rank's columns. Collectives are entered here and in the engines, nowhere else."""
+    """Runs calls on this rank's columns. Collectives are entered here, in the models and the engines."""
 
     def __init__(
         self,
@@ -83,22 +83,44 @@ class Calls:
         generation = config.generation
         limits = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
         self.restricted = self.sampling | limits  # the kept sets are found when generating, and replayed afterwards
-        tolerance = config.parity_tolerance
-        self.parity_tolerance = PARITY_TOLERANCE[config.dtype] if tolerance is None else tolerance
+        self.training = Training(config, world.rank, self.sampling)
 
     def run(self, step: Run, data: Iteration, state: State) -> None:
-        """Executes one Run."""
+        """Executes one Run without stages."""
         call = self.workload.workflow.call(step.call)
         if call.kind == "generate":
             self._generate(call, step, data)
-        elif call.function == "scores":
-            self._score(call, step, data)
-        elif call.kind == "infer":
-            self._infer(call, step, data)
         elif call.kind == "compute":
             self._estimate_advantages(call, step, data, state)
+        elif call.kind == "train":
+            begun = self._begin(call, step, data, state)
+            if begun is not None:
+                self.training.whole(begun)
+                self._end(begun, data)
+        elif self.workload.models[call.model] is None:
+            self._keep_scores(call, data, self._place(step), None)
         else:
-            self._train(call, step, data, state)
+            with self.models.weights(call) as model:
+                batches, finish, close = self._inference(call, step, data, model)
+                for index, batch in enumerate(batches):
+                    finish(index, forward(model, batch))
+                close()
+
+    def passes(self, step: Run, data: Iteration, state: State) -> Passes | None:
+        """The passes of a Run with stages; None if there is nothing to do."""
+        call = self.workload.workflow.call(step.call)
+        if call.kind == "train":
+            begun = self._begin(call, step, data, state)
+            if begun is None:
+                return None
+
+            def update() -> None:
+                self.training.update(begun)
+                self._end(begun, data)
+
+            return Optimization(self.training, begun, update)
+        with self.models.weights(call) as model:  # without ZeRO 3, which has no stages, they stay
+            return Inference(model, *self._inference(call, step, data, model))
 
     def _layout(self, call: Call) -> Layout:
         return self.program.placement.layouts[call.name]
@@ -111,13 +133,17 @@ class Calls:
     def _micro_batch(self, layout: Layout) -> int:
         return layout.micro_batch or self.workload.micro_batch
 
+    def _meter(self, call: Call, data: Iteration) -> Meter:
+        """Where to count rows: nowhere, if another rank of the same shard reports them."""
+        return data.meter if self._layout(call).reports(self.world.rank) else Meter()
+
     # ---- generation and inference -----------------------------------------------------------------------------------
 
     def _generate(self, call: Call, step: Run, data: Iteration) -> None:
         place = self._place(step)
         prompts_MBP = data.store["prompts"][place]
         started = time.perf_counter()
-        with self.models.weights(call.model) as model:
+        with self.models.weights(call) as model:
             responses, logprobs, kept = generate(
                 model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[place].flatten(0, 1), **self.restricted
             )
@@ -131,53 +157,86 @@ class Calls:
         self._keep(data, "logprobs", place, logprobs.unflatten(0, shape))
         if kept is not None:
             self._keep(data, "kept_tokens", place, kept.unflatten(0, shape))
-        mask = responses >= 0
-        num_ended = ppo_math.ended(responses, self.eos_ids).sum()
-        data.meter.add("response_length", mask.sum(), len(responses))
-        data.meter.add("ended_fraction", num_ended, len(responses))
+        mask, meter = responses >= 0, self._meter(call, data)
+        meter.add("response_length", mask.sum(), len(responses))
+        meter.add("ended_fraction", ppo_math.ended(responses, self.eos_ids).sum(), len(responses))
         data.generate_s += time.perf_counter() - started
-        data.meter.maximum("generate_s", data.generate_s)
+        meter.maximum("generate_s", data.generate_s)
 
-    def _infer(self, call: Call, step: Run, data: Iteration) -> None:
-        """A forward pass over the rows of a Run, micro-batch by micro-batch."""
-        place = self._place(step)
+    def _inference(
+        self, call: Call, step: Run, data: Iteration, model: Transformer
+    ) -> tuple[list[Sequences], Callable[[int, Tensor], None], Callable[[], None]]:
+        """The micro-batches of a Run, what makes a result of the last stage's output, and what keeps the results."""
+        place, layout = self._place(step), self._layout(call)
         prompts, responses = (self._held(data, key, place) for key in ("prompts", "responses"))
-        kept = self._held(data, "kept_tokens", place) if "kept_tokens" in call.inputs else None
-        results = []
-        with self.models.weights(call.model) as model:
-            for mini_batch in range(len(prompts)):
-                for rows in self._chunks(prompts.shape[1], self._layout(call)):
-                    batch = Sequences.join(prompts[mini_batch, rows], responses[mini_batch, rows])
-                    if call.function == "logprobs":
-                        sets = None if kept is None else kept[mini_batch, rows]
-                        results.append(response_logprobs(model, batch, sets, **self.sampling))
-                    else:
-                        results.append(response_values(model, batch))
-        if results:
-            self._keep(data, call.outputs[0], place, torch.cat(results).float().unflatten(0, prompts.shape[:2]))
+        last = model.parallel.is_last
+        kept = self._held(data, "kept_tokens", place) if last and "kept_tokens" in call.inputs else None
+        parts = [
+            (row, part)
+            for row in range(len(prompts))
+            for part in cut(lengths_of(prompts[row], responses[row]), layout, self._micro_batch(layout))
+        ]
+        join = self.scorer.batch if call.function == "scores" else Sequences.join
+        batches = [join(prompts[part], responses[part]) for part in parts]
+        results: list[Tensor] = []
 
-    def _score(self, call: Call, step: Run, data: Iteration) -> None:
-        """Scores of the rows of a Run by reward model or function."""
-        place = self._place(step)
-        prompts, responses = (self._held(data, key, place) for key in ("prompts", "responses"))
-        scores_B = self.scores(call, prompts.flatten(0, 1), responses.flatten(0, 1))
-        self._keep(data, call.outputs[0], place, scores_B.unflatten(0, prompts.shape[:2]))
-        wide_B, used_B = scores_B.double(), ppo_math.ended(responses.flatten(0, 1), self.eos_ids)
+        def finish(index: int, output: Tensor) -> None:
+            if call.function == "logprobs":
+                sets = None if kept is None else kept[parts[index]]
+                results.append(response_logprobs(model, batches[index], output, sets, **self.sampling))
+            else:
+                made = {"values": response_values, "scores": sequence_scores}[call.function]
+                results.append(made(model, batches[index], output))
+
+        def close() -> None:
+            whole = torch.cat(results).float() if results else None
+            if call.function == "scores":
+                self._keep_scores(call, data, place, whole)
+            elif whole is not None:
+                self._keep(data, call.outputs[0], place, whole.unflatten(0, prompts.shape[:2]))
+
+        return batches, finish, close if last else _nothing
+
+    def _keep_scores(self, call: Call, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
+        """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
+        prompts, responses = (self._held(data, key, place).flatten(0, 1) for key in ("prompts", "responses"))
+        scores_B = self.add_function(call, prompts, responses, of_model_B)
+        shape = tuple(part.stop - part.start for part in place)
+        self._keep(data, call.outputs[0], place, scores_B.unflatten(0, shape))
+        wide_B, used_B = scores_B.double(), ppo_math.ended(responses, self.eos_ids)
         if self.config.ppo.truncation == "score":
             used_B = torch.ones_like(used_B)
+        meter = self._meter(call, data)
         for name, counted_B in (("score", wide_B), ("used_score", wide_B[used_B])):
-            data.meter.add(name, counted_B.sum(), len(counted_B))
-            data.meter.add(f"{name}_sq", counted_B.square().sum(), len(counted_B))
+            meter.add(name, counted_B.sum(), len(counted_B))
+            meter.add(f"{name}_sq", counted_B.square().sum(), len(counted_B))
 
-    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor:
-        """Scores [B] of whole responses; collective where ZeRO 3 shards the reward model."""
-        weights = self.models.weights(call.model) if call.model in self.models.copies else nullcontext()
-        with torch.no_grad(), weights:
-            return self.scorer(prompts_BP, responses_BG, self._micro_batch(self._layout(call)))
+    def add_function(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None) -> Tensor:
+        """scores_B: the reward model's, if there is one, plus the reward function's. The function runs once for each
+        row: what is random or slow in it must not differ between ranks that go on with the same row."""
+        scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
+        if self.scorer.function is None:
+            return scores_B
+        layout = self._layout(call)
+        slices = layout.tensor_ranks(self.world.rank)
+        if self.world.rank == slices[0] and len(prompts_BP):
+            scores_B = scores_B + self.scorer.of_function(prompts_BP, responses_BG)
+        if len(slices) > 1:
+            dist.broadcast(scores_B, src=slices[0], group=self.world.group(group_name(slices)))
+        return scores_B
 
-    def _chunks(self, num_rows: int, layout: Layout) -> list[slice]:
-        size = self._micro_batch(layout)
-        return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
+        """Scores [B] of whole responses outside an iteration; collective where ranks share the reward model. None on
+        the ranks of a stage before the last one."""
+        of_model_B = None
+        if self.workload.models[call.model] is not None:
+            with torch.no_grad(), self.models.weights(call) as model:
+                batch = self.scorer.batch(prompts_BP, responses_BG) if len(prompts_BP) else None
+                output = through_stages(model, batch) if batch is not None else None
+                if not model.parallel.is_last:
+                    return None
+                of_model_B = sequence_scores(model, batch, output) if batch is not None else None
+        return self.add_function(call, prompts_BP, responses_BG, of_model_B)
 
     def _keep(self, data: Iteration, key: str, place: Place, value: Tensor) -> None:
         """Puts the rows of a Run into the store."""
@@ -207,8 +266,8 @@ class Calls:
 
     def _estimate_advantages(self, call: Call, step: Run, data: Iteration, state: State) -> None:
         """Rewards, GAE and returns of this rank's columns; whitened here only if whiten=batch."""
-        ppo = self.config.ppo
-        place = self._place(step)
+        ppo, layout = self.config.ppo, self.program.layout_of(step)
+        place, reports = self._place(step), layout.reports(self.world.rank)
         responses, logprobs, ref_logprobs, scores, values = (
             self._held(data, key, place).flatten(0, 1) for key in call.inputs
         )
@@ -227,12 +286,14 @@ class Calls:
         bootstrap = ~ended if ppo.truncation == "bootstrap" else None
         advantages, returns = ppo_math.gae(rewards, values, mask, gamma=ppo.gamma, lam=ppo.lam, bootstrap_B=bootstrap)
         if ppo.whiten == "batch":
-            moments = self._summed(ppo_math.moments(advantages, mask), step.group)
+            moments = ppo_math.moments(advantages, mask)
+            group = self.world.group(step.group) if step.group else None
+            moments = summed(moments if reports else torch.zeros_like(moments), group=group)
             advantages = ppo_math.whiten(advantages, mask, moments)
         shape = tuple(part.stop - part.start for part in place)
         self._keep(data, "advantages", place, advantages.unflatten(0, shape))
         self._keep(data, "returns", place, returns.unflatten(0, shape))
-        if step.reader == self.program.placement.sites(call, self.workload.workflow)[0]:  # each row is counted once
+        if reports and step.reader == self.program.placement.sites(call, self.workload.workflow)[0]:
             data.meter.add("reward", shaped.double().sum(), len(shaped))
             data.meter.add("reward_sq", shaped.double().square().sum(), len(shaped))
             data.meter.add("kl", kl.double().sum(), len(shaped))
@@ -240,113 +301,39 @@ class Calls:
             data.meter.add("return", returns.double().sum(), mask.sum())
             data.meter.add("value", torch.where(mask, values[:, :-1], 0.0).double().sum(), mask.sum())
 
-    def _summed(self, tensor: Tensor, group: str | None) -> Tensor:
-        """The sum over a group, the tensor itself on one rank."""
-        if group is not None:
-            dist.all_reduce(tensor, group=self.world.group(group))
-        return tensor
-
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def _train(self, call: Call, step: Run, data: Iteration, state: State) -> None:
-        """One optimizer step on one global mini-batch."""
+    def _begin(self, call: Call, step: Run, data: Iteration, state: State) -> Step | None:
+        """One optimizer step on one global mini-batch begins; None if the actor has been stopped early."""
         number = state.steps.get(call.model, 0)
         state.steps[call.model] = number + 1
         if call.model == "actor" and data.stopped:
-            return
-        layout, engine = self._layout(call), self.models.engines[call.model]
+            return None
+        layout = self._layout(call)
         _, columns = self._place(step)
         source_B = data.source_EMC[step.epoch, step.mini_batch, columns]
         places = (source_B, torch.arange(columns.start, columns.stop, device=source_B.device))
-        everything = (slice(None), slice(columns.start, columns.stop))
-        for key in call.inputs:
-            self._held(data, key, everything)
-        rows = {key: data.store[key][places] for key in call.inputs}
-        if call.function == "policy_loss":
-            mask = ppo_math.response_mask(rows["responses"])
-            moments = self._summed(ppo_math.moments(rows["advantages"], mask), step.group)
-            num_tokens = float(moments[0])
-            if self.config.ppo.whiten == "mini_batch":
-                rows["advantages"] = ppo_math.whiten(rows["advantages"], mask, moments)
-        else:
-            num_tokens = float(self._summed((rows["responses"] >= 0).sum().double(), step.group))
-
-        stats: list[dict[str, Tensor]] = []
-        first = step.epoch == 0 and step.mini_batch == 0
-        loss = {"policy_loss": self._policy_loss, "value_loss": self._value_loss}[call.function]
-
-        def share(model, micro: dict[str, Tensor]) -> Tensor:
-            total, sums = loss(model, micro, first, data)
-            stats.append(sums)
-            return total / max(num_tokens, 1.0)
-
-        rate = self._learning_rate(call.model, number)
-        result = engine.step(self._micro_batches(rows, layout), share, lr=rate)
-        if not math.isfinite(result.grad_norm):
-            raise UserError(
-                f"{call.name}: the gradient norm is {result.grad_norm} at epoch {step.epoch}, mini-batch "
-                f"{step.mini_batch}; lower optimizer.{call.model}_lr or look at the rewards of this iteration"
-            )
-        for sums in stats:
-            weight = sums.pop("num_tokens")
-            for name, total in sums.items():
-                data.meter.add(name, total, weight)
-        if layout.dp_index(self.world.rank) == 0:
-            data.meter.add(f"{call.model}_grad_norm", result.grad_norm, 1)
-            data.meter.add(f"{call.model}_lr", rate, 1)
-        if call.function == "policy_loss" and self.config.ppo.kl_early_stop is not None:
-            kl = self._summed(sum(sums["approx_kl"] for sums in stats).clone(), step.group)
-            data.stopped = ppo_math.kl_exceeds(float(kl), num_tokens, self.config.ppo.kl_early_stop)
-
-    def _micro_batches(self, rows: dict[str, Tensor], layout: Layout) -> list[dict[str, Tensor]]:
-        """Equal number on every rank of the layout; a rank that runs out passes blank rows, whose loss is 0."""
-        most = -(-self.workload.mini_batch // layout.dp)
-        num = -(-most // self._micro_batch(layout))
-        chunks = [
-            {key: value[chunk] for key, value in rows.items()} for chunk in self._chunks(len(rows["responses"]), layout)
-        ]
-        while len(chunks) < num:
-            blank = {key: value.new_zeros(1, *value.shape[1:]) for key, value in rows.items()}
-            blank["prompts"][:, 1:] = -1
-            blank["responses"][:] = -1
-            chunks.append(blank)
-        return chunks
-
-    def _policy_loss(self, model, rows: dict[str, Tensor], first: bool, data: Iteration) -> tuple[Tensor, dict]:
-        batch = Sequences.join(rows["prompts"], rows["responses"])
-        logprobs_BG = response_logprobs(model, batch, rows.get("kept_tokens"), **self.sampling)
-        mask_BG = ppo_math.response_mask(rows["responses"])
-        old_BG = rows.get("logprobs", rows.get("old_logprobs"))
-        if first:
-            self._parity_gate(old_BG, logprobs_BG.detach(), mask_BG, rows, data)
-        return ppo_math.policy_loss_sum(
-            logprobs_BG, old_BG, rows["advantages"], mask_BG, clip_ratio=self.config.ppo.clip_ratio
+        keys = self.program.reads(step, self.world.rank)
+        for key in keys:
+            self._held(data, key, (slice(None), columns))
+        return self.training.begin(
+            step,
+            call,
+            layout,
+            self.models.engines[call.model],
+            {key: data.store[key][places] for key in keys},
+            rate=self._learning_rate(call.model, number),
+            micro_batch=self._micro_batch(layout),
+            mini_batch=self.workload.mini_batch,
+            meter=data.meter,
+            group=self.world.group(step.group) if step.group else None,
         )
 
-    def _value_loss(self, model, rows: dict[str, Tensor], first: bool, data: Iteration) -> tuple[Tensor, dict]:
-        batch = Sequences.join(rows["prompts"], rows["responses"])
-        values_BG1 = response_values(model, batch)
-        return ppo_math.value_loss_sum(
-            values_BG1[:, :-1],
-            rows["values"][:, :-1],
-            rows["returns"],
-            ppo_math.response_mask(rows["responses"]),
-            clip_value=self.config.ppo.clip_value,
-        )
-
-    def _parity_gate(self, old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, rows: dict, data: Iteration) -> None:
-        """On the first mini-batch the weights are still those that generated: both passes must agree."""
-        found = ppo_math.parity(old_BG, new_BG, mask_BG)
-        data.meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
-        data.meter.maximum("parity_max_abs", found.max_abs)
-        if found.max_abs > self.parity_tolerance:
-            token = int(rows["responses"][found.row, found.position])
-            raise UserError(
-                f"generation and training disagree: token {token} at position {found.position} has logprob "
-                f"{float(old_BG[found.row, found.position]):.6f} from the generator and "
-                f"{float(new_BG[found.row, found.position]):.6f} in training, {found.max_abs:.2e} nats apart; "
-                f"the limit is parity_tolerance={self.parity_tolerance:g}: raise it if this is rounding, or use float32"
-            )
+    def _end(self, begun: Step, data: Iteration) -> None:
+        """Whether this was the actor's last step of the iteration."""
+        group = self.world.group(begun.run.group) if begun.run.group else None
+        if begun.call.function == "policy_loss":
+            data.stopped = self.training.kl_exceeds(begun, group=group, device=self.world.device)
 
     def _learning_rate(self, model: str, step: int) -> float:
         optimizer, workload = self.config.optimizer, self.workload
@@ -357,3 +344,7 @@ class Calls:
             num_steps=self.config.iterations * workload.epochs * workload.num_mini_batches,
             decay=optimizer.schedule,
         )
+
+
+def _nothing() -> None:
+    """A stage before the last one has no results."""

@@ -4,13 +4,21 @@ A failure inside an instruction becomes one message that names rank, host, itera
 deadline passed, the ranks that have not arrived.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.program import BUCKET_BYTES, Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.pipeline import body, is_pipelined
+from rlhf_spmd.plan.program import Agree, Instruction, Load, Message, Offload, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
 from rlhf_spmd.runtime.models import Models
+from rlhf_spmd.runtime.passes import Passage
+from rlhf_spmd.runtime.reallocate import Mover
+from rlhf_spmd.runtime.shadows import mover_of
 from rlhf_spmd.runtime.trace import Recorder
 from rlhf_spmd.runtime.world import World
 
@@ -26,8 +34,9 @@ class Executor:
     def __init__(self, program: Program, world: World, models: Models, calls: Calls, recorder: Recorder):
         self.program, self.world, self.models, self.calls, self.recorder = program, world, models, calls, recorder
         self.instructions = program.instructions[world.rank]
-        # transfer -> its operations, and the buffers that something arrives in
-        self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, list[torch.Tensor]]]]] = {}
+        # transfer -> its operations, and the buffers that rows arrive in
+        self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]]]] = {}
+        self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it
         self.num_bytes_sent, self.num_messages_sent = 0, 0
 
     def iteration(self, data: Iteration, state: State) -> list[dict]:
@@ -47,6 +56,10 @@ class Executor:
 
     def _execute(self, step: Instruction, data: Iteration, state: State) -> list[dict] | None:
         if isinstance(step, Run):
+            call, layout = self.program.workload.workflow.call(step.call), self.program.layout_of(step)
+            if is_pipelined(call, layout):
+                self._pass(step, call, layout, data, state)
+                return None
             with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
                 self.calls.run(step, data, state)
         elif isinstance(step, Post):
@@ -57,18 +70,43 @@ class Executor:
             what = self.program.transfers[step.transfer].what
             with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
                 self._wait(step.transfer, data)
+        elif isinstance(step, Load):
+            with self.recorder.span(f"load {step.model}", "transfer"):
+                self.models.load(step.model)
+        elif isinstance(step, Offload):
+            self.models.offload(step.model)
         else:
             assert isinstance(step, Agree)
             with self.recorder.span(step.what, "control"):
                 return self.world.allgather(self._message(data), f"iteration {data.number}: {step.what}")
         return None
 
+    def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: State) -> None:
+        """A Run with stages: its body, for the number of micro-batches that the ranks agree on."""
+        about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
+        with self.recorder.span(step.call, "compute", **about):
+            passes = self.calls.passes(step, data, state)
+        if passes is None:
+            return
+        bare = replace(step, group=None, mini_batch=None, epoch=0)  # bodies differ in nothing else
+        rank = self.world.rank
+        passage = Passage(body(layout, call, bare, layout.dp_index(rank), passes.num_micro_batches), passes, rank)
+        for inner in passage.instructions:
+            if isinstance(inner, Run):
+                with self.recorder.span(step.call, "compute", **about, micro_batch=inner.micro_batch):
+                    passage.execute(inner)
+            else:
+                with self.recorder.span(str(inner), "wait" if isinstance(inner, Wait) else "transfer"):
+                    passage.execute(inner)
+        if call.kind == "infer":
+            passes.close()
+
     def _message(self, data: Iteration) -> dict:
         """This rank's numbers, and the responses that it generated itself, by prompt and sample."""
         generate = next(call for call in self.program.workload.workflow.calls if call.kind == "generate")
         layout = self.program.placement.layouts[generate.name]
         responses: list[list] = []
-        if self.world.rank in layout.ranks:
+        if self.world.rank in layout.ranks and layout.reports(self.world.rank):
             columns = layout.columns(self.world.rank, self.program.workload.mini_batch)
             part = slice(columns.start, columns.stop)
             prompts, samples = data.prompt_MC[:, part].flatten(), data.sample_MC[:, part].flatten()
@@ -83,27 +121,23 @@ class Executor:
     def _post(self, number: int, data: Iteration) -> None:
         """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
         transfer, rank = self.program.transfers[number], self.world.rank
+        tag = number % MAX_TRANSFERS * MAX_TENSORS  # a pair may exchange several messages
+        if transfer.model is not None:
+            self.movers[number] = mover_of(transfer, self.models, tag_base=tag)
+            self.movers[number].start()
+            return
         operations, arriving = [], []
-        leaving = self._leaving(transfer) if transfer.model is not None else []
         for place, message in enumerate(transfer.messages):
-            if rank not in (message.source, message.destination):
-                continue
-            sending = rank == message.source
-            if not sending:
-                tensors = self._landing(message)
-                arriving.append((message, tensors))
-            else:
-                tensors = leaving or [self._packed(transfer, message, data)]
-                self.num_bytes_sent += sum(tensor.nbytes for tensor in tensors)
-                self.num_messages_sent += len(tensors)
-            assert sum(tensor.nbytes for tensor in tensors) == message.num_bytes, (transfer.what, message)
-            assert len(tensors) == message.num_parts
-            peer = message.destination if sending else message.source
-            for index, tensor in enumerate(tensors):
-                operation = dist.isend if sending else dist.irecv
-                # a pair may exchange several messages, or several tensors
-                tag = number % MAX_TRANSFERS * MAX_TENSORS + place + index
-                operations.append(dist.P2POp(operation, tensor, peer, tag=tag))
+            if rank == message.source:
+                words = self._packed(transfer, message, data)
+                self.num_bytes_sent += words.nbytes
+                self.num_messages_sent += 1
+                operations.append(dist.P2POp(dist.isend, words, message.destination, tag=tag + place))
+                assert words.nbytes == message.num_bytes, (transfer.what, message)
+            elif rank == message.destination:
+                words = torch.empty(message.num_bytes // 4, dtype=torch.int32, device=self.world.device)
+                arriving.append((message, words))
+                operations.append(dist.P2POp(dist.irecv, words, message.source, tag=tag + place))
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving)
 
     def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
@@ -118,29 +152,19 @@ class Executor:
         rows = self.program.mini_batches_of(transfer)
         return slice(rows.start, rows.stop), slice(message.columns.start, message.columns.stop)
 
-    def _leaving(self, transfer: Transfer) -> list[torch.Tensor]:
-        """This rank's weights in buckets, if it sends them; packed once for all who get them."""
-        if not any(message.source == self.world.rank for message in transfer.messages):
-            return []
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in self.models.tensors(transfer.model)])
-        return list(flat.split(BUCKET_BYTES))
-
-    def _landing(self, message: Message) -> list[torch.Tensor]:
-        """Empty buffers for what a message brings."""
-        if message.keys:
-            return [torch.empty(message.num_bytes // 4, dtype=torch.int32, device=self.world.device)]
-        return list(torch.empty(message.num_bytes, dtype=torch.uint8, device=self.world.device).split(BUCKET_BYTES))
-
     def _wait(self, number: int, data: Iteration) -> None:
         transfer = self.program.transfers[number]
+        if transfer.model is not None:
+            mover = self.movers.pop(number)
+            mover.finish()
+            self.num_bytes_sent += mover.num_bytes_sent
+            self.num_messages_sent += mover.num_messages_sent
+            return
         works, arriving = self.pending.pop(number)
         for work in works:
             work.wait()
-        for message, tensors in arriving:
-            if transfer.model is None:
-                self._unpack(transfer, message, tensors[0], data)
-            else:
-                self._take_weights(transfer.model, tensors)
+        for message, words in arriving:
+            self._unpack(transfer, message, words, data)
 
     def _unpack(self, transfer: Transfer, message: Message, words: torch.Tensor, data: Iteration) -> None:
         start = 0
@@ -149,14 +173,6 @@ class Executor:
             piece = words[start : start + place.numel()].view(place.shape)
             place.copy_(piece.view(torch.float32) if place.is_floating_point() else piece)
             start += place.numel()
-
-    def _take_weights(self, model: str, buckets: list[torch.Tensor]) -> None:
-        flat, start = buckets[0].new_empty(0), 0  # the buckets are consecutive views of one buffer
-        flat.set_(buckets[0].untyped_storage(), 0, (sum(bucket.nbytes for bucket in buckets),))
-        for tensor in self.models.tensors(model):
-            piece = flat[start : start + tensor.nbytes]
-            start += tensor.nbytes
-            tensor.reshape(-1).view(torch.uint8).copy_(piece)
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 

@@ -4,17 +4,24 @@ Prompts are prefilled left-aligned; the padding on their right leaves unused slo
 overwrite one by one before any query may look at them.
 """
 
-# B sequences, T new tokens, S slots, L layers, K key-value heads, d head_dim
+# B sequences, T new tokens, S slots, L layers of this stage, K key-value heads of this tp slice, d head_dim
 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.model.parallel import layers_of
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.shard import split
+
 
 class KVCache:
-    """Keys and values of all layers for B rows of at most `num_slots` tokens: 2 * L * B * K * S * d numbers."""
+    """Keys and values of a model's layers for B rows of at most `num_slots` tokens: 2 * L * B * K * S * d numbers."""
 
-    def __init__(self, config, num_rows: int, num_slots: int, dtype: torch.dtype, device: torch.device):
-        shape = (config.num_layers, num_rows, config.num_kv_heads, num_slots, config.head_dim)
+    def __init__(self, model: Transformer, num_rows: int, num_slots: int, device: torch.device):
+        config, shard, dtype = model.config, model.parallel.shard, model.dtype
+        layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
+        shape = (len(layers), num_rows, len(heads), num_slots, config.head_dim)
+        self.first_layer = layers.start
         # Zeros, not empty: a masked slot has weight 0, but 0 times an uninitialised NaN is NaN.
         self.keys_LBKSd = torch.zeros(shape, dtype=dtype, device=device)
         self.values_LBKSd = torch.zeros(shape, dtype=dtype, device=device)
@@ -51,7 +58,7 @@ class KVCache:
 
     def update(self, layer: int, keys_BKTd: Tensor, values_BKTd: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Stores new tokens of a layer; returns all keys and values that they may attend to, and the mask."""
-        keys_BKSd, values_BKSd = self.keys_LBKSd[layer], self.values_LBKSd[layer]
+        keys_BKSd, values_BKSd = (x[layer - self.first_layer] for x in (self.keys_LBKSd, self.values_LBKSd))
         if not self.decoding:
             num_new = keys_BKTd.shape[2]
             keys_BKSd[:, :, :num_new], values_BKSd[:, :, :num_new] = keys_BKTd, values_BKTd

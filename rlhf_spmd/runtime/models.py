@@ -1,6 +1,7 @@
 """The weights that a rank holds: an engine for each model that trains here, a plain copy for every other one.
 
-A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a model that trains elsewhere.
+A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a model that trains elsewhere, or here
+but split in another way.
 """
 
 from collections.abc import Iterator
@@ -8,14 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from rlhf_spmd.config import Config, critic_folder, same_tokenizer
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
+from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program import Program
-from rlhf_spmd.runtime.sharded import ShardedCopy
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.away import OffloadedCopy, ShardedCopy
+from rlhf_spmd.runtime.flat_engine import Groups
 from rlhf_spmd.runtime.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.world import World
 
@@ -67,69 +74,117 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 class Models:
     """This rank's models. Loading is local; `start` enters collectives, in workflow order on all ranks.
 
-    copies: models that this rank holds without training them; those that are also in `sharded` are empty until they
-    are gathered. engines: those that it trains.
+    engines: models that train here, each with its shard. copies: everything else that calls here use, by model and
+    shard; those that are also in `sharded` are empty until they are gathered, those in `offloaded` until they are
+    loaded.
     """
 
     def __init__(self, program: Program, config: Config, world: World):
         self.program, self.config, self.world = program, config, world
         self.engines: dict[str, TrainEngine] = {}
-        self.copies: dict[str, Transformer] = {}
-        self.sharded: dict[str, ShardedCopy] = {}
-        folders, dtype = model_folders(config), DTYPES[config.dtype]
-        for name in program.copies(world.rank):
-            if folders[name]:
-                head = "scalar" if name in ("critic", "reward") else "lm"
-                model = load_model(
-                    folders[name], head=head, fresh_head=name == "critic", dtype=dtype, device=world.device
-                )
-                self.copies[name] = model.eval().requires_grad_(False)
+        self.copies: dict[tuple[str, Shard], Transformer] = {}
+        self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}
+        self.offloaded: dict[tuple[str, Shard], OffloadedCopy] = {}
+        self._to_train: dict[str, Transformer] = {}
+        layouts = program.placement.layouts
+        for name in program.trained(world.rank):
+            self._to_train[name] = self._load(name, layouts[program.workload.workflow.train_call(name).name])
+        for (name, shard), calls in program.copies(world.rank).items():
+            if model_folders(config)[name]:
+                self.copies[name, shard] = self._load(name, layouts[calls[0]]).eval().requires_grad_(False)
+                if layouts[calls[0]].offload:
+                    self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
+
+    def _load(self, name: str, layout: Layout) -> Transformer:
+        """This rank's shard of a model in a layout, from its folder."""
+        return load_model(
+            model_folders(self.config)[name],
+            head="scalar" if name in ("critic", "reward") else "lm",
+            fresh_head=name == "critic",
+            dtype=DTYPES[self.config.dtype],
+            device=self.world.device,
+            parallel=self._parallel(layout),
+        )
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of these ranks, None if this is the only one."""
+        return self.world.group(group_name(ranks)) if len(ranks) > 1 else None
+
+    def _parallel(self, layout: Layout) -> Parallel:
+        """This rank's place in a layout."""
+        rank, stages = self.world.rank, layout.stage_ranks(self.world.rank)
+        stage = layout.shard(rank).stage
+        return Parallel(
+            layout.shard(rank),
+            group=self._group(layout.tensor_ranks(rank)),
+            stages=self._group(stages),
+            previous=stages[stage - 1] if stage else None,
+            next=stages[stage + 1] if stage + 1 < layout.pp else None,
+        )
 
     def start(self) -> None:
-        """Turns the copies of models that train on this rank into engines, and shards the others where ZeRO 3 does."""
-        optimizer = self.config.optimizer
+        """Makes engines of the models that train on this rank, and shards the frozen ones where ZeRO 3 does."""
+        rank, optimizer = self.world.rank, self.config.optimizer
         for call in self.program.workload.workflow.placed_calls:
             layout = self.program.placement.layouts[call.name]
-            if self.world.rank not in layout.ranks:
+            if rank not in layout.ranks:
                 continue
-            if call.kind != "train":
-                frozen = self.program.workload.workflow.train_call(call.model) is None
-                if (
-                    frozen
-                    and layout.zero == 3
-                    and layout.dp > 1
-                    and call.model in self.copies.keys() - self.sharded.keys()
-                ):
-                    group = self.world.group(layout.group)
-                    self.sharded[call.model] = ShardedCopy(self.copies[call.model], group=group)
-                continue
-            self.engines[call.model] = make_engine(
-                self.copies.pop(call.model).train().requires_grad_(True),
-                group=self.world.group(layout.group) if layout.dp > 1 else None,
-                ranks=tuple(sorted(layout.ranks)),
-                zero=layout.zero,
-                dtype=DTYPES[self.config.dtype],
-                betas=(optimizer.beta1, optimizer.beta2),
-                eps=optimizer.eps,
-                weight_decay=optimizer.weight_decay,
-                max_grad_norm=optimizer.max_grad_norm,
-            )
+            key = call.model, layout.shard(rank)
+            if call.kind == "train":
+                model = self._to_train.pop(call.model).train().requires_grad_(True)
+                model.recompute = layout.recompute
+                tied = model.head == "lm" and model.config.tie_embeddings
+                self.engines[call.model] = make_engine(
+                    model,
+                    groups=Groups(
+                        data=self._group(layout.data_ranks(rank)),
+                        tensor=self._group(layout.tensor_ranks(rank)),
+                        model=self._group(layout.model_ranks(rank)),
+                        tied=self._group(layout.tied_ranks(rank)) if tied else None,
+                        tp_index=layout.shard(rank).tp_index,
+                        stage=layout.shard(rank).stage,
+                    ),
+                    zero=layout.zero,
+                    dtype=DTYPES[self.config.dtype],
+                    betas=(optimizer.beta1, optimizer.beta2),
+                    eps=optimizer.eps,
+                    weight_decay=optimizer.weight_decay,
+                    max_grad_norm=optimizer.max_grad_norm,
+                )
+            elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:
+                self.sharded[key] = ShardedCopy(self.copies[key], group=self._group(layout.data_ranks(rank)))
+
+    def key(self, call: Call) -> tuple[str, Shard] | None:
+        """Which copy a call uses on this rank; None: the weights that its model trains here, or a reward function."""
+        key = call.model, self.program.placement.layouts[call.name].shard(self.world.rank)
+        return key if key in self.copies and call.name in self.program.copies(self.world.rank)[key] else None
 
     @contextmanager
-    def weights(self, name: str) -> Iterator[Transformer]:
-        """A model with its full weights, to run forwards on without gradients; collective where ZeRO 3 shards it."""
+    def weights(self, call: Call) -> Iterator[Transformer]:
+        """The model that a call runs forwards on, without gradients; collective where ZeRO 3 shards it."""
+        key = self.key(call)
         with torch.no_grad():
-            if name in self.sharded:
-                with self.sharded[name].gathered():
-                    yield self.copies[name]
-            elif name in self.copies:
-                yield self.copies[name]
+            if key in self.sharded:
+                with self.sharded[key].gathered():
+                    yield self.copies[key]
+            elif key in self.offloaded:
+                with self.offloaded[key].loaded():
+                    yield self.copies[key]
+            elif key is not None:
+                yield self.copies[key]
             else:
-                engine = self.engines[name]
+                engine = self.engines[call.model]
                 with engine.gathered():
                     yield engine.model
 
-    def tensors(self, name: str) -> list[torch.Tensor]:
-        """The weight tensors of a model that this rank holds in full, in one order on every rank."""
-        model = self.copies[name] if name in self.copies else self.engines[name].model
-        return [parameter.data for parameter in model.parameters()]
+    def load(self, name: str) -> None:
+        """Brings the weights of a model that waits in host memory to the device."""
+        for (model, _), copy in self.offloaded.items():
+            if model == name:
+                copy.load()
+
+    def offload(self, name: str) -> None:
+        """Frees them there."""
+        for (model, _), copy in self.offloaded.items():
+            if model == name:
+                copy.release()

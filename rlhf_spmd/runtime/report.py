@@ -130,18 +130,21 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
         uniforms_BG = uniforms(
             job.config.seed, SAMPLE_ITERATION, np.arange(num), np.zeros(num, int), job.config.generation.max_new_tokens
         )
-        with job.models.weights(generating.model) as model:
+        with job.models.weights(generating) as model:
             responses_BG, *_ = generate(
                 model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.restricted
             )
         tokens = responses_BG.tolist()
-    everyone = job.world.allgather(tokens if rank == layouts[generating.name].ranks[0] else [], "the samples")
+    first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
+    everyone = job.world.allgather(tokens if rank == first else [], "the samples")
     tokens = next(found for found in everyone if found)
     scores: list[float] = []
     if rank in layouts[scoring.name].ranks:
         responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
-        mine = num if rank == layouts[scoring.name].ranks[0] else 0  # the others only help to gather weights
-        scores = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine]).tolist()
+        # one copy of the model scores; the other ranks only help to gather weights
+        mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
+        found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine])
+        scores = [] if found_B is None else found_B.tolist()
     scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
     texts = [
         job.tokenizer.decode_pair(prompt, [token for token in row if token >= 0])[1]

@@ -21,9 +21,10 @@ from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.metrics import combine
-from rlhf_spmd.runtime.models import Models, shared_vocabulary
+from rlhf_spmd.runtime.models import Models, model_folders, shared_vocabulary
 from rlhf_spmd.runtime.run_folder import RunFolder
 from rlhf_spmd.runtime.scorer import Scorer
+from rlhf_spmd.runtime.shadows import whole_state
 from rlhf_spmd.runtime.trace import Recorder
 from rlhf_spmd.runtime.world import World
 
@@ -79,7 +80,8 @@ def prepare(config: Config, program: Program, world: World) -> Job:
             call.function == "scores" and world.rank in program.placement.layouts[call.name].ranks
             for call in program.workload.workflow.placed_calls
         )
-        scorer = Scorer(config, models.copies.get("reward"), tokenizer) if needs_scorer else None
+        reward = model_folders(config)["reward"]
+        scorer = Scorer(config, read_config(reward) if reward else None, tokenizer) if needs_scorer else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
     calls = Calls(program, config, world, models, scorer, eos_ids, num_known)
@@ -196,10 +198,10 @@ def update(state: State, config: Config, metrics: Mapping, answers: Sequence[Map
 def save_actor(job: Job, folder: RunFolder) -> None:
     """The trained actor as a Hugging Face folder, written by the first rank that trains it."""
     train = job.program.workload.workflow.train_call("actor")
-    ranks = job.program.placement.layouts[train.name].ranks
+    layout = job.program.placement.layouts[train.name]
     with job.world.together("saving the actor"):
-        if job.world.rank in ranks:
-            state = job.models.engines["actor"].state()  # collective where ZeRO 3 shards it
-            if job.world.rank == ranks[0]:
+        if job.world.rank in layout.ranks:
+            state = whole_state(job.models, train)
+            if state is not None:
                 config = job.models.engines["actor"].model.config
                 save_state(state, config, "lm", folder.actor, source=job.config.models.actor)

@@ -1,6 +1,6 @@
 """Train engines: one optimizer step of a model over a group of ranks, at ZeRO stage 0, 1, 2 or 3, behind one interface.
 
-Stage 0 is ours (zero0.py); stages 1 to 3 are DeepSpeed's, and this is the only file that imports it. DeepSpeed
+Stages 0 and 1 are ours (flat_engine.py); 2 and 3 are DeepSpeed's, and this is the only file that imports it. DeepSpeed
 believes that it owns the whole world, while a strategy gives a model any subset of the ranks and several models to one
 rank; what it takes to reconcile the two is gathered in `_DeepSpeedEngine._as_world`.
 """
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.zero0 import Loss, ReplicatedEngine, StepStats
+from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.runtime.flat_engine import FlatEngine, Groups, Loss, StepStats
 
 BUCKET_NUMEL = 50_000_000  # DeepSpeed's communication buffers, in numbers; never below the largest weight
 
@@ -36,7 +37,7 @@ class TrainEngine(Protocol):
         `loss(model, micro_batch)` is this rank's share of the *global* loss, a scalar that is already divided by the
         global count; shares are summed, never averaged. Every rank passes the same number of micro-batches (at least
         one). Where a rank has no data, its micro-batches still run the model forward, and their loss is 0 * something;
-        at stages 1 to 3 the ranks must all reach the same weights in the same order. There, `loss` runs with the
+        at stages 2 and 3 the ranks must all reach the same weights in the same order. There, `loss` runs with the
         engine's group as torch.distributed's default group, so it may communicate only with an explicit group.
         """
 
@@ -49,15 +50,18 @@ class TrainEngine(Protocol):
     def state(self) -> dict[str, Tensor]:
         """The full weights by parameter name, in the compute dtype; a tied weight once, under its first name.
 
-        Stages 0 to 2: the live weights (valid until the next step). Stage 3: copies on the CPU; collective.
+        Stages 0 to 2: the live weights (valid until the next step). Stage 3: copies on the CPU; collective. Of a model
+        that is split over ranks, this rank's shard.
         """
+
+    def held(self) -> dict[str, Tensor]:
+        """What of each weight this rank holds all the time: at stage 3 a flat part of it, else as `state`."""
 
 
 def make_engine(
     model: nn.Module,
     *,
-    group: dist.ProcessGroup | None,
-    ranks: Sequence[int],
+    groups: Groups,
     zero: int,
     dtype: torch.dtype = torch.float32,
     betas: tuple[float, float] = (0.9, 0.95),
@@ -65,31 +69,29 @@ def make_engine(
     weight_decay: float = 0.0,
     max_grad_norm: float | None = 1.0,
 ) -> TrainEngine:
-    """Take over a model (the same weights on every rank) and train it on the ranks of a group.
+    """Take over a model, or this rank's shard of it, and train it on the ranks of a layout.
 
-    group: None at one rank, where every stage is stage 0: there is nothing to shard. ranks: the group's world ranks.
-    dtype: of weights and computation; bfloat16 keeps float32 master weights and sums of gradients; float64 is for
-    tests. weight_decay: AdamW's, on every weight. max_grad_norm: of the global gradient; None: no clipping.
+    model: the same weights on every rank of groups.data; where that is None, every stage is stage 0: there is nothing
+    to shard. dtype: of weights and computation; bfloat16 keeps float32 master weights and sums of gradients; float64 is
+    for tests. weight_decay: AdamW's, on every weight. max_grad_norm: of the global gradient; None: no clipping.
     Raises UserError for a stage or dtype that cannot be had.
     """
     if zero not in (0, 1, 2, 3):
         raise UserError(f"ZeRO stage {zero} does not exist; choose zero=0, 1, 2 or 3")
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise UserError(f"cannot train in {dtype}; choose float32 or bfloat16 (float64 with zero=0)")
-    if dtype == torch.float64 and zero != 0:
+        raise UserError(f"cannot train in {dtype}; choose float32 or bfloat16 (float64 with zero=0 or 1)")
+    if dtype == torch.float64 and zero > 1:
         raise UserError(f"float64 is not possible with zero={zero}: DeepSpeed refuses or rounds it; choose zero=0")
     assert max_grad_norm is None or max_grad_norm > 0, max_grad_norm
-    assert len(ranks) == (1 if group is None else group.size()), (ranks, group)
     with torch.no_grad():
         for p in model.parameters():  # not model.to(dtype): buffers keep their precision
             p.data = p.data.to(dtype)
     settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-    if group is None or len(ranks) == 1:
-        return ReplicatedEngine(model, group=None, dtype=dtype, **settings)
-    _assert_same_weights(model, group=group)
-    if zero == 0:
-        return ReplicatedEngine(model, group=group, dtype=dtype, **settings)
-    return _DeepSpeedEngine(model, group=group, ranks=tuple(ranks), zero=zero, dtype=dtype, **settings)
+    if groups.data is not None:
+        _assert_same_weights(model, group=groups.data)
+    if zero < 2 or groups.data is None:
+        return FlatEngine(model, groups=groups, zero=zero, dtype=dtype, **settings)
+    return _DeepSpeedEngine(model, groups=groups, zero=zero, dtype=dtype, **settings)
 
 
 def _assert_same_weights(model: nn.Module, *, group: dist.ProcessGroup) -> None:
@@ -105,31 +107,31 @@ def _assert_same_weights(model: nn.Module, *, group: dist.ProcessGroup) -> None:
 
 
 class _Subgroup:
-    """What DeepSpeed asks of an `mpu`: all ranks of the group are data-parallel, none model-parallel."""
+    """What DeepSpeed asks of an `mpu`: which ranks are data-parallel, which hold the slices of one model."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]):
-        self._group, self._ranks = group, ranks
+    def __init__(self, groups: Groups):
+        self._data, self._model, self._tp_index = groups.data, groups.model, groups.tp_index
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._group
+        return self._data
 
-    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
-        return self._ranks
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        return self._group.size()
+        return self._data.size()
 
     def get_data_parallel_rank(self) -> int:
-        return self._group.rank()
+        return self._data.rank()
 
-    def get_model_parallel_group(self) -> None:
-        return None
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._model
 
     def get_model_parallel_world_size(self) -> int:
-        return 1
+        return 1 if self._model is None else self._model.size()
 
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return self._tp_index  # rank 0 counts the weights that are not split
 
 
 class _LossModule(nn.Module):
@@ -150,14 +152,13 @@ class _LossModule(nn.Module):
 
 
 class _DeepSpeedEngine:
-    """ZeRO 1 (optimizer state sharded), 2 (and gradients), 3 (and weights) over a subgroup of the world."""
+    """ZeRO 2 (optimizer state and gradients sharded) and 3 (and weights) over a subgroup of the world."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        group: dist.ProcessGroup,
-        ranks: tuple[int, ...],
+        groups: Groups,
         zero: int,
         dtype: torch.dtype,
         betas: tuple[float, float],
@@ -167,13 +168,18 @@ class _DeepSpeedEngine:
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
         self.model = model
-        self._group, self._zero, self._mpu = group, zero, _Subgroup(group, ranks)
+        self._group, self._zero, self._mpu = groups.data, zero, _Subgroup(groups)
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
         self.optimizer = torch.optim.AdamW(  # ours, because DeepSpeed's own compiles an operation
             weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
+        if groups.tensor is not None:
+            for name, p in model.named_parameters():
+                p.model_parallel = is_split(name)  # each slice of it counts in the norm
+                if not is_split(name):
+                    p.register_hook(lambda gradient: _summed(gradient, group=groups.tensor))
         with self._as_world(), redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory statistics
             self._agree_on_numbers()
             self.engine, *_ = self._deepspeed.initialize(
@@ -185,10 +191,9 @@ class _DeepSpeedEngine:
             )
         for number, module in enumerate(self._loss_module.modules()):
             module.ds_id = number  # see _agree_on_numbers; a module's number need be unique only in its engine
-        if zero == 1 and dtype == torch.bfloat16:
-            # This one (BF16_Optimizer) sums its gradient norm over the model-parallel group without asking whether
-            # there is one, and no group means all ranks: the norm would come out sqrt(size) times too large.
-            self.engine.optimizer.mpu = None
+        # Stage 3 asks whether the replicas of a shard span the slices of the model. torch says that the default group,
+        # which the replicas' is here, has the ranks 0, 1, ...: each slice would then keep its own norm to itself.
+        self.engine.optimizer._global_ranks = dist.get_process_group_ranks
 
     @contextmanager
     def _as_world(self) -> Iterator[None]:
@@ -262,6 +267,11 @@ class _DeepSpeedEngine:
             with self._as_world():
                 whole.__exit__(None, None, None)
 
+    def held(self) -> dict[str, Tensor]:
+        """See `TrainEngine.held`."""
+        parameters = self.model.named_parameters()
+        return {name: (p.ds_tensor if self._zero == 3 else p).detach() for name, p in parameters}
+
     def state(self) -> dict[str, Tensor]:
         """See `TrainEngine.state`."""
         if self._zero < 3:
@@ -272,6 +282,13 @@ class _DeepSpeedEngine:
                 with self._deepspeed.zero.GatheredParameters([p]):
                     state[name] = p.detach().to("cpu", copy=True)
         return state
+
+
+def _summed(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """A weight that is not split gets a part of its gradient on every slice."""
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 @contextmanager

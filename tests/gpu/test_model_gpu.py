@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from rlhf_spmd.model.attention import Packed, attend, causal_mask, has_packed_kernel
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.transformer import Transformer, attend, causal_mask
+from rlhf_spmd.model.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,3 +56,33 @@ def test_models_and_gradients_equal_the_cpus(family):
         assert (logits - exact_logits).norm() < tolerance * exact_logits.norm()
         for name, grad in got.items():
             assert (grad - exact_grads[name]).norm() <= tolerance * exact_grads[name].norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_packed_sequences_equal_the_cpus(dtype, tolerance, window):
+    """In bfloat16 by torch's kernel for sequences of unequal length, in float32 one by one."""
+    config = ModelConfig(
+        model_type="mistral",
+        vocab_size=101,
+        hidden_size=96,
+        intermediate_size=130,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+        sliding_window=window,
+        sliding_layers=(0, 1, 2) if window else (),
+    )
+    lengths = (29, 1, 1, 13, 40)
+    tokens_N = torch.randint(101, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for device, precision in (("cpu", torch.float64), ("cuda", dtype)):
+        model = Transformer(config, head="lm", seed=1, dtype=precision, device=device)
+        logits_NV = model.logits(model(tokens_N.to(device), context=Packed(lengths, device=device)))
+        logits_NV.double().square().sum().backward()
+        found[device] = [logits_NV.double().cpu(), *(w.grad.double().cpu() for w in model.parameters())]
+    query = torch.empty(1, 6, 32, dtype=dtype, device="cuda")
+    assert has_packed_kernel(query) == (dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0))
+    for exact, got in zip(found["cpu"], found["cuda"], strict=True):
+        assert (got - exact).norm() <= tolerance * exact.norm() + 1e-9

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_spmd.plan.memory import forecast_bytes
+from rlhf_spmd.plan.memory import static_bytes
 from rlhf_spmd.plan.program import Run
 from rlhf_spmd.strategies import flattening, interleaving1, interleaving2
 from tests.folders import write_all
@@ -75,7 +75,7 @@ def test_replicated_reference_and_reward_take_half(strategy, settings, world, ma
     total = sum(world.allgather(flat - halved, "the bytes"))
     if world.size % 2 == 0:  # equal halves: what all ranks save together is half of what they had
         assert abs(total - world.size * sum(sizes.values()) / 2) <= 0.02 * total
-    forecast = forecast_bytes(run.program, world.rank)["weights"]
+    forecast = static_bytes(run.program, world.rank)["weights"]
     trained = [p for engine in run.job.models.engines.values() for p in engine.model.parameters()]
     held = sum(p.nbytes for p in (*frozen_weights(run), *trained))
     assert abs(held - forecast) <= 0.02 * forecast

@@ -1,4 +1,4 @@
-"""Padded batches against one unpadded sequence at a time: where tokens go, and which hidden state belongs to which."""
+"""Packed batches against one sequence at a time: where tokens go, and which hidden state belongs to which."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.batch import Sequences, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.runtime.data import pad
 
 VOCAB, HIDDEN, EOS, MAX_PROMPT, MAX_RESPONSE = 29, 16, 3, 7, 6
@@ -57,41 +57,56 @@ def hidden(model: Transformer, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens]))[0]
 
 
+def logprobs(model: Transformer, batch: Sequences, *arguments, **options) -> Tensor:
+    return response_logprobs(model, batch, forward(model, batch), *arguments, **options)
+
+
+def values(model: Transformer, batch: Sequences) -> Tensor:
+    return response_values(model, batch, forward(model, batch))
+
+
+def scores(model: Transformer, batch: Sequences) -> Tensor:
+    return sequence_scores(model, batch, forward(model, batch))
+
+
 def test_join():
     pairs = make_pairs()
     batch = join(pairs)
-    longest = max(len(prompt) + len(response) for prompt, response in pairs)
-    assert batch.tokens_BT.shape == (len(pairs), longest) and batch.tokens_BT.dtype == torch.int64
-    for row, (prompt, response) in zip(batch.tokens_BT.tolist(), pairs, strict=True):
-        assert row == prompt + response + [-1] * (longest - len(prompt) - len(response))
+    assert batch.tokens_N.dtype == torch.int64
+    assert batch.tokens_N.tolist() == [token for prompt, response in pairs for token in prompt + response]
+    assert batch.lengths == tuple(len(prompt) + len(response) for prompt, response in pairs)
     assert batch.prompt_lengths_B.tolist() == [len(prompt) for prompt, _ in pairs]
     assert batch.response_lengths_B.tolist() == [len(response) for _, response in pairs]
+    assert (batch.last_B() + 1).tolist() == np.cumsum(batch.lengths).tolist()
 
 
 def test_join_of_full_rows_and_of_one_row():
     full = [([5] * MAX_PROMPT, [6] * MAX_RESPONSE)] * 2
-    assert join(full).tokens_BT.tolist() == [[5] * MAX_PROMPT + [6] * MAX_RESPONSE] * 2
-    assert join([([5], [])]).tokens_BT.tolist() == [[5]]
+    assert join(full).tokens_N.tolist() == ([5] * MAX_PROMPT + [6] * MAX_RESPONSE) * 2
+    assert join([([5], [])]).tokens_N.tolist() == [5]
+    assert join([([5], [])]).before_R.tolist() == []
 
 
-def test_before_picks_the_state_that_predicts_each_token():
-    """Marked states: row b, position p holds 100 b + p."""
-    pairs = make_pairs()
+def test_the_tokens_before_and_the_places_of_the_response():
+    """Marked tokens: row b, position p is 100 b + p."""
+    pairs = [([100 * b + p for p in range(len(x))], [100 * b + len(x) + t for t in range(len(y))])
+             for b, (x, y) in enumerate(make_pairs())]  # fmt: skip
     batch = join(pairs)
-    num_rows, length = batch.tokens_BT.shape
-    marks_BTD = (100 * torch.arange(num_rows)[:, None] + torch.arange(length))[..., None].double()
-    found_BG = batch.before(marks_BTD, MAX_RESPONSE + 1)[..., 0]
-    assert found_BG.shape == (num_rows, MAX_RESPONSE + 1)
-    for b, (prompt, response) in enumerate(pairs):
-        for t in range(len(response) + 1):
-            assert found_BG[b, t] == 100 * b + len(prompt) - 1 + t
+    expected = [
+        (100 * b + len(x) - 1 + t, b * MAX_RESPONSE + t) for b, (x, y) in enumerate(pairs) for t in range(len(y))
+    ]
+    assert batch.tokens_N[batch.before_R].tolist() == [before for before, _ in expected]
+    assert batch.slots_R.tolist() == [slot for _, slot in expected]
+    spread_BG = batch.spread(torch.arange(1.0, len(expected) + 1))
+    assert spread_BG.flatten()[batch.slots_R].tolist() == list(range(1, len(expected) + 1))
+    assert (spread_BG > 0).sum(1).tolist() == batch.response_lengths_B.tolist()
 
 
 @pytest.mark.parametrize("least", [0, 2])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 def test_response_logprobs(temperature, least):
     model, pairs = make_model("lm"), [p for p in make_pairs() if len(p[1]) > least or not p[1]]
-    found_BG = response_logprobs(model, join(pairs), temperature=temperature, eos_ids=(EOS, 11), min_new_tokens=least)
+    found_BG = logprobs(model, join(pairs), temperature=temperature, eos_ids=(EOS, 11), min_new_tokens=least)
     for found_G, (prompt, response) in zip(found_BG, pairs, strict=True):
         logits_TV = model.logits(hidden(model, prompt + response)) / temperature
         for t, token in enumerate(response):
@@ -112,7 +127,7 @@ def test_response_logprobs_within_kept_sets():
         if t < len(sets[b]):
             sets[b][t] = list(dict.fromkeys(map(int, sets[b][t])))
             kept_BGK[b, t, : len(sets[b][t])] = torch.tensor(sets[b][t])
-    found_BG = response_logprobs(model, join(pairs), kept_BGK, temperature=0.8, eos_ids=(EOS,), min_new_tokens=0)
+    found_BG = logprobs(model, join(pairs), kept_BGK, temperature=0.8, eos_ids=(EOS,), min_new_tokens=0)
     for b, (prompt, response) in enumerate(pairs):
         logits_TV = model.logits(hidden(model, prompt + response)) / 0.8
         for t in range(len(response)):
@@ -123,20 +138,23 @@ def test_response_logprobs_within_kept_sets():
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_row_without_response_has_no_gradient(kept):
-    """What a rank without data passes (Calls._micro_batches): loss 0 and gradients that are 0, not NaN."""
-    model = make_model("lm")
+    """What a rank without data passes (Calls._micro_batches): loss 0 and gradients that are 0, not NaN nor missing."""
     batch = Sequences.join(pad([[0]], MAX_PROMPT), torch.full((1, MAX_RESPONSE), -1))
     kept_BGK = torch.zeros(1, MAX_RESPONSE, 4, dtype=torch.int32) if kept else None
-    found_BG = response_logprobs(model, batch, kept_BGK, temperature=0.7, eos_ids=(0,), min_new_tokens=2)
+    model = make_model("lm")
+    found_BG = logprobs(model, batch, kept_BGK, temperature=0.7, eos_ids=(0,), min_new_tokens=2)
     assert not found_BG.any()
     found_BG.sum().backward()
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    critic = make_model("scalar")
+    values(critic, batch)[:, 1:].sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in critic.parameters())
 
 
 def test_response_values():
     """G + 1 columns: before every token, after the last one, and 0 beyond."""
     model, pairs = make_model("scalar"), make_pairs()
-    found_BG1 = response_values(model, join(pairs))
+    found_BG1 = values(model, join(pairs))
     assert found_BG1.shape == (len(pairs), MAX_RESPONSE + 1)
     for found_G1, (prompt, response) in zip(found_BG1, pairs, strict=True):
         values_T = model.scalar(hidden(model, prompt + response))
@@ -147,13 +165,15 @@ def test_response_values():
 def test_values_and_scores_are_at_least_float32():
     model = make_model("scalar").to(torch.bfloat16)
     batch = join(make_pairs())
-    assert response_values(model, batch).dtype == sequence_scores(model, batch.tokens_BT).dtype == torch.float32
+    assert values(model, batch).dtype == scores(model, batch).dtype == torch.float32
 
 
 def test_sequence_scores():
     """The head at the last real token, whatever that token is."""
     model, pairs = make_model("scalar"), make_pairs()
-    found_B = sequence_scores(model, join(pairs).tokens_BT)
+    found_B = scores(model, join(pairs))
+    whole = Sequences.of(pad([prompt + response for prompt, response in pairs]))
+    assert torch.equal(scores(model, whole), found_B)
     for found, (prompt, response) in zip(found_B, pairs, strict=True):
         expected = model.scalar(hidden(model, prompt + response))[-1]
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)  # stored as float32
@@ -162,9 +182,9 @@ def test_sequence_scores():
 def everything(pairs, extra: int = 0) -> list[Tensor]:
     """Logprobs, values and scores of a batch, with `extra` columns of padding in prompts and responses."""
     batch = join(pairs, MAX_PROMPT + extra, MAX_RESPONSE + extra)
-    logprobs_BG = response_logprobs(make_model("lm"), batch, temperature=0.9, eos_ids=(EOS,), min_new_tokens=0)
+    logprobs_BG = logprobs(make_model("lm"), batch, temperature=0.9, eos_ids=(EOS,), min_new_tokens=0)
     critic = make_model("scalar")
-    return [logprobs_BG, response_values(critic, batch), sequence_scores(critic, batch.tokens_BT)]
+    return [logprobs_BG, values(critic, batch), scores(critic, batch)]
 
 
 @pytest.mark.parametrize("extra", [1, 9])
@@ -189,18 +209,6 @@ def test_invariant_4_permutation_and_pieces():
         pieces = [everything(pairs[start : start + size]) for start in range(0, len(pairs), size)]
         for parts, expected in zip(zip(*pieces, strict=True), whole, strict=True):
             torch.testing.assert_close(torch.cat(parts), expected, **CLOSE)
-
-
-def test_what_stands_on_padding_is_never_read(monkeypatch):
-    """Invariant 5 from below: padding is fed to the model as token 0; any other id gives the very same bits."""
-    expected = everything(make_pairs())
-    real = torch.Tensor.clamp_min
-    for pad_id in (EOS, VOCAB - 1):
-        monkeypatch.setattr(
-            torch.Tensor, "clamp_min", lambda x, low, pad_id=pad_id: torch.where(x < 0, pad_id, real(x, low))
-        )
-        for found, wanted in zip(everything(make_pairs()), expected, strict=True):
-            assert torch.equal(found, wanted)
 
 
 def test_invariant_5_eos_inside_and_at_the_end():

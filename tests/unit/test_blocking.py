@@ -21,7 +21,8 @@ def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> di
     """Steps ranks at random until none can move; -> where the others are left standing, empty if all lists end.
 
     Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a
-    rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted.
+    rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted. The
+    chains of a reallocation advance only while all its ranks wait for it.
     """
     size = len(program.instructions)
     at = [0] * size
@@ -35,7 +36,13 @@ def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> di
             return "everyone", tuple(range(size))
         if isinstance(step, Run) and step.group is not None:
             return step.group, program.groups[step.group]
+        if isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
+            return f"weights {step.transfer}", program.transfers[step.transfer].ranks
         return None
+
+    def peers_of(rank: int, number: int) -> set[int]:
+        transfer = program.transfers[number]
+        return set(transfer.ranks) - {rank} if transfer.reallocation is not None else transfer.peers(rank)
 
     def started(rank: int, number: int) -> bool:
         mine = queue[rank]
@@ -47,7 +54,7 @@ def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> di
             moved = False
             for rank in range(size):
                 for number in queue[rank]:
-                    peers = program.transfers[number].peers(rank)
+                    peers = peers_of(rank, number)
                     ready = started(rank, number) and all(started(p, number) or (p, number) in done for p in peers)
                     if ready and (rank, number) not in done:
                         done.add((rank, number))
@@ -57,6 +64,9 @@ def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> di
         step = program.instructions[rank][at[rank]]
         if (group := group_of(step)) is not None:
             name, members = group
+            progress()
+            if in_order and isinstance(step, Wait) and (rank, step.transfer) not in done:
+                return False
             if not blocked[rank]:
                 entered[rank].setdefault(name, []).append(step)
                 blocked[rank] = True

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.plan.check import Finding, check
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.fit import Finding
 from rlhf_spmd.plan.program import Agree, Message, Post, Program, Run, Transfer, Wait
 from tests.programs import (
     assert_refused,
@@ -305,24 +306,27 @@ def test_weights_that_arrive_while_a_shadow_still_uses_the_old_ones():
 def test_a_shadow_gets_its_weights_exactly_once(copies):
     program = separation()
     weights = number_of(program, "weights of actor")
-    move = program.transfers[weights]
-    messages = [m for m in move.messages for _ in range(copies if m.destination == 1 else 1)]
-    transfers = [*program.transfers[:weights], replace(move, messages=tuple(messages))]
-    broken = replace(program, transfers=tuple(transfers))
-    if not copies:
-        gone = next(m.source for m in move.messages if m.destination == 1)
-        for rank in (1, gone):
+    plan = program.transfers[weights].reallocation
+    targets = [target for target in plan.targets for _ in range(copies if target[0] == 1 else 1)]
+    plan = replace(plan, targets=tuple(targets), routes=plan.routes if copies else ())
+    messages = program.transfers[weights].messages if copies else ()
+    move = replace(program.transfers[weights], reallocation=plan, messages=messages)
+    broken = replace(program, transfers=(*program.transfers[:weights], move))
+    if not copies:  # nobody sends anything
+        for rank in program.transfers[weights].ranks:
             broken = edited(broken, rank, lambda s: [s.remove(Post(weights)), s.remove(Wait(weights))])
-    assert_refused(broken, 1, f"new weights of actor {copies} times")
+    assert_refused(broken, 1, f"new weights of actor (the whole model) {copies} times")
 
 
 def test_weights_from_a_rank_that_does_not_train_them():
     program = separation()
     weights = number_of(program, "weights of actor")
-    messages = [Message(0, 1, (), range(0), 1), Message(2, 0, (), range(0), 1)]
-    move = replace(program.transfers[weights], messages=tuple(messages))
-    broken = replace(program, transfers=(*program.transfers[:weights], move))
-    broken = edited(broken, 3, lambda s: [s.remove(Post(weights)), s.remove(Wait(weights))])
+    plan = program.transfers[weights].reallocation
+    routes = [replace(route, ranks=(0, *route.ranks[1:])) for route in plan.routes[:1]]
+    plan = replace(plan, routes=(*routes, *plan.routes[1:]))
+    broken = replace(
+        program, transfers=(*program.transfers[:weights], replace(program.transfers[weights], reallocation=plan))
+    )
     assert_refused(broken, 0, f"Post transfer {weights} sends the weights of actor, which trains on ranks 2-3")
 
 

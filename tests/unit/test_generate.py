@@ -11,7 +11,7 @@ from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime import generate as module
-from rlhf_spmd.runtime.batch import Sequences, response_logprobs
+from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs
 from rlhf_spmd.runtime.data import pad
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.kvcache import KVCache
@@ -181,7 +181,8 @@ def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
         responses_BG, logprobs_BG, kept_BGK = run(
             model, prompts, draw(24, number), **sampling, top_k=top_k, top_p=0.9 if top_k else 1.0
         )
-        forced_BG = response_logprobs(model, Sequences.join(pad(prompts), responses_BG), kept_BGK, **sampling)
+        batch = Sequences.join(pad(prompts), responses_BG)
+        forced_BG = response_logprobs(model, batch, forward(model, batch), kept_BGK, **sampling)
         assert logprobs_BG.dtype == torch.float32
         assert not logprobs_BG[responses_BG < 0].any() and not forced_BG[responses_BG < 0].any()
         assert (logprobs_BG[responses_BG >= 0] <= 0).all()

@@ -184,14 +184,14 @@ def test_seeds_and_iterations_have_their_own_tokens(overrides):
 
 def disturb(run: RunOf, change) -> None:
     """Calls `change` on the actor's engine right before its first training step."""
-    train = run.job.calls._train
+    whole = run.job.calls.training.whole
 
-    def disturbed(call, step, data, state):
-        if call.model == "actor" and step.epoch == step.mini_batch == 0:
-            change(run.job.models.engines["actor"])
-        train(call, step, data, state)
+    def disturbed(step):
+        if step.call.model == "actor" and step.first:
+            change(step.engine)
+        return whole(step)
 
-    run.job.calls._train = disturbed
+    run.job.calls.training.whole = disturbed
 
 
 @torch.no_grad()
@@ -238,14 +238,15 @@ def test_parity_tolerance_is_the_users(overrides):
 def test_a_gradient_that_is_not_finite_stops_the_run(model, overrides):
     """Before it reaches the weights, and the message says where."""
     run = RunOf(load(overrides))
-    name = {"actor": "_policy_loss", "critic": "_value_loss"}[model]
-    loss, num_calls = getattr(run.job.calls, name), itertools.count()
+    name = {"actor": "policy_loss", "critic": "value_loss"}[model]
+    losses, num_calls = run.job.calls.training._losses, itertools.count()
+    loss = losses[name]
 
     def spoiled(*arguments):
         total, sums = loss(*arguments)
         return total * (math.inf if next(num_calls) >= 4 else 1.0), sums  # 3 micro-batches per mini-batch
 
-    setattr(run.job.calls, name, spoiled)
+    losses[name] = spoiled
     before = None
     step = run.job.models.engines[model].step
 

@@ -111,4 +111,6 @@ def test_a_reward_model_without_a_head_is_none_but_a_critic_may_start_at_zero(fo
     assert "/actor/model.safetensors has no tensor score.weight" in text
     assert "AutoModelForSequenceClassification" in text
     config = config_of(folder, critic="actor")
-    assert not Models(compiled(config), config, OneRank()).copies["critic"].score.weight.any()
+    models = Models(compiled(config), config, OneRank())
+    models.start()
+    assert not models.engines["critic"].model.score.weight.any()

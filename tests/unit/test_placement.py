@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement, split_by_ratio, validate
+from rlhf_spmd.plan.placement import Placement, split_by_ratio
+from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload
 
@@ -153,15 +154,23 @@ def refused(layouts: dict[str, object], *, size: int = 4) -> str:
         ),
         ({"reward_infer": Layout.data_parallel((1, 1))}, ["reward_infer on ranks 1,1", "twice", "once"]),
         ({"actor_train": Layout.data_parallel((0, 1), zero=7)}, ["actor_train on ranks 0-1", "ZeRO stage 7", "use 0"]),
-        ({"reward_infer": Layout((0, 1), dp=1, tp=2)}, ["reward_infer on ranks 0-1", "tp 2", "set pp = tp = 1"]),
+        (
+            {"reward_infer": Layout((0, 1, 2), dp=1, tp=3)},
+            ["reward_infer on ranks 0-2", "tp 3", "1 key-value heads of reward", "lower tp to 1"],
+        ),
+        ({"reward_infer": Layout((0, 1, 2), dp=1, pp=3)}, ["pp 3 is more than the 2 layers of reward", "lower pp"]),
+        ({"reward_infer": Layout((1, 0), dp=1, tp=2)}, ["ranks [1, 0] do not ascend"]),
+        ({"actor_train": Layout((0, 1), dp=1, pp=2, zero=2)}, ["actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1"]),
+        ({"actor_train": Layout((0, 1), dp=2, pp=2)}, ["actor_train", "is not the number of ranks, 2"]),
+        ({"reward_infer": Layout.data_parallel((1,), recompute=True)}, ["recompute", "only training has"]),
+        ({"actor_generate": Layout.data_parallel((1,), offload=True)}, ["offload is for frozen models"]),
+        ({"reward_infer": Layout.data_parallel((1,), offload=True, zero=3)}, ["both ZeRO 3 and offload"]),
+        ({"reward_infer": Layout.data_parallel((1,), tokens=9, micro_batch=3)}, ["both micro_batch and tokens"]),
+        ({"reward_infer": Layout.data_parallel((1,), tokens=0)}, ["a budget of 0 tokens"]),
         ({"reward_infer": Layout((0, 1), dp=-2, pp=-1)}, ["reward_infer on ranks 0-1", "less than 1"]),
         (
             {"reward_infer": Layout.data_parallel((1,), zero=2)},
             ["reward_infer on ranks 1: ZeRO 2 shards gradients or optimizer state, and reward has none; use 0 or 3"],
-        ),
-        (
-            {"actor_train": Layout.data_parallel((0, 1), zero=3)},
-            ["actor_generate on ranks 0-3", "actor_train", "ranks 0-1 by ZeRO 3", "same ranks, or ZeRO 0-2"],
         ),
     ],
 )
@@ -194,7 +203,7 @@ def test_zero_where_a_model_does_not_train_so_would_be_ignored(ranks, zero):
     home = Layout.data_parallel((0, 1), zero=2)
     text = refused({"actor_train": home, "actor_generate": Layout.data_parallel(ranks, zero=zero)})
     assert f"call actor_generate on ranks {format_ranks(ranks)}: ZeRO {zero} would be ignored" in text
-    assert "actor trains on ranks 0-1 with ZeRO 2; use zero=0 here, and set the stage of actor_train" in text
+    assert "actor trains on ranks 0-1 with dp2 pp1 tp1 zero2; use zero=0 here, and set the stage of actor_train" in text
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

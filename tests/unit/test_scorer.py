@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.runtime.batch import forward, sequence_scores
 from rlhf_spmd.runtime.scorer import Scorer
 from tests.folders import write_all
 from tests.runs import load
@@ -24,7 +25,12 @@ def score(tmp_path):
         config = load(overrides, *(word.format(folder=tmp_path) for word in more))
         model = load_model(config.models.reward, head="scalar") if config.reward_function_mode == "add" else None
         model = model if config.reward_function else load_model(config.models.reward, head="scalar")
-        return Scorer(config, model, load_tokenizer(config.models.actor))(PROMPTS_BP, RESPONSES_BG, 2)
+        scorer = Scorer(config, model and model.config, load_tokenizer(config.models.actor))
+        scores_B = torch.zeros(3)
+        if model is not None:
+            batch = scorer.batch(PROMPTS_BP, RESPONSES_BG)
+            scores_B += sequence_scores(model, batch, forward(model, batch))
+        return scores_B + (scorer.of_function(PROMPTS_BP, RESPONSES_BG) if scorer.function else 0.0)
 
     return score
 

@@ -68,7 +68,7 @@ def test_messages_take_their_time_and_slow_ranks_hold_up_their_group():
     weights = sum(1 for transfer in program.transfers if transfer.model)
     slow = simulate(program, seconds(program), lambda message: 0.0 if message.keys else 10.0)
     assert weights == 2
-    assert slow.makespan_s == pytest.approx(simulate(program, seconds(program)).makespan_s + 10.0)
+    assert slow.makespan_s == pytest.approx(simulate(program, seconds(program)).makespan_s + 10.0 * weights)
     program = program_of(flattening.place, 2)
     late = simulate(program, lambda rank, step: float(rank == 1 and step.call == "actor_generate"))
     assert late.makespan_s == 1.0 and late.times[0][0] == (0.0, 0.0)

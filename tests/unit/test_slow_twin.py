@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime import calls, models, zero0
+from rlhf_spmd.runtime import calls, flat_engine, models, training
 from tests import slow_ppo
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
@@ -82,7 +82,7 @@ def config(overrides, variant) -> Config:
 def float64(monkeypatch) -> None:
     """Lets a config of dtype float64 run, and makes the store float64 too (rollouts come rounded to float32 anyway)."""
     monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
-    monkeypatch.setitem(calls.PARITY_TOLERANCE, "float64", 1e-4)
+    monkeypatch.setitem(training.PARITY_TOLERANCE, "float64", 1e-4)
     place_for = calls.Calls.place_for
 
     def wide(self, data: calls.Iteration, key: str) -> Tensor:
@@ -244,8 +244,8 @@ def test_losses_and_gradients_in_float64(config, float64, monkeypatch):
     """Every mini-batch of two iterations: losses, statistics, norms, and the gradient before it is clipped."""
     run = RunOf(dataclasses.replace(config, dtype="float64"))
     slow, grads = SlowRun(run.config), []
-    real_norm = zero0.norm
-    monkeypatch.setattr(zero0, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
+    real_norm = flat_engine.norm
+    monkeypatch.setattr(flat_engine, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
     for _ in range(2):
         grads.clear()
         steps = both(run, slow)

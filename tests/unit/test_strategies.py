@@ -11,7 +11,7 @@ from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import forecast_bytes
+from rlhf_spmd.plan.memory import working_bytes
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Post, Program, Run, Wait
 from rlhf_spmd.plan.workload import Workload
@@ -285,7 +285,13 @@ def test_joint_calls_with_another_call_between_them_are_refused():
         ("separation", "1x4", {"generation_ranks": -1}, ["-1 generation ranks", "from 1 to 3"]),
         ("separation", "1x1", {}, ["0 generation ranks of 1", "start at least 2 ranks"]),
         ("separation", "1x4", {"in_flight": 0}, ["in_flight 0 is less than 1", "raise it"]),
-        ("separation", "1x4", {"zero": 3}, ["actor_generate", "use the same ranks, or ZeRO 0-2"]),
+        ("separation", "1x4", {"training_pp": 2, "zero": 2}, ["actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1"]),
+        ("separation", "1x4", {"generation_tp": 2, "generation_ranks": 3}, ["3 ranks by pp 1 x tp 2", "not divisible"]),
+        ("separation", "1x4", {"training_tp": 2}, ["actor_train", "tp 2 is more than the 1 key-value heads"]),
+        ("reallocation", "1x4", {"training_pp": 4}, ["actor_train", "pp 4 is more than the 2 layers"]),
+        ("reallocation", "1x4", {"training_tp": 3}, ["4 ranks by pp 1 x tp 3", "not divisible"]),
+        ("reallocation", "1x4", {"tokens": 9, "micro_batch": 1}, ["both micro_batch and tokens", "give one of them"]),
+        ("heterogeneous", "1x4", {}, ["two device types", "(cpu)", "--cluster FILE"]),
         (
             "separation",
             "1x4",
@@ -366,10 +372,10 @@ def test_one_mini_batch_has_nothing_to_stream():
     assert any("nothing streams, because an iteration is one mini-batch" in text for text in found)
 
 
-def test_weights_in_transit_count():
-    """A sender packs a model once for all who get it, a receiver lands all of it."""
+def test_buckets_of_weights_count():
+    """A small model is in its buckets whole, one half from each trainer."""
     workload, cluster = make_workload(), Cluster.parse("1x4")
     program = compile_program(workload, separation.place(workload, cluster, generation_ranks=2), cluster)
     size = {model: workload.weight_bytes(model) for model in ("actor", "critic")}
-    found = [forecast_bytes(program, rank)["in transit"] for rank in range(4)]
-    assert found == [size["actor"] + size["critic"]] * 4
+    found = [working_bytes(program, rank)["buckets"] for rank in range(4)]
+    assert max(found) == size["actor"] + size["critic"]

@@ -61,7 +61,10 @@ def test_every_strategy_of_the_package_compiles_and_is_sound():
     assert "flattening" in strategies.names() and "_template" not in strategies.names()
     for name in strategies.names():
         for layout in ("1x1", "1x2", "1x4", "2x2"):
-            if layout == "1x1" and name != "flattening":  # the others set models apart
+            if name == "heterogeneous":  # it needs a cluster file
+                assert "two device types" in refused(name, layout)
+                continue
+            if layout == "1x1" and name not in ("flattening", "reallocation"):  # the others set models apart
                 assert re.search("start (more|at least 2) ranks", refused(name, layout))
                 continue
             errors = [f for f in check(compiled(name, layout)) if f.severity == "error"]
@@ -257,13 +260,9 @@ def test_a_place_with_other_parameters(write):
         ("layouts['actor_train'] = Layout.data_parallel((0, 1), zero=7)", ["actor_train on ranks 0-1", "stage 7"]),
         (
             "layouts['actor_train'] = Layout(cluster.ranks, dp=2, tp=2)",
-            ["actor_train on ranks 0-3", "tp 2: only data parallelism runs so far", "set pp = tp = 1"],
+            ["actor_train on ranks 0-3", "tp 2 is more than the 1 key-value heads of actor", "lower tp to 1"],
         ),
         ("layouts['actor_train'] = Layout(cluster.ranks, dp=3)", ["actor_train on ranks 0-3", "number of ranks, 4"]),
-        (
-            "layouts['actor_train'] = Layout.data_parallel((0, 1), zero=3)",
-            ["call actor_generate on ranks 0-3", "ranks 0-1 by ZeRO 3", "use the same ranks"],
-        ),
     ],
 )
 def test_a_placement_that_does_not_fit_names_strategy_call_ranks_and_mend(write, change, words):

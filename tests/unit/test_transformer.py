@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model import rope, transformer
+from rlhf_spmd.model import attention, rope, transformer
+from rlhf_spmd.model.attention import Rows, attend, windowed
 from rlhf_spmd.model.config import ModelConfig, from_hf, to_hf
-from rlhf_spmd.model.transformer import Transformer, attend, windowed
+from rlhf_spmd.model.transformer import Transformer
 
 SMALL = {
     "vocab_size": 61,
@@ -174,10 +175,10 @@ def test_decoding_with_a_cache_equals_the_full_forward(case):
     cache = ListCache()
     with torch.no_grad():
         full = mine(tokens_BT)
-        parts = [mine(tokens_BT[:, :6], cache=cache)]
-        parts.append(mine(tokens_BT[:, 6:9], positions_BT=torch.arange(6, 9)[None], cache=cache))
+        parts = [mine(tokens_BT[:, :6], context=Rows.first(6, "cpu", cache))]
+        parts.append(mine(tokens_BT[:, 6:9], context=Rows(torch.arange(6, 9)[None], cache)))
         for t in range(9, 17):
-            parts.append(mine(tokens_BT[:, t : t + 1], positions_BT=torch.tensor([[t]]), cache=cache))
+            parts.append(mine(tokens_BT[:, t : t + 1], context=Rows(torch.tensor([[t]]), cache)))
     torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-12, rtol=0)
 
 
@@ -191,10 +192,8 @@ def test_decoding_rows_of_unequal_lengths(case):
     new_BG = some_tokens(3, 5, mine.config.vocab_size, seed=5)
     cache = ListCache(lengths_B)
     with torch.no_grad():
-        mine(prompts_BP, cache=cache)
-        decoded = [
-            mine(new_BG[:, t : t + 1], positions_BT=(lengths_B + t)[:, None], cache=cache)[:, 0] for t in range(5)
-        ]
+        mine(prompts_BP, context=Rows.first(9, "cpu", cache))
+        decoded = [mine(new_BG[:, t : t + 1], context=Rows((lengths_B + t)[:, None], cache))[:, 0] for t in range(5)]
         for row, length in enumerate(lengths_B.tolist()):
             alone = mine(torch.cat((tokens_BT[row, :length], new_BG[row]))[None])[0, length:]
             torch.testing.assert_close(torch.stack(decoded, 1)[row], alone, atol=1e-12, rtol=0)
@@ -209,9 +208,9 @@ def test_padding_never_reaches_a_real_token():
 
 def test_dynamic_rope_refuses_to_decode_beyond_its_length():
     mine = ours(theirs("dynamic beyond"))
-    mine(some_tokens(1, 16, 61), cache=ListCache())
+    mine(some_tokens(1, 16, 61), context=Rows.first(16, "cpu", ListCache()))
     with pytest.raises(UserError, match="dynamic rope"):
-        mine(some_tokens(1, 17, 61), cache=ListCache())
+        mine(some_tokens(1, 17, 61), context=Rows.first(17, "cpu", ListCache()))
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "yarn", "mistral window"])
@@ -256,7 +255,7 @@ def test_initial_weights_follow_from_the_seed_alone():
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert math.isclose(first.lm_head.weight.std().item(), 0.02, rel_tol=0.05)
     residual_std = 0.02 / math.sqrt(2 * config.num_layers)
-    assert math.isclose(first.layers[1].mlp.down_proj.weight.std().item(), residual_std, rel_tol=0.05)
+    assert math.isclose(first.layers["1"].mlp.down_proj.weight.std().item(), residual_std, rel_tol=0.05)
     assert torch.equal(first.norm.weight, torch.ones(config.hidden_size))
     assert not Transformer(config, head="scalar").score.weight.any()
 
@@ -275,11 +274,11 @@ def test_window_masks():
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_against_the_formula(in_place, num_new, masked, monkeypatch):
     """Both ways to group heads: the CPU's, and the one that GPUs without a kernel for it take."""
-    monkeypatch.setattr(transformer, "reads_groups", lambda *_, **__: in_place)
+    monkeypatch.setattr(attention, "reads_groups", lambda *_, **__: in_place)
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 6, num_new, 8), (2, 2, 5, 8), (2, 2, 5, 8))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    mask = transformer.causal_mask(num_new, 5, q.device).repeat(2, 1, 1, 1)
+    mask = attention.causal_mask(num_new, 5, q.device).repeat(2, 1, 1, 1)
     mask[1, ..., 0] = not masked
     scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(3, 1)) / math.sqrt(8)
     expected = torch.einsum(

@@ -1,0 +1,79 @@
+"""Whether a program fits the devices, and what it wastes; findings are what `check` says."""
+
+from dataclasses import dataclass
+
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.program import Program, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to know about a program; an `error` makes it unfit to start."""
+
+    severity: str  # error | warning
+    message: str
+    rank: int | None = None
+    position: int | None = None  # of the instruction in the rank's list
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}"
+        where += "" if self.position is None else f", instruction {self.position}"
+        return f"{self.severity}: {where + ': ' if where else ''}{self.message}"
+
+
+def memory(program: Program) -> list[Finding]:
+    """The peak of bytes against the device; one finding per set of equal ranks."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for rank in program.cluster.ranks:
+        limit = program.cluster.device_bytes(rank)
+        static, working = static_bytes(program, rank), working_bytes(program, rank)
+        need = peak_bytes(static, working)
+        if limit is not None and need > limit:
+            stays = sum(static.values()) - static["offloaded"]
+            text = f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}"
+            found.setdefault((text, limit), []).append(rank)
+    mend = "raise the ZeRO stage, tp or pp, split the models, lower micro_batch, or use more devices"
+    return [
+        Finding("error", f"ranks {format_ranks(tuple(ranks))} need {text}; the device has {limit >> 30} GiB: {mend}")
+        for (text, limit), ranks in found.items()
+    ]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _parts(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size) or "nothing"
+
+
+def waste(program: Program) -> list[Finding]:
+    """Ranks without work, and streaming that was asked for and cannot be."""
+    found = []
+    if program.placement.stream and not program.placement.streams(program.workload):
+        text = "streaming is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch"
+        found.append(Finding("warning", text))
+    if program.placement.stream and program.workload.num_mini_batches == 1:
+        text = "nothing streams, because an iteration is one mini-batch: lower mini_batch or raise rollout_batch"
+        found.append(Finding("warning", text))
+    for call in program.workload.workflow.placed_calls:
+        layout = program.placement.layouts[call.name]
+        empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]
+        if empty:
+            text = (
+                f"{call.name}: ranks {format_ranks(tuple(empty))} get no sequence, because mini_batch "
+                f"{program.workload.mini_batch} is smaller than dp {layout.dp}; raise mini_batch"
+            )
+            found.append(Finding("warning", text))
+        types = {program.cluster.nodes[program.cluster.node_of(rank)].device for rank in layout.ranks}
+        if len(types) > 1:
+            text = f"{call.name} runs on {' and '.join(sorted(types))}: the slower type sets the pace"
+            found.append(Finding("warning", text))
+        if any(len({program.cluster.node_of(r) for r in layout.tensor_ranks(rank)}) > 1 for rank in layout.ranks):
+            text = f"{call.name}: tensor-parallel ranks on several nodes exchange activations in every layer; lower tp"
+            found.append(Finding("warning", text))
+    idle = [rank for rank, steps in enumerate(program.instructions) if not any(isinstance(s, Run) for s in steps)]
+    if idle:
+        found.append(Finding("warning", f"ranks {format_ranks(tuple(idle))} run no call in this placement"))
+    return found

@@ -1,0 +1,166 @@
+"""Pipeline parallelism as instructions: what the stages of a layout do in one Run, micro-batch by micro-batch.
+
+Training follows 1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473): stage s of p runs
+min(p - s - 1, m) forwards ahead, then one forward and one backward in turn, then the backwards that are left, so that
+no stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone.
+
+The number m of micro-batches follows from the data, so a program holds one Run and the body is compiled for each m: by
+`check` for every m up to the largest, by the runtime for the m that the ranks have agreed on. The passes of all stages
+are merged into one global order, and both ends of a transfer post it where its data is made in that order; hence even
+a backend that carries out transfers one after another cannot hang.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.plan.program import Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
+
+Pass = tuple[str, int]  # "forward" or "backward", micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a Run becomes on the ranks of one data-parallel shard. Transfers are numbered from 0."""
+
+    instructions: dict[int, tuple[Instruction, ...]]  # by world rank
+    transfers: tuple[Transfer, ...]
+    passes: tuple[tuple[Pass, int], ...]  # of each transfer: the pass that makes its data, and on which stage
+
+
+def is_pipelined(call: Call, layout: Layout) -> bool:
+    """Whether a call's Runs have a body. Generation goes through its stages token by token, inside one Run."""
+    return layout.pp > 1 and call.kind in ("infer", "train")
+
+
+def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
+    """The most micro-batches that a Run can have on one shard: a budget of tokens may leave one row to each."""
+    rows = -(-workload.mini_batch // layout.dp)
+    size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
+    return max(1, -(-rows // size)) * (1 if call.kind == "train" else workload.num_mini_batches)
+
+
+def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, train: bool) -> list[Pass]:
+    """The passes of one stage in their order: 1F1B, or the forwards alone."""
+    forwards: list[Pass] = [("forward", index) for index in range(num_micro_batches)]
+    if not train:
+        return forwards
+    ahead = min(num_stages - stage - 1, num_micro_batches)
+    passes = forwards[:ahead]
+    for index, forward in enumerate(forwards[ahead:]):
+        passes += [forward, ("backward", index)]
+    return passes + [("backward", index) for index in range(num_micro_batches - ahead, num_micro_batches)]
+
+
+def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> list[tuple[int, Pass]]:
+    """The passes of all stages in one order in which each comes after what it needs: a forward after that of the stage
+    before, a backward after that of the stage behind."""
+    queues = [order_of_passes(s, num_stages, num_micro_batches, train=train) for s in range(num_stages)]
+    done: set[tuple[int, Pass]] = set()
+    order: list[tuple[int, Pass]] = []
+    while any(queues):
+        ready = []
+        for stage, queue in enumerate(queues):
+            if queue:
+                kind, index = queue[0]
+                before = stage - 1 if kind == "forward" else stage + 1
+                if not 0 <= before < num_stages or (before, (kind, index)) in done:
+                    ready.append((stage, queue.pop(0)))
+        assert ready, "1F1B never waits in a circle"
+        done.update(ready)
+        order += ready
+    return order
+
+
+@cache
+def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
+    """The instructions of one shard's ranks. pass_bytes: what a stage hands on for one micro-batch, on each slice."""
+    train, last = call.kind == "train", layout.pp - 1
+    ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
+    lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
+    transfers: list[Transfer] = []
+    makers: list[tuple[Pass, int]] = []
+    numbers: dict[tuple[str, int, int], int] = {}  # pass, and the stage that receives -> transfer
+    for stage, (kind, index) in global_order(layout.pp, num_micro_batches, train=train):
+        group = group_name(ranks[stage]) if layout.tp > 1 else None
+        number = numbers.get((kind, index, stage))
+        # what a backward receives proves that the stage behind is done with what this one sent it forward
+        sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
+        for rank in ranks[stage]:
+            lists[rank] += [Wait(n) for n in (sent, number) if n is not None]
+            lists[rank].append(replace(step, group=group, phase=kind, micro_batch=index))
+        to = stage + 1 if kind == "forward" else stage - 1
+        if not 0 <= to <= last:
+            continue
+        numbers[kind, index, to] = len(transfers)
+        pairs = zip(ranks[stage], ranks[to], strict=True)
+        what = "activations" if kind == "forward" else "gradients"
+        messages = tuple(Message(source, there, (what,), range(0), pass_bytes) for source, there in pairs)
+        for rank in (*ranks[stage], *ranks[to]):
+            lists[rank].append(Post(len(transfers)))
+        transfers.append(Transfer(f"{what} of {call.name} to stage {to}", messages, mini_batch=step.mini_batch))
+        makers.append(((kind, index), stage))
+    for number, transfer in enumerate(transfers):  # what nothing has waited for yet on the side that sent it
+        for rank in transfer.ranks:
+            if Wait(number) not in lists[rank]:
+                lists[rank].append(Wait(number))
+    if train:
+        for rank in lists:
+            lists[rank].append(replace(step, phase="update"))
+    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
+
+
+def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program:
+    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given."""
+    workload, transfers = program.workload, list(program.transfers)
+    offsets: dict[tuple[Run, int], int] = {}
+    lists: list[list[Instruction]] = []
+    for rank, steps in enumerate(program.instructions):
+        lists.append([])
+        for step in steps:
+            call = workload.workflow.call(step.call) if isinstance(step, Run) else None
+            if call is None or not is_pipelined(call, program.layout_of(step)):
+                lists[rank].append(step)
+                continue
+            layout = program.layout_of(step)
+            dp_index = layout.dp_index(rank)
+            inner = body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
+            if (step, dp_index) not in offsets:
+                offsets[step, dp_index] = len(transfers)
+                transfers += inner.transfers
+            if call.kind == "train":
+                lists[rank].append(replace(step, phase="begin"))
+            lists[rank] += [_shifted(s, offsets[step, dp_index]) for s in inner.instructions[rank]]
+    return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
+
+
+def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
+    """Every pipelined call with each number of micro-batches that it can have: a program of one such Run."""
+    for call in program.workload.workflow.placed_calls:
+        layout = program.placement.layouts[call.name]
+        if not is_pipelined(call, layout):
+            continue
+        steps = {rank: step for rank in layout.ranks for step in program.instructions[rank] if _is_of(call, step)}
+        lists = [(steps[rank],) if rank in steps else () for rank in program.cluster.ranks]
+        one = replace(program, transfers=(), instructions=tuple(lists))
+        for number in range(1, largest_number(layout, program.workload, call) + 1):
+            yield call, number, expand(one, lambda step, number=number: number)
+
+
+def _is_of(call: Call, step: Instruction) -> bool:
+    return isinstance(step, Run) and step.call == call.name
+
+
+def _shifted(step: Instruction, offset: int) -> Instruction:
+    return replace(step, transfer=step.transfer + offset) if isinstance(step, Post | Wait) else step
+
+
+def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:
+    """The most bytes that a stage hands on for one micro-batch, on each slice."""
+    longest = workload.max_prompt + workload.max_response
+    tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
+    tokens = max(tokens, longest)  # a sequence is never cut
+    return -(-tokens // layout.tp) * workload.models[call.model].hidden_size * workload.param_bytes

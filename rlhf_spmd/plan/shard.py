@@ -1,0 +1,26 @@
+"""Which part of a model one copy of it holds: a pipeline stage's layers, and of every weight a tensor-parallel slice.
+
+The same rule everywhere, uneven parts included: part i of n things is [i * n // parts, (i + 1) * n // parts).
+"""
+
+from dataclasses import dataclass
+
+
+def split(total: int, parts: int, index: int) -> range:
+    """Part `index` of `total` things; parts differ in size by at most one."""
+    return range(index * total // parts, (index + 1) * total // parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One place in a grid of pp stages and tp slices; the default is the whole model."""
+
+    stage: int = 0
+    pp: int = 1
+    tp_index: int = 0
+    tp: int = 1
+
+    def __str__(self) -> str:
+        parts = [f"stage {self.stage} of {self.pp}"] if self.pp > 1 else []
+        parts += [f"slice {self.tp_index} of {self.tp}"] if self.tp > 1 else []
+        return ", ".join(parts) or "the whole model"

@@ -1,0 +1,185 @@
+"""The table of a model's weights: their sizes, how tensor parallelism cuts them, which pipeline stages hold them.
+
+The weights of one kind in all layers are one tensor [layers, rows, columns], so that a plan for 80 layers is no longer
+than one for two. What a rank holds is then a few boxes of each tensor, whatever the number of layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_spmd.plan.shard import Shard, split
+from rlhf_spmd.plan.workload import ModelShape
+
+Range = tuple[int, int]  # first, last + 1
+Box = tuple[Range, Range, Range]  # of layers, rows and columns, counted in the whole model
+
+
+def numbers_in(box: Box) -> int:
+    """How many numbers a box holds."""
+    (l0, l1), (r0, r1), (c0, c1) = box
+    return (l1 - l0) * (r1 - r0) * (c1 - c0)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor share; None for nothing."""
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(first < last for first, last in common) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one kind of weight; on the wire layer by layer, row by row."""
+
+    weight: str
+    box: Box
+
+    @property
+    def num_numbers(self) -> int:
+        return numbers_in(self.box)
+
+
+def rectangles(start: int, stop: int, *, width: int) -> list[tuple[Range, Range]]:
+    """(rows, columns) of numbers [start, stop) of a matrix with rows of `width`, in order: at most the end of a row,
+    full rows, and the beginning of one."""
+    (r0, c0), (r1, c1) = divmod(start, width), divmod(stop, width)
+    if r0 == r1:
+        return [((r0, r0 + 1), (c0, c1))] if c0 < c1 else []
+    found = [((r0, r0 + 1), (c0, width))] if c0 else []
+    full = r0 + (c0 > 0), r1
+    found += [(full, (0, width))] if full[0] < full[1] else []
+    return found + ([((r1, r1 + 1), (0, c1))] if c1 else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One kind of weight: [layers, rows, columns] of the whole model.
+
+    name: of a parameter of model/transformer.py; `{}` stands for the layer. A parameter with one dim (num_dims 1) has
+    one column. cut: what tensor parallelism splits, in units of `unit` rows or columns; None: every slice has it all.
+    stages: which pipeline stages hold it; "layers": each those of its layers; "ends": the first and the last.
+    """
+
+    name: str
+    layers: int
+    rows: int
+    columns: int
+    num_dims: Literal[1, 2] = 2
+    cut: Literal["rows", "columns"] | None = None
+    unit: int = 1
+    stages: Literal["layers", "first", "last", "ends"] = "layers"
+
+    @property
+    def whole(self) -> Box:
+        return (0, self.layers), (0, self.rows), (0, self.columns)
+
+    def box(self, shard: Shard) -> Box | None:
+        """What a shard holds of it; None for nothing."""
+        first, last = shard.stage == 0, shard.stage == shard.pp - 1
+        if self.stages == "layers":
+            stage = split(self.layers, shard.pp, shard.stage)
+            layers = stage.start, stage.stop
+        else:
+            here = {"first": first, "last": last, "ends": first or last}[self.stages]
+            layers = 0, int(here)
+        rows, columns = (0, self.rows), (0, self.columns)
+        if self.cut == "rows":
+            rows = self._slice(self.rows, shard)
+        elif self.cut == "columns":
+            columns = self._slice(self.columns, shard)
+        box = layers, rows, columns
+        return box if numbers_in(box) else None
+
+    def _slice(self, size: int, shard: Shard) -> Range:
+        units = split(size // self.unit, shard.tp, shard.tp_index)
+        return units.start * self.unit, units.stop * self.unit
+
+    def parameters(self, layers: Range) -> Iterator[tuple[int, str]]:
+        """Number and parameter name of these layers; the name alone, as layer 0, of what no layer has."""
+        yield from ((layer, self.name.format(layer)) for layer in range(*layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank holds of a model: a shard, or under ZeRO 3 one of `parts` parts of it.
+
+    ZeRO 3 (as DeepSpeed lays it out): each parameter of the shard is flattened by itself, and part i has its numbers
+    [i * n, (i + 1) * n) with n = ceil(size / parts); the last parts may be short or empty.
+    """
+
+    shard: Shard
+    part: int = 0
+    parts: int = 1
+
+    def interval(self, box: Box) -> Range:
+        """Which numbers of one flattened parameter this rank has; `box`: what the shard has of its weight."""
+        _, (r0, r1), (c0, c1) = box
+        size = (r1 - r0) * (c1 - c0)
+        step = -(-size // self.parts)
+        return min(self.part * step, size), min((self.part + 1) * step, size)
+
+    def boxes(self, weight: Weight) -> tuple[Box, ...]:
+        """What this rank holds of a weight, at most three boxes: the end of a row, full rows, the beginning of one."""
+        box = weight.box(self.shard)
+        if box is None or self.parts == 1:
+            return () if box is None else (box,)
+        layers, (top, _), (left, right) = box
+        found = rectangles(*self.interval(box), width=right - left)
+        return tuple((layers, (a + top, b + top), (c + left, d + left)) for (a, b), (c, d) in found)
+
+
+def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
+    """All weights of a model, in the order of its parameters but for the layers, which lie side by side."""
+    num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim
+    queries, keys = shape.num_heads * d, shape.num_kv_heads * d
+    group = shape.num_heads // shape.num_kv_heads * d  # the query heads that read one key-value head stay together
+    found = [
+        Weight(
+            "embed_tokens.weight",
+            1,
+            shape.vocab_size,
+            hidden,
+            cut="rows",
+            stages="ends" if shape.tied and not shape.scalar_head else "first",
+        ),
+        Weight("layers.{}.input_layernorm.weight", num, hidden, 1, num_dims=1),
+    ]
+
+    def linear(name: str, rows: int, columns: int, cut: Literal["rows", "columns"], unit: int, bias: bool) -> None:
+        found.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
+        if bias:
+            split_too = {"cut": "rows", "unit": unit} if cut == "rows" else {}  # a sum's bias is added once, after it
+            found.append(Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1, **split_too))
+
+    linear("self_attn.q_proj", queries, hidden, "rows", group, shape.qkv_bias)
+    linear("self_attn.k_proj", keys, hidden, "rows", d, shape.qkv_bias)
+    linear("self_attn.v_proj", keys, hidden, "rows", d, shape.qkv_bias)
+    linear("self_attn.o_proj", hidden, queries, "columns", group, shape.output_bias)
+    if shape.qk_norm:
+        found += [
+            Weight(f"layers.{{}}.self_attn.{name}.weight", num, d, 1, num_dims=1) for name in ("q_norm", "k_norm")
+        ]
+    found.append(Weight("layers.{}.post_attention_layernorm.weight", num, hidden, 1, num_dims=1))
+    linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)
+    linear("mlp.up_proj", inner, hidden, "rows", 1, shape.mlp_bias)
+    linear("mlp.down_proj", hidden, inner, "columns", 1, shape.mlp_bias)
+    found.append(Weight("norm.weight", 1, hidden, 1, num_dims=1, stages="last"))
+    if shape.scalar_head:
+        found.append(Weight("score.weight", 1, 1, hidden, stages="last"))
+    elif not shape.tied:
+        found.append(Weight("lm_head.weight", 1, shape.vocab_size, hidden, cut="rows", stages="last"))
+    return tuple(found)
+
+
+def local_shapes(shape: ModelShape, holding: Holding) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter as a rank holds it; [numbers] of a flat part under ZeRO 3, without padding."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight in weights_of(shape):
+        box = weight.box(holding.shard)
+        if box is None:
+            continue
+        layers, (r0, r1), (c0, c1) = box
+        start, stop = holding.interval(box)
+        full = (r1 - r0, c1 - c0)[: weight.num_dims]
+        shapes |= {name: full if holding.parts == 1 else (stop - start,) for _, name in weight.parameters(layers)}
+    return shapes

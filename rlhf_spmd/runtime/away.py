@@ -1,0 +1,88 @@
+"""Frozen models whose weights are not on this rank's device between calls: sharded over ranks, or in host memory.
+
+ZeRO 3 (arXiv 1910.02054, section 5.3): each rank of a group keeps a part of the weights, and all of them gather the
+whole while a call uses it. Our own, because there is nothing to optimise: one flat part per rank and one all-gather per
+call do it, while DeepSpeed would gather layer by layer in every forward and so ask every rank for the same number of
+forwards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.model.transformer import Transformer
+
+
+class ShardedCopy:
+    """A frozen model whose weights lie in equal parts on the ranks of a group."""
+
+    def __init__(self, model: Transformer, *, group: dist.ProcessGroup):
+        """model: with all its weights, the same on every rank; it is empty from now on, but inside `gathered`."""
+        self.model, self._group = model, group
+        self._weights = list(model.parameters())  # a tied weight comes once
+        self._shapes = [p.shape for p in self._weights]
+        flat = torch.cat([p.detach().reshape(-1) for p in self._weights])
+        part = -(-len(flat) // group.size())
+        self.shard = flat.new_zeros(part)  # the last ones may end in padding
+        mine = flat[group.rank() * part : (group.rank() + 1) * part]
+        self.shard[: len(mine)] = mine
+        self._release()
+
+    def _release(self) -> None:
+        for p in self._weights:
+            p.data = p.data.new_empty(0)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, `model` has its weights and may run any number of forwards, different on each rank. Collective."""
+        flat = self.shard.new_empty(len(self.shard) * self._group.size())
+        dist.all_gather_into_tensor(flat, self.shard, group=self._group)
+        sizes = [shape.numel() for shape in self._shapes]
+        pieces = flat[: sum(sizes)].split(sizes)
+        for p, piece, shape in zip(self._weights, pieces, self._shapes, strict=True):
+            p.data = piece.view(shape)
+        try:
+            yield
+        finally:
+            self._release()
+
+
+class OffloadedCopy:
+    """A frozen model whose weights wait in host memory; on a CPU that is where they are used, too."""
+
+    def __init__(self, model: Transformer):
+        """model: with all its weights; it is empty from now on, but between `load` and `release`."""
+        self._weights = list(model.parameters())
+        self._device = self._weights[0].device
+        self.host = [self._to_host(p.detach()) for p in self._weights]
+        self._is_loaded = True
+        self.release()
+
+    def _to_host(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight if self._device.type == "cpu" else weight.cpu().pin_memory()  # pinned: copied without a detour
+
+    def load(self) -> None:
+        """Brings the weights to the device."""
+        for p, weight in zip(self._weights, self.host, strict=True):
+            p.data = weight.to(self._device, non_blocking=True)
+        self._is_loaded = True
+
+    def release(self) -> None:
+        """Frees them there; they have not changed."""
+        for p in self._weights:
+            p.data = p.data.new_empty(0)
+        self._is_loaded = False
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Inside, the weights are there; afterwards they are where they were before."""
+        was_loaded = self._is_loaded
+        if not was_loaded:
+            self.load()
+        try:
+            yield
+        finally:
+            if not was_loaded:
+                self.release()

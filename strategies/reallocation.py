@@ -1,0 +1,54 @@
+"""Reallocation: generation with small tp and large dp, training with larger tp and pp, all on the same ranks.
+
+Generation reads every weight for each token, so it likes many replicas, each as little split as memory allows; training
+works on many tokens at once and has optimizer state to spread, so it likes to be split. The actor's weights are
+redistributed after training: each rank receives only what it lacks, and going back moves nothing, because the training
+copy stays. The frozen models and the critic's values run in a layout of their own. ReaL (arXiv 2406.14088).
+"""
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.workload import Workload
+
+
+def place(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    generation_tp: int = 1,
+    training_tp: int | None = None,
+    training_pp: int = 1,
+    inference_tp: int | None = None,
+    inference_pp: int = 1,
+    zero: int = 0,
+    recompute: bool = False,
+    offload: bool = False,
+    micro_batch: int | None = None,
+    tokens: int | None = None,
+) -> Placement:
+    """generation_tp: slices of the actor while it generates. training_tp, training_pp: slices and stages of actor and
+    critic in training; tp None: as many as a node and the key-value heads allow. inference_tp, inference_pp: of the
+    reference, the reward model and the critic's values; tp None: as in training. zero: ZeRO stage of training.
+    recompute: activations are computed again in the backward pass. offload: reference and reward model wait in host
+    memory between uses. micro_batch: sequences per forward, None takes the workload's; or tokens: a budget instead."""
+    ranks, limits = cluster.ranks, {"micro_batch": micro_batch, "tokens": tokens}
+    if training_tp is None:
+        training_tp = workload.largest_tp(cluster, pp=training_pp)
+    inference_tp = training_tp if inference_tp is None else inference_tp
+    training = Layout.grid_of(ranks, pp=training_pp, tp=training_tp, zero=zero, recompute=recompute, **limits)
+    generation = Layout.grid_of(ranks, tp=generation_tp, **limits)
+    inference = Layout.grid_of(ranks, pp=inference_pp, tp=inference_tp, **limits)
+    frozen = Layout.grid_of(ranks, pp=inference_pp, tp=inference_tp, offload=offload, **limits)
+    alone = Layout.data_parallel(ranks)  # a reward function has no weights to split
+    layouts = {}
+    for call in workload.workflow.placed_calls:
+        if call.kind == "train":
+            layouts[call.name] = training
+        elif call.kind == "generate":
+            layouts[call.name] = generation
+        elif workload.models[call.model] is None:
+            layouts[call.name] = alone
+        else:
+            layouts[call.name] = inference if workload.workflow.train_call(call.model) else frozen
+    return Placement(layouts)

@@ -1,0 +1,270 @@
+"""Any layout per call: placements on eight ranks (or those that fit fewer) against a run of the same config on one.
+
+    python tests/run_mpi.py 8 -- tests/mpi/test_layouts.py
+
+Tensor, pipeline and data parallelism, ZeRO, offloading, recomputation, budgets of tokens, shared and separate ranks:
+the same tokens; losses, norms and weights within 1e-5 * max(1, |value|) over three iterations.
+"""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.model.parallel import cut
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime import flat_engine, models, training
+from rlhf_spmd.runtime.shadows import whole_state
+from rlhf_spmd.strategies import flattening
+from tests.edges import explain_flips
+from tests.folders import write_model, write_prompts
+from tests.mpi.test_invariance import EOS_IDS, NOT_COMPARED, TOLERANCE, error, with_groups
+from tests.runs import RunOf, compiled, load
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+
+
+def grid(ranks, **options) -> Layout:
+    return Layout.grid_of(ranks, **options)
+
+
+def everywhere(num: int, *, frozen: dict | None = None, **options):
+    """One layout for all calls of all models; `frozen` changes that of reference and reward."""
+
+    def place(workload: Workload, cluster: Cluster) -> Placement:
+        trained = grid(range(num), **options)
+        inferred = {k: v for k, v in options.items() if k not in ("zero", "recompute")}
+        layouts = {}
+        for call in workload.workflow.placed_calls:
+            if call.model in ("reference", "reward"):
+                layouts[call.name] = grid(range(num), **(inferred | (frozen or {})))
+            elif call.kind == "train":
+                layouts[call.name] = trained
+            elif call.kind == "generate":
+                layouts[call.name] = grid(range(num), **({k: v for k, v in inferred.items() if k != "pp"}))
+            else:
+                layouts[call.name] = grid(range(num), **(inferred | {"zero": options.get("zero", 0)}))
+        return Placement(layouts)
+
+    return num, place
+
+
+def by_kind(num: int, *, generate: Layout, train: Layout, infer: Layout | None = None, critic: Layout | None = None):
+    """Generation, training and inference each in a layout."""
+
+    def place(workload: Workload, cluster: Cluster) -> Placement:
+        layouts = {}
+        for call in workload.workflow.placed_calls:
+            if call.kind == "train":
+                layouts[call.name] = critic if critic and call.model == "critic" else train
+            else:
+                layouts[call.name] = generate if call.kind == "generate" else infer or generate
+        return Placement(layouts)
+
+    return num, place
+
+
+A = range(8)
+PLACEMENTS = {
+    "tp2": everywhere(2, tp=2),
+    "pp2": everywhere(2, pp=2),
+    "dp2 tp2": everywhere(4, tp=2),
+    "tp4": everywhere(4, tp=4),
+    "tp3": everywhere(3, tp=3),
+    "pp2 tp2": everywhere(4, pp=2, tp=2),
+    "dp2 pp2 tp2": everywhere(8, pp=2, tp=2),
+    "dp2 pp4": everywhere(8, pp=4),
+    "dp2 tp4": everywhere(8, tp=4),
+    "dp2 tp2 zero 1": everywhere(4, tp=2, zero=1),
+    "dp4 tp2 zero 2": everywhere(8, tp=2, zero=2, frozen={"zero": 0}),
+    "dp2 tp2 zero 3": everywhere(4, tp=2, zero=3, frozen={"zero": 3}),
+    "dp2 pp2 tp2 zero 1 recompute": everywhere(8, pp=2, tp=2, zero=1, recompute=True),
+    "offload": everywhere(4, tp=2, frozen={"offload": True}),
+    "budget": everywhere(8, pp=2, tp=2, tokens=40),
+    "budget dp": everywhere(2, tokens=33, recompute=True),
+    "reallocation": by_kind(8, generate=grid(A, tp=1), train=grid(A, pp=2, tp=2), infer=grid(A, tp=2)),
+    "reallocation tp4 to tp2": by_kind(8, generate=grid(A, tp=4), train=grid(A, tp=2, zero=1)),
+    "reallocation zero 3": by_kind(8, generate=grid(A, tp=2), train=grid(A, zero=3)),
+    "3 + 5": by_kind(8, generate=grid(range(3, 8)), train=grid(range(3), tp=3)),
+    "5 + 3": by_kind(8, generate=grid(range(5, 8), tp=3), train=grid(range(5), zero=2)),
+    "apart": by_kind(8, generate=grid(range(4, 8), tp=2), train=grid(range(4), pp=2, tp=2), critic=grid(range(4))),
+    "apart zero 3": by_kind(4, generate=grid(range(2, 4), tp=2), train=grid(range(2), zero=3)),
+    "odd ranks": by_kind(5, generate=grid((4, 1, 3, 0)), train=grid(range(5), pp=5), infer=grid((1, 2, 4), tp=3)),
+}
+CONFIGS = {
+    "plain": [],
+    "7 rows": [
+        "rollout_batch=14",
+        "mini_batch=7",
+        "ppo.old_logprobs=recompute",
+        "ppo.truncation=bootstrap",
+        "ppo.whiten=batch",
+        "ppo.normalize_scores=true",
+        "generation.temperature=0.8",
+    ],
+    "3 rows": [
+        "rollout_batch=9",
+        "mini_batch=3",
+        "generation.top_k=15",
+        "generation.min_new_tokens=2",
+        "ppo.kl_early_stop=0.003",
+        "optimizer.max_grad_norm=0.5",
+    ],
+}
+CASES = [(name, ("plain", "7 rows", "3 rows")[index % 3]) for index, name in enumerate(PLACEMENTS)]
+CASES += [("dp2 pp2 tp2", "7 rows"), ("reallocation", "3 rows"), ("apart", "3 rows"), ("dp2 tp4", "3 rows")]
+
+
+def write_models(folder: Path) -> None:
+    """Actor (with tied embeddings), reward model and prompts."""
+    sizes = {"num_layers": 5, "num_heads": 8, "num_kv_heads": 4}
+    write_model(folder / "actor", seed=1, eos_token_ids=EOS_IDS, tie_embeddings=True, **sizes)
+    write_model(folder / "reward", head="scalar", seed=2, **sizes)
+    write_prompts(folder / "prompts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def folder(world):
+    """Checkpoints with enough heads and layers for the largest grids; the ranks of these tests share a machine."""
+    with tempfile.TemporaryDirectory(prefix="layouts_") as name:
+        path = Path(world.bcast(name, what="the folder"))
+        if world.rank == 0:
+            write_models(path)
+        world.barrier("the checkpoints")
+        yield path
+        world.barrier("the end of the folder")
+
+
+def settings_of(folder: Path, config: str):
+    return load(
+        [
+            f"models.actor={folder / 'actor'}",
+            f"models.reward={folder / 'reward'}",
+            f"data.prompts={folder / 'prompts.jsonl'}",
+            "data.max_prompt=8",
+            "generation.max_new_tokens=10",
+            "iterations=3",
+            "rollout_batch=16",
+            "mini_batch=8",
+            "micro_batch=2",
+            "ppo.epochs=2",
+            "optimizer.actor_lr=1e-3",
+            "optimizer.critic_lr=1e-3",
+            *CONFIGS[config],
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(world, folder):
+    """config -> metrics and weights of the run on one rank."""
+    for index, config in enumerate(CONFIGS):
+        if index % world.size == world.rank:
+            run = RunOf(settings_of(folder, config))
+            (folder / f"{config}.json").write_text(json.dumps(run.iterations()))
+            weights = {f"{m}.{n}": w for m in ("actor", "critic") for n, w in run.weights(m).items()}
+            save_file(weights, folder / f"{config}.safetensors")
+    world.barrier("the runs on one rank")
+    return {
+        config: (json.loads((folder / f"{config}.json").read_text()), load_file(folder / f"{config}.safetensors"))
+        for config in CONFIGS
+    }
+
+
+@pytest.mark.parametrize(("placement", "config"), CASES, ids=[f"{p}-{c}" for p, c in CASES])
+def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, make_group):
+    num_ranks, place = PLACEMENTS[placement]
+    if num_ranks > world.size:
+        pytest.skip(f"needs {num_ranks} ranks")
+    settings = settings_of(folder, config)
+    program = compiled(settings, world.size, place)
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    run = RunOf(settings, with_groups(world, program, make_group), program)
+    history = run.iterations()
+    expected_history, expected_weights = alone[config]
+
+    same = [m["tokens_sha256"] for m in history] == [m["tokens_sha256"] for m in expected_history]
+    assert same, explain_flips(settings, run.responses)
+    worst_metric = 0.0
+    for metrics, expected in zip(history, expected_history, strict=True):
+        assert metrics.keys() == expected.keys()
+        for name in metrics.keys() - {"tokens_sha256", *NOT_COMPARED}:
+            worst_metric = max(worst_metric, error(metrics[name], expected[name]))
+            assert error(metrics[name], expected[name]) <= TOLERANCE, (name, metrics[name], expected[name])
+        assert metrics["parity_max_abs"] < 1e-4
+        assert metrics["moved_bytes"] == sum(transfer.num_bytes for transfer in program.transfers)
+        assert metrics["moved_messages"] == sum(transfer.num_messages for transfer in program.transfers)
+
+    worst_weight = 0.0
+    for model in ("actor", "critic"):
+        train = program.workload.workflow.train_call(model)
+        if world.rank in program.placement.layouts[train.name].ranks:
+            state = whole_state(run.job.models, train)
+            for name, weight in (state or {}).items():
+                expected = expected_weights[f"{model}.{name}"]
+                difference = (weight - expected).abs() / expected.abs().clamp(min=1.0)
+                worst_weight = max(worst_weight, float(difference.max()))
+    worst = world.allgather([worst_metric, worst_weight], "differences")
+    numbers = [max(column) for column in zip(*worst, strict=True)]
+    if world.rank == 0:
+        print(f"N {world.size} {placement}, {config}: metrics {numbers[0]:.1e}, weights {numbers[1]:.1e}")
+    assert numbers[1] <= TOLERANCE
+
+
+def test_the_world_still_works(world):
+    number = torch.tensor(float(world.rank))
+    torch.distributed.all_reduce(number)
+    assert number == world.size * (world.size - 1) / 2
+
+
+# ---- gradients in float64, before the optimizer -------------------------------------------------------------------
+
+
+def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
+    """One iteration in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
+    monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
+    monkeypatch.setitem(training.PARITY_TOLERANCE, "float64", 1e-4)
+    found, real = {}, flat_engine.FlatEngine._norm
+
+    def noted(engine):
+        found.setdefault(id(engine), {n: g.clone() for n, g in zip(engine._names, engine._gradients, strict=True)})
+        return real(engine)
+
+    monkeypatch.setattr(flat_engine.FlatEngine, "_norm", noted)
+    workload, cluster = replace(make_workload(settings), param_bytes=8), Cluster.parse(f"1x{num_ranks}")
+    program = compile_program(workload, place(workload, cluster), cluster)
+    run = RunOf(replace(settings, dtype="float64"), world(program), program)
+    run.iteration()
+    return {model: found[id(engine)] for model, engine in run.job.models.engines.items()}, run
+
+
+@pytest.mark.parametrize(("placement", "config"), CASES, ids=[f"{p}-{c}" for p, c in CASES])
+def test_gradients_in_float64(placement, config, world, folder, make_group, monkeypatch):
+    num_ranks, place = PLACEMENTS[placement]
+    workload = make_workload(settings_of(folder, config))
+    layouts = place(workload, Cluster.parse(f"1x{max(num_ranks, world.size)}")).layouts
+    if num_ranks > world.size or any(layout.zero > 1 for layout in layouts.values()):
+        pytest.skip("needs more ranks" if num_ranks > world.size else "DeepSpeed has no float64")
+    settings = settings_of(folder, config)
+    expected, _ = first_gradients(settings, lambda program: None, flattening.place, 1, monkeypatch)
+    found, run = first_gradients(settings, lambda p: with_groups(world, p, make_group), place, world.size, monkeypatch)
+    for model, gradients in found.items():
+        trained = run.job.models.engines[model].model
+        for name, gradient in gradients.items():
+            whole = expected[model][name]
+            torch.testing.assert_close(
+                gradient, whole[cut(name, trained.config, trained.parallel.shard)], rtol=1e-10, atol=1e-10
+            )

@@ -1,0 +1,111 @@
+"""The 1F1B schedule: its passes against the definition, its time against the closed form, its bodies against hangs."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.plan import pipeline
+from rlhf_spmd.plan.blocking import deadlocks, misorders
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.pipeline import bodies, expand, global_order, largest_number, order_of_passes
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Post, Program, Run, Wait
+from rlhf_spmd.plan.simulate import simulate
+from tests.programs import SHAPE, make_workload
+
+GRIDS = [(stages, m) for stages in (2, 3, 4, 6) for m in (1, 2, 3, 5, 8)]
+
+
+def program_of(pp: int, *, tp: int = 1, dp: int = 1, mini_batch: int = 8, **options) -> Program:
+    """All models in stages; one mini-batch."""
+    shape = replace(SHAPE, num_layers=6, num_kv_heads=2)
+    workload = make_workload(mini_batch=mini_batch, num_mini_batches=1, shape=shape)
+    ranks = range(pp * tp * dp)
+    layout = Layout.grid_of(ranks, pp=pp, tp=tp, **options)
+    generation = Layout.data_parallel(ranks)
+    calls = workload.workflow.placed_calls
+    placement = Placement({c.name: generation if c.kind == "generate" else layout for c in calls})
+    return compile_program(workload, placement, Cluster.parse(f"1x{len(ranks)}"))
+
+
+@pytest.mark.parametrize(("stages", "m"), GRIDS)
+def test_a_stage_never_holds_more_than_its_distance_from_the_end(stages, m):
+    for stage in range(stages):
+        passes = order_of_passes(stage, stages, m, train=True)
+        assert sorted(passes) == sorted((kind, i) for kind in ("forward", "backward") for i in range(m))
+        held = most = 0
+        for kind, index in passes:
+            held += 1 if kind == "forward" else -1
+            most = max(most, held)
+            assert kind == "forward" or passes.index(("forward", index)) < passes.index(("backward", index))
+        assert most == min(stages - stage, m) and held == 0
+
+
+@pytest.mark.parametrize(("stages", "m"), GRIDS)
+def test_the_global_order_holds_what_each_pass_needs(stages, m):
+    order = global_order(stages, m, train=True)
+    place = {key: index for index, key in enumerate(order)}
+    assert len(place) == 2 * stages * m
+    for stage, (kind, index) in order:
+        before = stage - 1 if kind == "forward" else stage + 1
+        if 0 <= before < stages:
+            assert place[before, (kind, index)] < place[stage, (kind, index)]
+
+
+@pytest.mark.parametrize(("stages", "m"), GRIDS)
+def test_a_step_takes_as_long_as_the_closed_form(stages, m):
+    """(m + p - 1) (f + b): m micro-batches through one stage, and the fill and drain of the others."""
+    program = program_of(stages, mini_batch=8, tokens=5)
+    (step,) = {s for steps in program.instructions for s in steps if isinstance(s, Run) and s.call == "actor_train"}
+    alone = replace(program, transfers=(), instructions=((step,),) * stages)
+    forward_s, backward_s = 1.0, 2.0
+    found = simulate(
+        expand(alone, lambda _: m),
+        lambda rank, run: {"forward": forward_s, "backward": backward_s}.get(run.phase, 0.0),
+    )
+    assert found.makespan_s == pytest.approx((m + stages - 1) * (forward_s + backward_s))
+
+
+@pytest.mark.parametrize(("pp", "tp", "dp"), [(2, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 1)])
+def test_no_body_can_hang_whatever_the_number_of_micro_batches(pp, tp, dp):
+    program = program_of(pp, tp=tp, dp=dp, tokens=5)
+    assert [f for f in check(program) if f.severity == "error"] == []
+    numbers: dict[str, list[int]] = {}
+    for call, number, small in bodies(program):
+        numbers.setdefault(call.name, []).append(number)
+        assert misorders(small) == [] and deadlocks(small) == []
+        posts = sum(isinstance(step, Post) for steps in small.instructions for step in steps)
+        assert posts == sum(isinstance(step, Wait) for steps in small.instructions for step in steps)
+    rows = -(-program.workload.mini_batch // dp)  # a budget may leave one row to each
+    assert numbers["actor_train"] == numbers["reference_infer"] == list(range(1, rows + 1))
+    call = program.workload.workflow.call("actor_train")
+    whole = replace(program.placement.layouts["actor_train"], tokens=None, micro_batch=3)
+    assert largest_number(whole, program.workload, call) == -(-rows // 3)
+
+
+def test_the_whole_iteration_with_its_bodies_cannot_hang():
+    program = program_of(2, tp=2, dp=2, micro_batch=1)
+    for number in (1, 3, 4):
+        flat = expand(program, lambda step, number=number: number)
+        assert misorders(flat) == [] and deadlocks(flat) == []
+        passes = [s for s in flat.instructions[0] if isinstance(s, Run) and s.call == "actor_train" and s.phase]
+        assert [s.phase for s in passes].count("forward") == number
+        assert passes[0].phase == "begin" and passes[-1].phase == "update"
+
+
+def test_a_schedule_that_hangs_is_refused_by_name(monkeypatch):
+    """A first stage that wants the gradients before it has sent the activations which they follow from."""
+    real = pipeline.body
+
+    def broken(*arguments):
+        body = real(*arguments)
+        first = min(body.instructions)
+        steps = sorted(body.instructions[first], key=lambda step: not isinstance(step, Wait))
+        return replace(body, instructions=body.instructions | {first: tuple(steps)})
+
+    monkeypatch.setattr(pipeline, "body", broken)
+    found = [finding.message for finding in check(program_of(2, tokens=5)) if finding.severity == "error"]
+    assert any(text.startswith("actor_train with 1 micro-batches: ") and "waits for ever" in text for text in found)

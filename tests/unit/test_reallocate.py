@@ -1,0 +1,328 @@
+"""Reallocation plans, carried out with numpy in one process and compared with slices of the whole model.
+
+The simulated carrying out is strict: a sender must hold what it sends, nobody receives what it holds, and every number
+of every target is written exactly once.
+"""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.plan.buckets import cut_into_buckets
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.tensors import Holding, Piece, Weight, numbers_in, overlap, weights_of
+from rlhf_spmd.plan.workload import ModelShape
+
+SMALL = ModelShape(4, 24, 48, 12, 12, 2, 96)
+LARGE = ModelShape(80, 8192, 22016, 64, 64, 128, 32000)  # Llama 65B
+NUMBER_BYTES = 4
+
+
+def grid(ranks, dp=1, pp=1, tp=1) -> list[tuple[int, Shard]]:
+    """(rank, shard) of a layout, in grid order."""
+    assert len(ranks) == dp * pp * tp
+    places = [(stage, index) for _ in range(dp) for stage in range(pp) for index in range(tp)]
+    return [(rank, Shard(stage, pp, index, tp)) for rank, (stage, index) in zip(ranks, places, strict=True)]
+
+
+def holding(shards, zero3=False) -> dict[int, Holding]:
+    """What ranks hold; under ZeRO 3 ranks with the same shard hold parts of it."""
+    found = {}
+    for rank, shard in shards:
+        mates = [other for other, same in shards if same == shard]
+        found[rank] = Holding(shard, mates.index(rank), len(mates)) if zero3 else Holding(shard)
+    return found
+
+
+def plan(sources, targets, shape=SMALL, node_of=lambda rank: 0, **options) -> Reallocation:
+    sources = sources if isinstance(sources, dict) else holding(sources)
+    return plan_reallocation(shape, sources, targets, bytes_per_number=NUMBER_BYTES, node_of=node_of, **options)
+
+
+# ---- carrying out ----------------------------------------------------------------------------------------------------
+
+Values = dict[tuple, np.ndarray]  # (rank or target, weight) -> [layers, rows, columns] of the whole model, -1: not here
+
+
+def where(box) -> tuple[slice, ...]:
+    return tuple(slice(*run) for run in box)
+
+
+def whole_model(shape: ModelShape) -> dict[str, np.ndarray]:
+    """Every number is unlike any other."""
+    values, start = {}, 0
+    for weight in weights_of(shape):
+        size = weight.layers * weight.rows * weight.columns
+        values[weight.name] = np.arange(start, start + size).reshape(weight.layers, weight.rows, weight.columns)
+        start += size
+    return values
+
+
+def nothing(weight: Weight) -> np.ndarray:
+    return np.full((weight.layers, weight.rows, weight.columns), -1)
+
+
+def hold(one: Reallocation, model: dict[str, np.ndarray]) -> Values:
+    """What the sources hold of a model."""
+    values = {}
+    for rank, mine in one.sources:
+        for weight in one.weights.values():
+            values[rank, weight.name] = nothing(weight)
+            for box in mine.boxes(weight):
+                values[rank, weight.name][where(box)] = model[weight.name][where(box)]
+    return values
+
+
+def carry_out(one: Reallocation, held: Values) -> Values:
+    """The targets, by index and weight."""
+    weights = one.weights
+    made = {(index, name): nothing(weight) for index in range(len(one.targets)) for name, weight in weights.items()}
+
+    def put(index: int, piece: Piece, numbers: np.ndarray) -> None:
+        place = made[index, piece.weight][where(piece.box)]
+        assert (place == -1).all(), "written twice"
+        place[...] = numbers
+
+    for copy in one.local:
+        numbers = held[one.targets[copy.target][0], copy.piece.weight][where(copy.piece.box)]
+        assert (numbers >= 0).all(), "copies what it does not hold"
+        put(copy.target, copy.piece, numbers)
+    for route in one.routes:
+        assert len(set(route.ranks)) == len(route.ranks) > 1
+        assert route.num_numbers == sum(piece.num_numbers for piece in route.pieces)
+        for piece in route.pieces:
+            numbers = held[route.ranks[0], piece.weight][where(piece.box)]
+            assert (numbers >= 0).all(), "sends what it does not hold"
+            for rank in route.ranks[1:]:
+                if (rank, piece.weight) in held:
+                    assert (held[rank, piece.weight][where(piece.box)] == -1).all(), "receives what it holds"
+                takers = [
+                    index
+                    for index in one.targets_of(rank)
+                    if (box := weights[piece.weight].box(one.targets[index][1])) and overlap(box, piece.box)
+                ]
+                assert takers, "receives what it does not need"
+                for index in takers:
+                    box = weights[piece.weight].box(one.targets[index][1])
+                    assert overlap(box, piece.box) == piece.box, "a piece is in a target or outside it"
+                    put(index, piece, numbers)
+    return made
+
+
+def check(one: Reallocation) -> None:
+    """The targets are slices of the model, and no byte travels in vain."""
+    model = whole_model(one.shape)
+    made = carry_out(one, hold(one, model))
+    for index, (_, shard) in enumerate(one.targets):
+        for weight in one.weights.values():
+            expected, box = nothing(weight), weight.box(shard)
+            if box is not None:
+                expected[where(box)] = model[weight.name][where(box)]
+            assert (made[index, weight.name] == expected).all(), (weight.name, shard)
+    assert one.num_bytes == one.lower_bound_bytes == sum(one.sent_bytes().values())
+    assert one.num_bytes == sum(one.received_bytes().values())
+
+
+# ---- any layouts -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def shapes(draw) -> ModelShape:
+    kv_heads = draw(st.integers(1, 5))
+    flags = {
+        name: draw(st.booleans()) for name in ("tied", "scalar_head", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+    }
+    sizes = [draw(st.integers(low, high)) for low, high in [(1, 5), (1, 6), (1, 11)]]
+    return ModelShape(*sizes, kv_heads * draw(st.integers(1, 2)), kv_heads, 2, draw(st.integers(1, 13)), **flags)
+
+
+@st.composite
+def layouts(draw, shape: ModelShape) -> list[tuple[int, Shard]]:
+    """Any grid on any ranks of ten, in any order."""
+    degrees = [
+        (dp, pp, tp)
+        for dp in range(1, 9)
+        for pp in range(1, shape.num_layers + 1)
+        for tp in range(1, shape.num_kv_heads + 1)
+        if dp * pp * tp <= 8
+    ]
+    dp, pp, tp = draw(st.sampled_from(degrees))
+    return grid(draw(st.permutations(range(10)))[: dp * pp * tp], dp, pp, tp)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_layout_to_any_other(data):
+    shape = data.draw(shapes())
+    before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
+    if data.draw(st.booleans()):  # a second copy of other shards, partly on the same ranks
+        after = after + data.draw(layouts(shape))
+    sources = holding(before, zero3=data.draw(st.booleans()))
+    per_node, whole_bytes = data.draw(st.integers(1, 10)), data.draw(st.sampled_from([0, 64, 10**9]))
+    check(plan(sources, after, shape, node_of=lambda rank: rank // per_node, whole_bytes=whole_bytes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_there_and_back_changes_no_bit(data):
+    shape = data.draw(shapes())
+    before, after = data.draw(layouts(shape)), data.draw(layouts(shape))
+    there = plan(before, after, shape, whole_bytes=0)
+    back = plan(after, before, shape, whole_bytes=0)
+    held = hold(there, whole_model(shape))
+    made = carry_out(there, held)
+    halfway = {(after[index][0], name): values for (index, name), values in made.items()}
+    returned = carry_out(back, halfway)
+    for (index, name), values in returned.items():
+        assert (values == held[before[index][0], name]).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_buckets_carry_the_pieces_in_order(data):
+    shape = data.draw(shapes())
+    one = plan(data.draw(layouts(shape)), data.draw(layouts(shape)), shape, whole_bytes=0)
+    numbers, direct = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 60))
+    model = whole_model(shape)
+    for route in one.routes:
+        buckets = cut_into_buckets(route.pieces, numbers=numbers, direct_numbers=direct)
+        found = []
+        for bucket in buckets:
+            assert 0 < sum(block.num_numbers for message in bucket for block in message) <= numbers
+            for message in bucket:
+                assert len(message) == 1 or all(block.num_numbers < direct for block in message)
+                for block in message:
+                    found += (
+                        model[block.weight][block.layer][slice(*block.rows), slice(*block.columns)].ravel().tolist()
+                    )
+        expected = [number for piece in route.pieces for number in model[piece.weight][where(piece.box)].ravel()]
+        assert found == expected
+
+
+def test_buckets_of_all_routes_of_a_rank_fit_together():
+    one = plan(grid(range(8), 1, 2, 4), grid(range(8), 8), whole_bytes=0)
+    for bucket_bytes in (64, 1000, 10_000, 10**9):
+        extra, numbers = one.extra_bytes(bucket_bytes), one.bucket_numbers(bucket_bytes)
+        assert max(extra.values()) <= max(2 * bucket_bytes, 2 * NUMBER_BYTES * len(one.routes))
+        assert numbers == max(r.num_numbers for r in one.routes) or numbers < bucket_bytes // NUMBER_BYTES
+    assert one.num_messages(64)[0] > one.num_messages(10_000)[0] > one.num_messages(10**9)[0]
+    assert all(len(one.buckets(route, 10**9)) == 1 for route in one.routes)
+
+
+# ---- named pairs, in closed form -------------------------------------------------------------------------------------
+
+
+def size_of(shape: ModelShape) -> int:
+    return shape.num_params * NUMBER_BYTES
+
+
+def kept_whole(shape: ModelShape) -> int:
+    """Bytes of what tp does not split."""
+    return NUMBER_BYTES * sum(numbers_in(weight.whole) for weight in weights_of(shape) if weight.cut is None)
+
+
+def test_the_same_layout_moves_nothing():
+    for shards in (grid(range(4), 4), grid(range(8), 2, 2, 2), grid((5, 1), 1, 2, 1)):
+        one = plan(shards, shards)
+        assert one.routes == () and one.num_bytes == 0
+        check(one)
+
+
+def test_dp4_to_tp4_on_the_same_ranks_moves_nothing():
+    one = plan(grid(range(4), 4), grid(range(4), tp=4))
+    assert one.routes == ()
+    check(one)
+
+
+def test_tp4_to_tp4_elsewhere_moves_one_copy_along_four_links():
+    one = plan(grid(range(4), tp=4), grid(range(4, 8), tp=4))
+    assert set(one.hop_bytes()) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    whole = kept_whole(SMALL)
+    assert one.num_bytes == size_of(SMALL) - whole + 4 * whole
+    assert set(one.sent_bytes().values()) == {one.num_bytes // 4, 0}
+
+
+def test_tp4_to_dp4_is_a_ring_all_gather():
+    one = plan(grid(range(4), tp=4), grid(range(4), 4))
+    assert [route.ranks for route in one.routes] == [(0, 1, 2, 3), (1, 2, 3, 0), (2, 3, 0, 1), (3, 0, 1, 2)]
+    expected = 3 * (size_of(SMALL) - kept_whole(SMALL)) // 4
+    assert one.hop_bytes() == dict.fromkeys([(0, 1), (1, 2), (2, 3), (3, 0)], expected)
+
+
+def test_zero_3_to_dp_is_a_ring_all_gather_too():
+    ranks = grid(range(4), 4)
+    one = plan(holding(ranks, zero3=True), ranks)
+    assert {route.ranks for route in one.routes} == {(0, 1, 2, 3), (1, 2, 3, 0), (2, 3, 0, 1), (3, 0, 1, 2)}
+    assert one.num_bytes == 3 * size_of(SMALL)
+
+
+def test_dp4_to_one_rank_takes_a_quarter_from_each():
+    one = plan(grid(range(4), 4), grid((4,)), whole_bytes=0)
+    assert one.num_bytes == size_of(SMALL)
+    assert one.hop_bytes() == {(rank, 4): size_of(SMALL) // 4 for rank in range(4)}
+
+
+def test_dp2_pp2_tp2_to_dp4_tp2_in_place():
+    """Every rank lacks the other stage of its slice: half of what it needs."""
+    one = plan(grid(range(8), 2, 2, 2), grid(range(8), 4, 1, 2), whole_bytes=0)
+    assert one.num_bytes == 2 * (size_of(SMALL) - kept_whole(SMALL)) + 4 * kept_whole(SMALL)
+    sent = one.sent_bytes().values()
+    assert max(sent) - min(sent) <= 0.05 * max(sent)  # embeddings and head differ by the norm
+
+
+def test_tp2_to_tp3_moves_what_no_rank_has():
+    one = plan(grid((0, 1), tp=2), grid((0, 1, 2), tp=3))
+    split = size_of(SMALL) - kept_whole(SMALL)
+    hops = one.hop_bytes()
+    assert hops[0, 1] + hops.get((2, 1), 0) == split // 6
+    assert one.num_bytes == split // 6 + split // 3 + kept_whole(SMALL)
+    check(one)
+
+
+def test_a_sender_on_the_same_node_wins():
+    """Replicas on both nodes: nothing crosses; where a node has none, each byte enters it once."""
+    node_of = Cluster.parse("3x2").node_of
+    one = plan(grid((0, 2), 2), grid((1, 3), 2), node_of=node_of)
+    assert set(one.hop_bytes()) == {(0, 1), (2, 3)}
+    one = plan(grid((0, 2), 2), grid((1, 3, 4, 5), 4), node_of=node_of, whole_bytes=0)
+    crossing = sum(size for (a, b), size in one.hop_bytes().items() if node_of(a) != node_of(b))
+    assert crossing == size_of(SMALL)
+    assert one.hop_bytes()[0, 1] == one.hop_bytes()[2, 3] == size_of(SMALL)
+    assert one.hop_bytes()[4, 5] == one.hop_bytes()[5, 4] == size_of(SMALL) // 2
+
+
+def test_an_all_gather_over_two_nodes_enters_each_node_once():
+    node_of = Cluster.parse("2x2").node_of
+    one = plan(grid(range(4), tp=4), grid(range(4), 4), node_of=node_of)
+    assert all(
+        sum(node_of(a) != node_of(b) for a, b in route.hops) == 1 for route in one.routes if len(route.ranks) == 4
+    )
+    assert len(set(one.sent_bytes().values())) == 1
+
+
+def test_what_two_targets_of_a_rank_need_arrives_once():
+    targets = [(1, Shard()), (1, Shard(0, 1, 0, 2)), (1, Shard())]
+    one = plan(grid((0,)), targets)
+    assert one.num_bytes == size_of(SMALL) and one.targets_of(1) == (0, 1, 2)
+    check(one)
+
+
+def test_65b_is_planned_well_under_a_second():
+    before, after = grid(range(64), 1, 8, 8), grid(range(64), 8, 1, 8)
+    began = time.perf_counter()
+    one = plan(before, after, LARGE, node_of=lambda rank: rank // 8)
+    assert time.perf_counter() - began < 1.0  # 0.02 s
+    assert one.num_bytes == one.lower_bound_bytes
+    sent = one.sent_bytes().values()
+    assert max(sent) < 1.01 * min(sent)
+    assert len(repr(one)) < 200_000
+
+
+def test_what_nobody_holds_is_a_mistake():
+    with pytest.raises(AssertionError, match="nobody holds"):
+        plan(grid((0, 1), 1, 2, 1)[:1], grid((2,)))

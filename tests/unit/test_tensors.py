@@ -1,0 +1,149 @@
+"""The table of weights against the transformer's own parameters; what a shard and a ZeRO-3 part hold of each."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.parallel import cut
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.tensors import Holding, local_shapes, numbers_in, overlap, rectangles, weights_of
+from rlhf_spmd.plan.workload import ModelShape
+
+LLAMA = ModelConfig(
+    "llama",
+    vocab_size=13,
+    hidden_size=12,
+    intermediate_size=7,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=2,
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "llama, tied": dataclasses.replace(LLAMA, tie_embeddings=True),
+    "llama, every bias": dataclasses.replace(LLAMA, attention_bias=True, attention_output_bias=True, mlp_bias=True),
+    "qwen2": dataclasses.replace(LLAMA, model_type="qwen2", attention_bias=True),
+    "qwen3": dataclasses.replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=4, tie_embeddings=True),
+}
+
+
+def shape_of(config: ModelConfig, head: str) -> ModelShape:
+    return ModelShape(
+        config.num_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.vocab_size,
+        tied=config.tie_embeddings,
+        scalar_head=head == "scalar",
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+    )
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_the_transformers(family, head):
+    config = FAMILIES[family]
+    shape = shape_of(config, head)
+    model = Transformer(config, head=head, device="meta")
+    assert local_shapes(shape, Holding(Shard())) == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert sum(numbers_in(weight.whole) for weight in weights_of(shape)) == shape.num_params
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slices_are_those_of_the_model_package(family, tp):
+    config = FAMILIES[family]
+    whole = {name: p for name, p in Transformer(config, head="lm", device="meta").named_parameters()}
+    for index in range(tp):
+        shard = Shard(0, 1, index, tp)
+        expected = {name: tuple(p[cut(name, config, shard)].shape) for name, p in whole.items()}
+        assert local_shapes(shape_of(config, "lm"), Holding(shard)) == expected
+
+
+@pytest.mark.parametrize(("tied", "scalar"), [(False, False), (True, False), (True, True), (False, True)])
+def test_stages(tied, scalar):
+    """Embeddings lie on the first stage, and tied ones where they are read again; norm and head lie on the last."""
+    shape = dataclasses.replace(shape_of(LLAMA, "lm"), tied=tied, scalar_head=scalar)
+    first, middle, last = (local_shapes(shape, Holding(Shard(stage, 3))) for stage in range(3))
+    assert {name for name in first if "layers" not in name} == {"embed_tokens.weight"}
+    assert {name.split(".")[1] for name in middle} == {"1"}  # nothing but its layer
+    head = "score.weight" if scalar else "embed_tokens.weight" if tied else "lm_head.weight"
+    assert {name for name in last if "layers" not in name} == {"norm.weight", head}
+    assert {name.split(".")[1] for name in last if "layers" in name} == {"2"}
+
+
+def test_query_heads_stay_with_their_key_value_head():
+    weights = {weight.name: weight for weight in weights_of(ModelShape(1, 8, 5, 6, 3, 4, 9))}
+    shard = Shard(0, 1, 1, 2)  # of 3 key-value heads the second slice has two
+    assert weights["layers.{}.self_attn.k_proj.weight"].box(shard) == ((0, 1), (4, 12), (0, 8))
+    assert weights["layers.{}.self_attn.q_proj.weight"].box(shard) == ((0, 1), (8, 24), (0, 8))
+    assert weights["layers.{}.self_attn.o_proj.weight"].box(shard) == ((0, 1), (0, 8), (8, 24))
+    assert weights["layers.{}.mlp.down_proj.weight"].box(shard) == ((0, 1), (0, 8), (2, 5))
+    assert weights["layers.{}.input_layernorm.weight"].box(shard) == ((0, 1), (0, 8), (0, 1))
+
+
+def test_zero_3_holds_the_end_of_a_row_full_rows_and_the_beginning_of_one():
+    shape = ModelShape(2, 4, 5, 1, 1, 2, 11)
+    up = next(weight for weight in weights_of(shape) if "up_proj" in weight.name)  # [2, 5, 4]: 20 numbers in 3 parts
+    assert Holding(Shard(), 0, 3).boxes(up) == (((0, 2), (0, 1), (0, 4)), ((0, 2), (1, 2), (0, 3)))
+    assert Holding(Shard(), 1, 3).boxes(up) == (
+        ((0, 2), (1, 2), (3, 4)),
+        ((0, 2), (2, 3), (0, 4)),
+        ((0, 2), (3, 4), (0, 2)),
+    )
+    assert Holding(Shard(), 2, 3).boxes(up) == (((0, 2), (3, 4), (2, 4)), ((0, 2), (4, 5), (0, 4)))
+    norm = next(weight for weight in weights_of(shape) if weight.name == "norm.weight")  # 4 numbers in 3 parts of 2
+    assert [Holding(Shard(), part, 3).boxes(norm) for part in range(3)] == [
+        (((0, 1), (0, 2), (0, 1)),),
+        (((0, 1), (2, 4), (0, 1)),),
+        (),
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
+def test_rectangles_are_the_interval(start, length, width):
+    rows = (start + length) // width + 1
+    matrix, found = np.arange(rows * width).reshape(rows, width), []
+    parts = rectangles(start, start + length, width=width)
+    for (r0, r1), (c0, c1) in parts:
+        found += matrix[r0:r1, c0:c1].ravel().tolist()
+    assert found == list(range(start, start + length)) and len(parts) <= 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_grid_covers_every_number_once(data):
+    """The parts of a grid (stages, slices, ZeRO-3 parts) are disjoint and make up the model, but for what tp does not
+    split and tied embeddings, which whole groups hold."""
+    kv_heads = data.draw(st.integers(1, 4))
+    sizes = [data.draw(st.integers(1, 7)) for _ in range(4)]
+    shape = ModelShape(sizes[0], sizes[1], sizes[2], kv_heads * 2, kv_heads, 2, sizes[3], tied=data.draw(st.booleans()))
+    pp, tp, parts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, kv_heads)), data.draw(st.integers(1, 4))
+    for weight in weights_of(shape):
+        count = np.zeros((weight.layers, weight.rows, weight.columns), dtype=int)
+        for stage in range(pp):
+            for index in range(tp):
+                for part in range(parts):
+                    for layers, rows, columns in Holding(Shard(stage, pp, index, tp), part, parts).boxes(weight):
+                        count[slice(*layers), slice(*rows), slice(*columns)] += 1
+        stages = 2 if weight.stages == "ends" and pp > 1 else 1
+        assert (count == stages * (1 if weight.cut else tp)).all(), weight
+
+
+def test_overlap():
+    a, b = ((0, 4), (1, 3), (0, 9)), ((2, 6), (0, 2), (5, 12))
+    assert overlap(a, b) == overlap(b, a) == ((2, 4), (1, 2), (5, 9))
+    assert overlap(a, ((0, 4), (3, 5), (0, 9))) is None
