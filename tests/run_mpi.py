@@ -25,9 +25,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
-LIMIT_S = 900.0
+LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed
 TAIL_LINES = 60
+KILLED = (9, 128 + 9)  # how mpiexec says that a rank got SIGKILL
 
 
 @functools.cache
@@ -175,10 +176,13 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[in
         problems = []
         if status is None:
             problems.append(f"stopped at the limit of {limit_s:g} s")
-        elif status != 0:
-            problems.append(f"mpiexec ended with status {status}")
         lost = [rank for rank, result in results.items() if result is None]
         bad = [rank for rank, result in results.items() if result and result["status"] != 0]
+        if status in KILLED and not lost:
+            # seen with mpich on a busy machine: all ranks have written their records and leave, and are killed in it
+            print(f"--- {num_ranks} ranks: mpiexec killed ranks that had finished (status {status})", flush=True)
+        elif status:
+            problems.append(f"mpiexec ended with status {status}")
         if lost:
             problems.append(f"ranks {lost} did not finish")
         if bad:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlhf_spmd.runtime.flat_engine import Groups
 from rlhf_spmd.runtime.train_engine import make_engine
 from rlhf_spmd.runtime.world import World
 
@@ -155,7 +156,7 @@ class Trainee:
         if self.inside:
             self.rank = self.ranks.index(job.world.rank)
             self.engine = make_engine(
-                tiny(seed), group=self.group, ranks=self.ranks, zero=zero, max_grad_norm=clip, **options
+                tiny(seed), groups=Groups(data=self.group), zero=zero, max_grad_norm=clip, **options
             )
 
     def step(self, step: int) -> None:

@@ -291,8 +291,8 @@ def test_rewards_in_bfloat16_stay_within_noise(placement, world, folder, make_gr
 
 
 def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkeypatch):
-    monkeypatch.setattr("rlhf_spmd.plan.program.BUCKET_BYTES", 1000)
-    monkeypatch.setattr("rlhf_spmd.runtime.execute.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rlhf_spmd.plan.moves.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rlhf_spmd.runtime.shadows.BUCKET_BYTES", 1000)
     settings = load(overrides_of(folder, "plain", 0))
     program = compiled(settings, world.size, separation.place)
     assert max(transfer.num_messages for transfer in program.transfers if transfer.model) > 50
@@ -305,8 +305,8 @@ def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkey
 
 def compare_shadows(run: RunOf, expected_weights: dict[str, Tensor]) -> None:
     """A copy of a model that trains elsewhere holds its newest weights."""
-    for model in {"actor", "critic"} & set(run.job.models.copies):
-        for name, weight in run.job.models.copies[model].state_dict().items():
+    for (model, _), held in run.job.models.copies.items():
+        for name, weight in held.state_dict().items() if model in ("actor", "critic") else ():
             expected = expected_weights[f"{model}.{name}"]
             assert float(((weight - expected).abs() / expected.abs().clamp(min=1.0)).max()) <= TOLERANCE, name
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.flat_engine import Groups
 from rlhf_spmd.runtime.train_engine import make_engine
 from tests.trainee import CLIP, VOCAB, Trainee, global_batch, share_of_loss, single_process, tiny
 
@@ -78,9 +79,10 @@ def test_two_engines(job, actor_group, critic_group, actor_zero, critic_zero, ac
     made["critic"].check(single_process(3, clip=None, seed=2, lr=1e-2))
 
 
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("group", ["all", "odd"])
-def test_float64_gradients(job, group):
-    trainee = Trainee(job, group, 0, clip=None, num_micro=2, dtype=torch.float64)
+def test_float64_gradients(job, group, zero):
+    trainee = Trainee(job, group, zero, clip=None, num_micro=2, dtype=torch.float64)
     trainee.step(0)
     model = tiny().double()
     share_of_loss(model, global_batch(0)).backward()
@@ -111,9 +113,12 @@ def test_our_transformer(job, zero):
         logprobs_BTV = model.logits(model(tokens_BT[:, :-1])).log_softmax(-1)
         return -logprobs_BTV.gather(-1, tokens_BT[:, 1:, None]).sum() / tokens_BT[:, 1:].numel() / job.world.size
 
-    model, ranks = Transformer(config, head="lm", seed=3), job.ranks("all")
+    model = Transformer(config, head="lm", seed=3)
     engine = make_engine(
-        Transformer(config, head="lm", seed=3), group=job.groups("all")[0], ranks=ranks, zero=zero, max_grad_norm=None
+        Transformer(config, head="lm", seed=3),
+        groups=Groups(data=job.groups("all")[0]),
+        zero=zero,
+        max_grad_norm=None,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
     for _ in range(3):
