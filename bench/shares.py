@@ -1,6 +1,7 @@
 """Where the time of an iteration goes on a rank: computing, waiting for what peers compute, and everything else.
 
-A Wait waits for a peer's computation until the last peer has posted its part; an Agree until the last rank is there.
+A Wait waits for a peer's computation until the last peer has posted its part (for weights: until all ranks of their
+chains stand at the Wait; between the stages of a pipeline: all the time); an Agree until the last rank is there.
 What remains is the control plane: messages on their way, the interpreter between instructions, prompts, logs, files.
 Collectives inside a call (gradients, say) count as that call's computation.
 """
@@ -14,10 +15,7 @@ from rlhf_spmd.runtime.trace import Lane, Span
 def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
     """Per rank and iteration (but for the first one, whose beginning is unknown): seconds in all, and of each kind."""
     agreed = [{span.iteration: span for span in lane.spans if span.category == "control"} for lane in lanes]
-    posted = [
-        {(span.iteration, span.args["transfer"]): span.start_s for span in lane.spans if span.category == "transfer"}
-        for lane in lanes
-    ]
+    posted, waited = (_starts(lanes, kind) for kind in ("transfer", "wait"))
     found = []
     for lane in lanes:
         for number in sorted(agreed[lane.rank])[1:]:
@@ -25,9 +23,15 @@ def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
             compute_s = sum(span.end_s - span.start_s for span in spans if span.category == "compute")
             waiting_s = 0.0
             for span in spans:
-                if span.category == "wait":
-                    peers = program.transfers[span.args["transfer"]].peers(lane.rank)
-                    ready_s = max(posted[peer][number, span.args["transfer"]] for peer in peers)
+                if span.category == "wait" and "transfer" in span.args:
+                    key = number, span.args["transfer"]
+                    transfer = program.transfers[span.args["transfer"]]
+                    if transfer.reallocation is not None:
+                        ready_s = max(waited[rank][key] for rank in transfer.ranks)
+                    else:
+                        ready_s = max(posted[peer][key] for peer in transfer.peers(lane.rank))
+                elif span.category == "wait":
+                    ready_s = span.end_s
                 elif span.category == "control":
                     ready_s = max(ends[number].start_s for ends in agreed)
                 else:
@@ -37,6 +41,18 @@ def shares(lanes: Sequence[Lane], program: Program) -> list[dict[str, float]]:
             control_s = total_s - compute_s - waiting_s
             found.append({"total_s": total_s, "compute_s": compute_s, "waiting_s": waiting_s, "control_s": control_s})
     return found
+
+
+def _starts(lanes: Sequence[Lane], kind: str) -> list[dict[tuple[int, int], float]]:
+    """Of each rank: iteration and transfer -> when its Post, or its Wait, began."""
+    return [
+        {
+            (span.iteration, span.args["transfer"]): span.start_s
+            for span in lane.spans
+            if span.category == kind and "transfer" in span.args
+        }
+        for lane in lanes
+    ]
 
 
 def _until(span: Span, ready_s: float) -> float:

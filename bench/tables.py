@@ -35,6 +35,10 @@ def _table(name: str) -> str:
     return "\n".join([*lines, "", f"{about['date']}, commit {about['commit']}, {about['hardware']}, {versions}."])
 
 
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
 Columns = dict[str, Callable[[dict], str]]
 COLUMNS: dict[str, Columns] = {
     "invariance": {
@@ -62,12 +66,14 @@ COLUMNS: dict[str, Columns] = {
     "strategies": {
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",
+        "options": lambda row: row["options"] or "-",
         "iteration, s": lambda row: f"{row['iteration_s']:.2f}",
         "moved, KiB": lambda row: f"{row['moved_bytes'] / 1024:,.0f}",
         "messages": lambda row: str(row["moved_messages"]),
-        "computing": lambda row: f"{100 * row['compute_share']:.1f}%",
-        "waiting for peers": lambda row: f"{100 * row['waiting_share']:.1f}%",
-        "control": lambda row: f"{100 * row['control_share']:.1f}%",
+        "most held by a rank, MiB": lambda row: f"{row['static_bytes'] / 2**20:.1f}",
+        "computing": lambda row: _percent(row["compute_share"]),
+        "waiting for peers": lambda row: _percent(row["waiting_share"]),
+        "control": lambda row: _percent(row["control_share"]),
     },
     "reallocation": {
         "pair": lambda row: row["pair"],
