@@ -3,6 +3,8 @@
 Mixed precision as runtime/flat_engine.py and train_engine.py lay it out (ZeRO, arXiv 1910.02054, section 3): with p
 parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
 gradients that are accumulated in float32, the two AdamW moments in float32, and, where c < 4, float32 master weights.
+Stages 2 and 3 are DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any
+precision; stage 2 keeps no gradients between steps, stage 3 those of its part and the buffer that it reduces them in.
 """
 
 from rlhf_spmd.plan.layout import Layout
@@ -14,12 +16,19 @@ from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
-WORKING = ("gathered", "buckets", "activations", "KV cache")
+WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
+REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
 
 
 def num_params(shape: ModelShape, shard: Shard) -> int:
     """Parameters of one shard of a model."""
     return sum(numbers_in(box) for weight in weights_of(shape) if (box := weight.box(shard)))
+
+
+def reduce_numel(shape: ModelShape, shard: Shard) -> int:
+    """Numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
+    sizes = [numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard))]
+    return max(*sizes, min(num_params(shape, shard), REDUCE_NUMEL))
 
 
 def static_bytes(program: Program, rank: int) -> dict[str, int]:
@@ -30,10 +39,13 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     for model in program.trained(rank):
         home = layouts[workload.workflow.train_call(model).name]
         params = num_params(workload.models[model], home.shard(rank))
-        part = -(-params // home.dp)
-        total["weights"] += c * (part if home.zero == 3 else params)
-        total["gradients"] += 4 * (part if home.zero >= 2 else params)
-        total["optimizer"] += (8 + (4 if c < 4 else 0)) * (part if home.zero >= 1 else params)
+        part, zero = -(-params // home.dp), home.zero if home.dp > 1 else 0
+        total["weights"] += c * (part if zero == 3 else params)
+        if zero < 2:
+            total["gradients"] += 4 * params
+        elif zero == 3:
+            total["gradients"] += 4 * (part + reduce_numel(workload.models[model], home.shard(rank)))
+        total["optimizer"] += (12 if c < 4 or zero >= 2 else 8) * (part if zero >= 1 else params)
     for (model, shard), calls in program.copies(rank).items():
         if workload.models[model] is not None:
             layout = layouts[calls[0]]
@@ -45,7 +57,8 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 def working_bytes(program: Program, rank: int) -> dict[str, int]:
     """The most that a rank needs at one time of each kind: weights that ZeRO 3 gathers or that come from host memory,
-    buckets of weights on their way, activations of a training call, keys and values of generation."""
+    buckets of weights on their way, gradients that ZeRO 2 reduces, activations of a training call, keys and values of
+    generation."""
     total = dict.fromkeys(WORKING, 0)
     workload, layouts = program.workload, program.placement.layouts
     for transfer in program.transfers:
@@ -58,6 +71,9 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
         whole = workload.param_bytes * num_params(shape, layout.shard(rank))
         if (layout.zero == 3 and layout.dp > 1) or layout.offload:
             total["gathered"] = max(total["gathered"], whole)
+        if call.kind == "train" and layout.zero == 2 and layout.dp > 1:
+            part = -(-num_params(shape, layout.shard(rank)) // layout.dp)
+            total["reduced"] = max(total["reduced"], 4 * (part + reduce_numel(shape, layout.shard(rank))))
         if call.kind == "train":
             total["activations"] = max(total["activations"], activation_bytes(workload, call, layout, rank))
         elif call.kind == "generate":
@@ -67,7 +83,7 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
     """The most that a rank's device holds at one time: calls and moves of weights come one after another."""
-    besides = max(working["activations"], working["KV cache"], working["buckets"])
+    besides = max(working["activations"] + working["reduced"], working["KV cache"], working["buckets"])
     return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
 
 

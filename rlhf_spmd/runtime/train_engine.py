@@ -21,9 +21,8 @@ from torch.distributed import distributed_c10d
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.plan.memory import REDUCE_NUMEL
 from rlhf_spmd.runtime.flat_engine import FlatEngine, Groups, Loss, StepStats
-
-BUCKET_NUMEL = 50_000_000  # DeepSpeed's communication buffers, in numbers; never below the largest weight
 
 
 class TrainEngine(Protocol):
@@ -242,6 +241,8 @@ class _DeepSpeedEngine:
                 self.engine.backward(value * self._group.size())
             self._loss_module.task = None
             self.engine.step()
+            for p in self.model.parameters():
+                p.grad = None  # stage 2 forgets one of them
             return StepStats(float(self.engine.get_global_grad_norm()))
 
     @contextmanager
@@ -330,7 +331,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 def _config(weights: list[Tensor], *, zero: int, dtype: torch.dtype, max_grad_norm: float | None) -> dict[str, Any]:
     """DeepSpeed's configuration. Batch sizes are ours to manage: one micro-batch, of size one, is all it knows."""
     numel, largest = sum(p.numel() for p in weights), max(p.numel() for p in weights)
-    bucket = math.ceil(max(largest, min(numel, BUCKET_NUMEL)) / 2) * 2  # an odd all-gather bucket is refused
+    bucket = math.ceil(max(largest, min(numel, REDUCE_NUMEL)) / 2) * 2  # an odd all-gather bucket is refused
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

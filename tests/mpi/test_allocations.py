@@ -136,6 +136,8 @@ def everywhere(*, frozen: dict | None = None, **options):
 GRIDS = {
     "dp": everywhere(),
     "dp zero 1": everywhere(zero=1),
+    "dp zero 2": everywhere(zero=2),
+    "dp zero 3": everywhere(zero=3, frozen={"zero": 3}),
     "tp2": everywhere(tp=2),
     "tp2 zero 1": everywhere(tp=2, zero=1),
     "pp2": everywhere(pp=2),
@@ -150,7 +152,7 @@ GRIDS = {
 @pytest.mark.parametrize("grid", GRIDS)
 def test_static_bytes_are_as_forecast(grid, dtype, settings, world, make_group):
     """Weights, gradients and optimizer state that this process really holds after an iteration, to 2%."""
-    if world.size % {"dp": 1, "separation": 1, "pp2 tp2 zero 1": 4, "separation tp2": 4}.get(grid, 2):
+    if world.size % {"dp": 1, "dp zero 2": 1, "dp zero 3": 1, "dp zero 1": 1, "separation": 1, "pp2 tp2 zero 1": 4, "separation tp2": 4}.get(grid, 2):
         pytest.skip("the ranks do not make this grid")
     before = tensor_bytes()
     settings = replace(settings, dtype=dtype, parity_tolerance=50.0)
