@@ -75,6 +75,45 @@ CASES = {
         ("--strategy", "separation", "strategy.generation_ranks=2"),
         ("strategy separation: 2 generation ranks of 2 leave 0 to train", "set strategy.generation_ranks"),
     ),
+    "a grid that is not the group": Case(
+        ("--strategy", "{folder}/s.py"),
+        ("strategy s", "reward_infer", "dp 2 x pp 1 x tp 2 is not the number of ranks, 2", "change one of them"),
+        {"s.py": strategy("Layout((0, 1), dp=2, tp=2)")},
+    ),
+    "ranks that a grid does not divide": Case(
+        ("--strategy", "reallocation", "strategy.training_tp=1", "strategy.training_pp=3"),
+        ("strategy reallocation: 2 ranks by pp 3 x tp 1: 2 is not divisible by 3",),
+    ),
+    "more slices than heads": Case(
+        ("--strategy", "{folder}/s.py", "models.reward={models}/narrow"),
+        ("strategy s", "reward_infer", "tp 2 is more than the 1 key-value heads of reward", "lower tp to 1"),
+        {"s.py": strategy("Layout((0, 1), dp=1, tp=2)")},
+    ),
+    "more stages than layers": Case(
+        ("--strategy", "{folder}/s.py", "models.reward={models}/narrow"),
+        ("strategy s", "reward_infer", "pp 2 is more than the 1 layers of reward", "lower pp"),
+        {"s.py": strategy("Layout((0, 1), dp=1, pp=2)")},
+    ),
+    "stages with ZeRO 2": Case(
+        ("--strategy", "reallocation", "strategy.training_tp=1", "strategy.training_pp=2", "strategy.zero=2"),
+        ("strategy reallocation", "actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1, or pp 1"),
+    ),
+    "no such cluster file": Case(
+        ("--strategy", "heterogeneous", "--cluster", "{folder}/no.toml"), ("no.toml", "cannot be read", ".toml file")
+    ),
+    "a cluster file with a typo": Case(
+        ("--cluster", "{folder}/c.toml"),
+        ("c.toml", "nodes.0.device", "Field required", "cluster_file.py"),
+        {"c.toml": "[[nodes]]\ndevices = 2\n"},
+    ),
+    "a cluster of another size": Case(
+        ("--cluster", "{folder}/c.toml"),
+        ("c.toml has 3 devices", "this world has 2 ranks", "start as many"),
+        {"c.toml": '[[nodes]]\ndevices = 3\ndevice = "cpu"\n'},
+    ),
+    "one device type where two are wanted": Case(
+        ("--strategy", "heterogeneous"), ("strategy heterogeneous", "1 (cpu)", "--cluster FILE")
+    ),
     "no generation rank": Case(
         ("--strategy", "separation", "strategy.generation_ranks=0"),
         ("strategy separation: 0 generation ranks of 2 leave 2 to train", "at least one of each"),
@@ -162,6 +201,7 @@ def folder(tmp_path_factory) -> Path:
     values = json.loads((folder / "null" / "config.json").read_text())
     (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}))
     write_model(folder / "small", vocab_size=40)
+    write_model(folder / "narrow", head="scalar", num_layers=1, num_kv_heads=1)
     return folder
 
 
@@ -171,7 +211,7 @@ def test_one_message(name, folder, tmp_path):
     for file, text in case.files.items():
         (tmp_path / file).write_text(text)
     shown = folder if not case.files else tmp_path
-    options = [option.format(folder=shown) for option in case.options]
+    options = [option.format(folder=shown, models=folder) for option in case.options]
     status, output, seconds = run(folder, options, tmp_path)
     assert status not in (0, None), output
     assert output.count("rlhf_spmd: error:") == 1, output

@@ -98,9 +98,30 @@ def test_without_mpirun_it_is_one_rank_and_the_same_run(finished, overrides, tmp
     assert hashes(tmp_path / "alone") == hashes(finished[2])
 
 
-@pytest.mark.parametrize("options", [("interleaving2", "strategy.zero=3"), ("separation",)])
+TWO_TYPES = """[[nodes]]
+devices = 2
+device = "cpu"
+[[nodes]]
+devices = 2
+device = "slow"
+[types.slow]
+memory_gib = 2
+"""
+OTHERS = [
+    ("interleaving2", "strategy.zero=3"),
+    ("separation",),
+    ("separation", "strategy.zero=3"),
+    ("separation", "strategy.generation_tp=2", "strategy.training_pp=2"),
+    ("reallocation", "strategy.training_tp=2", "strategy.training_pp=2", "strategy.offload=true", "strategy.tokens=40"),
+    ("heterogeneous", "--cluster", "{folder}/cluster.toml"),
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=[" ".join(options[:3]) for options in OTHERS])
 def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path):
     """Its samples, too, which are generated and scored where the strategy has those calls."""
+    (tmp_path / "cluster.toml").write_text(TWO_TYPES)
+    options = [option.format(folder=tmp_path) for option in options]
     status, stdout, stderr = train(4, [*overrides, "--strategy", *options, "--runs", str(tmp_path), "--name", "other"])
     assert status == 0, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == options[0]

@@ -148,11 +148,14 @@ GRIDS = {
 }
 
 
+NEEDS = {"tp2": 2, "tp2 zero 1": 2, "pp2": 2, "pp2 tp2 zero 1": 4, "offload": 2, "separation tp2": 4}  # of the ranks
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_static_bytes_are_as_forecast(grid, dtype, settings, world, make_group):
     """Weights, gradients and optimizer state that this process really holds after an iteration, to 2%."""
-    if world.size % {"dp": 1, "dp zero 2": 1, "dp zero 3": 1, "dp zero 1": 1, "separation": 1, "pp2 tp2 zero 1": 4, "separation tp2": 4}.get(grid, 2):
+    if world.size % NEEDS.get(grid, 1):
         pytest.skip("the ranks do not make this grid")
     before = tensor_bytes()
     settings = replace(settings, dtype=dtype, parity_tolerance=50.0)
