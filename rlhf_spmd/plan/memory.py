@@ -9,6 +9,7 @@ precision; stage 2 keeps no gradients between steps, stage 3 those of its part a
 
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.pipeline import pass_bytes
+from rlhf_spmd.plan.placement import uses_home
 from rlhf_spmd.plan.program import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.tensors import numbers_in, weights_of
@@ -18,6 +19,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
 WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
+LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
 
 def num_params(shape: ModelShape, shard: Shard) -> int:
@@ -68,9 +70,12 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
         layout, shape = layouts[call.name], workload.models[call.model]
         if rank not in layout.ranks or shape is None:
             continue
-        whole = workload.param_bytes * num_params(shape, layout.shard(rank))
-        if (layout.zero == 3 and layout.dp > 1) or layout.offload:
-            total["gathered"] = max(total["gathered"], whole)
+        params = num_params(shape, layout.shard(rank))
+        train = workload.workflow.train_call(call.model)
+        home = layouts[train.name] if train and uses_home(call, rank, workload, program.placement) else layout
+        if (home.zero == 3 and home.dp > 1) or layout.offload:
+            live = min(params, LIVE_NUMEL) if call.kind == "train" else params
+            total["gathered"] = max(total["gathered"], workload.param_bytes * live)
         if call.kind == "train" and layout.zero == 2 and layout.dp > 1:
             part = -(-num_params(shape, layout.shard(rank)) // layout.dp)
             total["reduced"] = max(total["reduced"], 4 * (part + reduce_numel(shape, layout.shard(rank))))

@@ -149,10 +149,5 @@ def holding(home: Layout, rank: int) -> Holding:
 
 def _hops(plan: Reallocation) -> tuple[Message, ...]:
     """One message for each pair of neighbours in some chain, counted as it goes in buckets."""
-    parts: dict[tuple[int, int], int] = {}
-    for route in plan.routes:
-        num = sum(len(bucket) for bucket in plan.buckets(route, BUCKET_BYTES))
-        for hop in route.hops:
-            parts[hop] = parts.get(hop, 0) + num
-    sizes = plan.hop_bytes()
-    return tuple(Message(*hop, (), range(0), sizes[hop], num) for hop, num in parts.items())
+    messages, sizes = plan.hop_messages(BUCKET_BYTES), plan.hop_bytes()
+    return tuple(Message(*hop, (), range(0), sizes[hop], messages[hop]) for hop in sizes)

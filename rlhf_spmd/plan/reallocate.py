@@ -127,13 +127,22 @@ class Reallocation:
         direct_numbers = DIRECT_BYTES // self.bytes_per_number
         return cut_into_buckets(route.pieces, numbers=self.bucket_numbers(bucket_bytes), direct_numbers=direct_numbers)
 
+    def hop_messages(self, bucket_bytes: int) -> dict[tuple[int, int], int]:
+        """(sender, receiver) -> messages."""
+        found: dict[tuple[int, int], int] = {}
+        numbers, direct_numbers = self.bucket_numbers(bucket_bytes), DIRECT_BYTES // self.bytes_per_number
+        for route in self.routes:
+            buckets = cut_into_buckets(route.pieces, numbers=numbers, direct_numbers=direct_numbers)
+            count = sum(len(bucket) for bucket in buckets)
+            for hop in route.hops:
+                found[hop] = found.get(hop, 0) + count
+        return found
+
     def num_messages(self, bucket_bytes: int) -> dict[int, int]:
         """Messages that each rank sends."""
         found = dict.fromkeys(self.ranks, 0)
-        for route in self.routes:
-            count = sum(len(bucket) for bucket in self.buckets(route, bucket_bytes))
-            for sender, _ in route.hops:
-                found[sender] += count
+        for (sender, _), count in self.hop_messages(bucket_bytes).items():
+            found[sender] += count
         return found
 
     def extra_bytes(self, bucket_bytes: int) -> dict[int, int]:
