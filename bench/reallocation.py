@@ -1,7 +1,8 @@
 """Reallocation against gathering the whole model on one rank and broadcasting it; 220 MB of float32 weights.
 
-Five pairs of layouts. Both ways take turns in the same run, on the same ranks, with groups and buffers made before;
-what each leaves behind is compared with the full model, bit by bit. The baseline gathers the shards of one copy of the
+Five pairs of layouts. All ways take turns in the same run, on the same ranks, with groups and buffers made before; what
+each leaves behind is compared with the full model, bit by bit. Ranks of one machine move weights through shared memory;
+by sockets alone they move as between machines. The baseline gathers the shards of one copy of the
 model, which lie flat and need no packing, puts them together and broadcasts the flat model in buckets that are under
 way together; every destination slices out what it needs. Beside these, plans alone: the bytes of all pairs of a dozen
 layouts against the lower bound.
@@ -210,7 +211,8 @@ def groups() -> dict[str, tuple[int, ...]]:
 
 def measure(world, name: str) -> dict:
     """A row: bytes, seconds of both ways (medians of the slowest rank), whether the bits are right."""
-    from rlhf_spmd.runtime.reallocate import Mover
+    from rlhf_spmd.runtime.arena import Arena
+    from rlhf_spmd.runtime.reallocate import Mover, slot_bytes
 
     before, after = PAIRS[name]
     one, rank, full = plan(before, after), world.rank, full_model()
@@ -219,34 +221,39 @@ def measure(world, name: str) -> dict:
     target = None if wanted is None else empty_weights(wanted)
     baseline = GatherBroadcast(world, name, source, target)
     extra, counted = [], []
+    shared = Arena.make(world, slot_bytes(one, rank, BUCKET_BYTES))
 
-    def ours() -> None:
+    def ours(arena: Arena | None = shared) -> None:
         if rank not in one.ranks:
             return
         tensors = source.tensors if source else None
         targets = [target.tensors] if target else []
-        mover = Mover(one, rank, tensors, targets, bucket_bytes=BUCKET_BYTES, tag_base=0, device="cpu")
+        where = {"bucket_bytes": BUCKET_BYTES, "tag_base": 0, "device": "cpu", "arena": arena}
+        mover = Mover(one, rank, tensors, targets, **where)
         mover.start()
         mover.finish()
         extra.append(mover.peak_extra_bytes)
         counted.append([mover.num_bytes_sent, mover.num_messages_sent])
 
+    def by_sockets() -> None:
+        ours(None)
+
     right = []
-    for way in (ours, baseline.run):
+    for way in (ours, by_sockets, baseline.run):
         way()
         right.append(target is None or same_bits(target, full))
         if target is not None:
             target.flat.zero_()
     del full
     gc.collect()
-    seconds: dict[Callable, list[float]] = {ours: [], baseline.run: []}
+    seconds: dict[Callable, list[float]] = {ours: [], by_sockets: [], baseline.run: []}
     for _ in range(ROUNDS):
         for way, found in seconds.items():
             world.barrier("the start of a round")
             began = time.perf_counter()
             way()
             found.append(max(world.allgather(time.perf_counter() - began)))
-    ours_s, baseline_s = (statistics.median(found[1:]) for found in seconds.values())
+    ours_s, sockets_s, baseline_s = (statistics.median(found[1:]) for found in seconds.values())
     mine = [one.sent_bytes()[rank], one.num_messages(BUCKET_BYTES)[rank]] if rank in one.ranks else None
     as_planned = all(world.allgather(all(count == mine for count in counted)))
     row = {
@@ -257,6 +264,7 @@ def measure(world, name: str) -> dict:
         "moved_bytes": one.num_bytes,
         "lower_bound_bytes": one.lower_bound_bytes,
         "ours_s": ours_s,
+        "sockets_s": sockets_s,
         "baseline_s": baseline_s,
         "speed_up": baseline_s / ours_s,
         "required": ONE_COPY if after[1] == 1 else COPIES,
@@ -265,6 +273,7 @@ def measure(world, name: str) -> dict:
         "same_bits": all(all(answers) for answers in world.allgather(right)),
         "as_planned": as_planned,
         "all_ours_s": seconds[ours],
+        "all_sockets_s": seconds[by_sockets],
         "all_baseline_s": seconds[baseline.run],
     }
     row["ok"] = (
@@ -277,12 +286,12 @@ def measure(world, name: str) -> dict:
     return row
 
 
-HEADER = f"{'pair':<32}  moved MB  lower bound MB  ratio   ours s  gather+broadcast s  speed-up  required  extra MiB"
+HEADER = f"{'pair':<32}  moved MB  lower bound MB  ratio   ours s  by sockets s  gather+broadcast s  speed-up  required  extra MiB"
 
 
 def show(row: dict) -> None:
     moved, bound = row["moved_bytes"] / 1e6, row["lower_bound_bytes"] / 1e6
-    times = f"{row['ours_s']:7.3f}  {row['baseline_s']:18.3f}  {row['speed_up']:8.1f}  {row['required']:8.1f}"
+    times = f"{row['ours_s']:7.3f}  {row['sockets_s']:12.3f}  {row['baseline_s']:18.3f}  {row['speed_up']:8.1f}  {row['required']:8.1f}"
     ratio = moved / bound if bound else 1.0
     extra = f"{row['extra_bytes'] / 2**20:9.1f}"
     verdict = "ok" if row["ok"] else "NOT OK"

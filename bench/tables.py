@@ -81,6 +81,7 @@ COLUMNS: dict[str, Columns] = {
         "moved, MB": lambda row: f"{row['moved_bytes'] / 1e6:.1f}",
         "lower bound, MB": lambda row: f"{row['lower_bound_bytes'] / 1e6:.1f}",
         "reallocation, s": lambda row: f"{row['ours_s']:.3f}",
+        "by sockets alone, s": lambda row: f"{row['sockets_s']:.3f}",
         "gather and broadcast, s": lambda row: f"{row['baseline_s']:.3f}",
         "speed-up": lambda row: f"{row['speed_up']:.1f}",
         "extra memory, MiB": lambda row: f"{row['extra_bytes'] / 2**20:.1f}",

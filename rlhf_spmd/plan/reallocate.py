@@ -122,6 +122,11 @@ class Reallocation:
                 left -= size
         return most
 
+    @staticmethod
+    def slot_numbers(route: Route, numbers: int) -> tuple[int, int]:
+        """Numbers in the two buffers of a route whose buckets hold so many at most; one is enough for one bucket."""
+        return (route.num_numbers, 0) if route.num_numbers <= numbers else (numbers, numbers)
+
     def buckets(self, route: Route, bucket_bytes: int) -> tuple[Bucket, ...]:
         """What a route carries, step by step."""
         direct_numbers = DIRECT_BYTES // self.bytes_per_number
@@ -150,8 +155,7 @@ class Reallocation:
         found, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
         for route in self.routes:
             for rank in route.ranks:
-                found[rank] += min(numbers, route.num_numbers) * self.bytes_per_number
-                found[rank] += min(numbers, max(0, route.num_numbers - numbers)) * self.bytes_per_number
+                found[rank] += sum(self.slot_numbers(route, numbers)) * self.bytes_per_number
         return found
 
 

@@ -18,11 +18,13 @@ from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.arena import Arena
 from rlhf_spmd.runtime.away import OffloadedCopy, ShardedCopy
 from rlhf_spmd.runtime.flat_engine import Groups
+from rlhf_spmd.runtime.reallocate import slot_bytes
 from rlhf_spmd.runtime.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.world import World
 
@@ -85,6 +87,7 @@ class Models:
         self.copies: dict[tuple[str, Shard], Transformer] = {}
         self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}
         self.offloaded: dict[tuple[str, Shard], OffloadedCopy] = {}
+        self.arena: Arena | None = None
         self._to_train: dict[str, Transformer] = {}
         layouts = program.placement.layouts
         for name in program.trained(world.rank):
@@ -123,7 +126,8 @@ class Models:
         )
 
     def start(self) -> None:
-        """Makes engines of the models that train on this rank, and shards the frozen ones where ZeRO 3 does."""
+        """Makes engines of the models that train on this rank, shards the frozen ones where ZeRO 3 does, and reserves
+        memory for weights on their way."""
         rank, optimizer = self.world.rank, self.config.optimizer
         for call in self.program.workload.workflow.placed_calls:
             layout = self.program.placement.layouts[call.name]
@@ -153,6 +157,10 @@ class Models:
                 )
             elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:
                 self.sharded[key] = ShardedCopy(self.copies[key], group=self._group(layout.data_ranks(rank)))
+
+        plans = [transfer.reallocation for transfer in self.program.transfers if transfer.reallocation is not None]
+        if plans:
+            self.arena = Arena.make(self.world, max(slot_bytes(plan, rank, BUCKET_BYTES) for plan in plans))
 
     def key(self, call: Call) -> tuple[str, Shard] | None:
         """Which copy a call uses on this rank; None: the weights that its model trains here, or a reward function."""

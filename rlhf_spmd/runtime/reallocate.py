@@ -4,6 +4,9 @@ All routes advance in lock step: at step t, the link h of a chain carries bucket
 under way, the buckets that came in the step before are unpacked, those that leave in the next one are packed, and some
 of what is held here is copied. A large block that is one run of memory leaves from the parameter itself or arrives
 there; all else takes two buffers per route, two buckets in all. What is forwarded leaves from where it came.
+
+Where the ranks of a route share memory (arena.py), it is no chain: the first rank puts a bucket into one of its two
+slots, says so to the others, and all of them read it there; a slot is filled again when all have said that they have.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +19,7 @@ from torch import Tensor
 from rlhf_spmd.plan.buckets import DIRECT_BYTES, Block, Bucket, Message, numbers_of
 from rlhf_spmd.plan.reallocate import Reallocation, Route
 from rlhf_spmd.plan.tensors import Holding, Weight, overlap
+from rlhf_spmd.runtime.arena import Arena
 
 
 class Mover:
@@ -40,7 +44,10 @@ class Mover:
         bucket_bytes: int,
         tag_base: int,
         device: torch.device | str,
+        arena: Arena | None = None,
     ):
+        """arena: with room for `slot_bytes` of this plan in the part of every rank; one reallocation after another
+        may use it."""
         self.plan, self.rank, self.device = plan, rank, torch.device(device)
         weights, self.direct_numbers = plan.weights, DIRECT_BYTES // plan.bytes_per_number
         held = dict(plan.sources).get(rank)
@@ -60,14 +67,20 @@ class Mover:
             for number, route in enumerate(plan.routes)
             if rank in route.ranks
         ]
+        self.slot_bytes = 0
+        slots = _slots(plan, arena, bucket_bytes) if arena is not None else {}
         for part in self.parts:
+            if (found := slots.get(part.route)) is not None:
+                part.shared, part.buffers = True, {i: slot.view(self.dtype) for i, slot in enumerate(found)}
+                self.slot_bytes += sum(slot.nbytes for slot in found) if part.place == 0 else 0
             part.in_place = [
                 [self._in_place(part, number, message) for message in bucket]
                 for number, bucket in enumerate(part.buckets)
             ]
         self.num_steps = max((part.num_steps for part in self.parts), default=0)
         self.under_way: list[dist.Work] = []
-        self.num_bytes_sent = self.num_messages_sent = self.peak_extra_bytes = 0
+        self.num_bytes_sent = self.num_messages_sent = 0
+        self.peak_extra_bytes = self.slot_bytes
 
     @torch.no_grad()
     def start(self) -> None:
@@ -75,8 +88,8 @@ class Mover:
 
         The source must not change before `finish` has returned; the targets keep their contents until it begins.
         """
-        self._pack(0)
-        self._post(0)
+        self._pack(0, shared=False)  # what is shared may still be in use by the reallocation before
+        self.under_way = self._post(0, shared=False)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -90,24 +103,35 @@ class Mover:
             if copy.target in self.targets
             for layer in range(*copy.piece.box[0])
         ]
+        self._pack(0, shared=True)
+        self.under_way += self._post(0, shared=True)
         for step in range(self.num_steps):
             self._unpack(step - 1)
-            self._pack(step + 1)
+            self.under_way += self._give_back(step - 1)
+            self._pack(step + 1, shared=False)
             self._copy_local(local[step :: self.num_steps])  # a share in each step, so that no message waits for all
             for work in self.under_way:
                 work.wait()
-            self._post(step + 1)
+            self._pack(step + 1, shared=True)  # now the slot is free
+            self.under_way = self._post(step + 1, shared=False) + self._post(step + 1, shared=True)
         if self.num_steps == 0:
             self._copy_local(local)
         self._unpack(self.num_steps - 1)
+        for work in self._give_back(self.num_steps - 1):
+            work.wait()
         for part in self.parts:
             part.buffers.clear()
             part.tensors.clear()
 
-    def _post(self, step: int) -> None:
-        """Starts this rank's messages of a step."""
+    def _post(self, step: int, *, shared: bool) -> list[dist.Work]:
+        """Starts this rank's messages of a step: of chains, or the words about slots."""
         operations = []
         for part in self.parts:
+            if part.shared != shared:
+                continue
+            if shared:
+                operations += self._words(part, step)
+                continue
             if (bucket := part.arriving(step)) is not None:
                 self._make_room(part, bucket)
                 peer = part.route.ranks[part.place - 1]
@@ -117,12 +141,33 @@ class Mover:
                 operations += [dist.P2POp(dist.isend, b, peer, tag=part.tag) for b in part.tensors[bucket]]
                 self.num_bytes_sent += sum(tensor.nbytes for tensor in part.tensors[bucket])
                 self.num_messages_sent += len(part.tensors[bucket])
-        self.under_way = dist.batch_isend_irecv(operations) if operations else []
+        return dist.batch_isend_irecv(operations) if operations else []
 
-    def _pack(self, step: int) -> None:
+    def _words(self, part: "_Part", step: int) -> list[dist.P2POp]:
+        """The first rank: a slot is full, and who is done with the one before? The others: which slot is full?"""
+        first, *others = part.route.ranks
+        if step < len(part.buckets) and part.place < len(others):  # counted as the plan does, whatever carries it
+            self.num_bytes_sent += sum(map(numbers_of, part.buckets[step])) * self.plan.bytes_per_number
+            self.num_messages_sent += len(part.buckets[step])
+        if part.place > 0:
+            if part.arriving(step) is None:
+                return []
+            self._make_room(part, step)
+            return [dist.P2POp(dist.irecv, _word(), first, tag=part.tag)]
+        said = [dist.isend] if part.leaving(step) is not None else []
+        said += [dist.irecv] if 0 < step <= len(part.buckets) else []
+        return [dist.P2POp(operation, _word(), rank, tag=part.tag) for operation in said for rank in others]
+
+    def _give_back(self, step: int) -> list[dist.Work]:
+        """Says to the first ranks that the slots of a step have been read."""
+        parts = [part for part in self.parts if part.shared and part.arriving(step) is not None]
+        operations = [dist.P2POp(dist.isend, _word(), part.route.ranks[0], tag=part.tag) for part in parts]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _pack(self, step: int, *, shared: bool) -> None:
         """Makes the buckets ready that leave from here in a step for the first time."""
         for part in self.parts:
-            bucket = part.leaving(step) if part.place == 0 else None
+            bucket = part.leaving(step) if part.place == 0 and part.shared == shared else None
             if bucket is None:
                 continue
             self._make_room(part, bucket)
@@ -151,11 +196,14 @@ class Mover:
     def _make_room(self, part: "_Part", bucket: int) -> None:
         """Finds a place for every message of a bucket, which replaces the one before the last."""
         part.tensors.pop(bucket - 2, None)
-        if bucket not in part.buffers and bucket - 2 not in part.buffers:
+        if part.shared:
+            part.buffers[bucket] = part.buffers[bucket % 2]
+        elif bucket not in part.buffers and bucket - 2 not in part.buffers:
             most = max(part.packed_numbers(number) for number in range(bucket, len(part.buckets), 2))
             part.buffers[bucket] = torch.empty(most, dtype=self.dtype, device=self.device)
-            under_way = [buffer for each in self.parts for buffer in each.buffers.values()]
-            self.peak_extra_bytes = max(self.peak_extra_bytes, sum(buffer.nbytes for buffer in under_way))
+            under_way = [buffer for each in self.parts if not each.shared for buffer in each.buffers.values()]
+            extra_bytes = self.slot_bytes + sum(buffer.nbytes for buffer in under_way)
+            self.peak_extra_bytes = max(self.peak_extra_bytes, extra_bytes)
         elif bucket - 2 in part.buffers:
             part.buffers[bucket] = part.buffers.pop(bucket - 2)
         start, tensors = 0, []
@@ -169,7 +217,7 @@ class Mover:
         """A message as it lies in the memory of a parameter, to be sent from there or received there; None if it does
         not: several blocks are packed, and so is one that is not one run of memory."""
         first = part.place == 1 and bucket == 0  # received from `start` on, when targets may still be in use
-        if first or len(message) > 1 or message[0].num_numbers < self.direct_numbers:
+        if part.shared or first or len(message) > 1 or message[0].num_numbers < self.direct_numbers:
             return None
         for place in [self.source] if part.place == 0 else self._targets_with(message[0]):
             view = place.view(message[0])
@@ -180,6 +228,31 @@ class Mover:
     def _copy_local(self, blocks: Iterable[tuple[Block, "_Local"]]) -> None:
         for block, target in blocks:
             target.view(block).copy_(self.source.view(block))
+
+
+def slot_bytes(plan: Reallocation, rank: int, bucket_bytes: int) -> int:
+    """What the part of a rank in an arena must hold: the slots of each route that begins there."""
+    numbers = plan.bucket_numbers(bucket_bytes)
+    slots = [plan.slot_numbers(route, numbers) for route in plan.routes if route.ranks[0] == rank]
+    return sum(map(sum, slots)) * plan.bytes_per_number
+
+
+def _slots(plan: Reallocation, arena: Arena, bucket_bytes: int) -> dict[Route, list[Tensor]]:
+    """The slots of every route whose ranks share memory, one after the other in the part of its first rank."""
+    numbers, used, found = plan.bucket_numbers(bucket_bytes), dict.fromkeys(arena.parts, 0), {}
+    for route in plan.routes:
+        if not arena.holds(route.ranks):
+            continue
+        first, sizes = route.ranks[0], [n * plan.bytes_per_number for n in plan.slot_numbers(route, numbers)]
+        if used[first] + sum(sizes) <= len(arena.parts[first]):
+            found[route] = list(arena.parts[first][used[first] : used[first] + sum(sizes)].split(sizes))
+            used[first] += sum(sizes)
+    return found
+
+
+def _word() -> Tensor:
+    """What is said about a slot; that it comes is all there is to it."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _blocks_in(numbers: Tensor, message: Message) -> Iterator[tuple[Block, Tensor]]:
@@ -202,10 +275,13 @@ class _Part:
     in_place: list[list[Tensor | None]] = field(default_factory=list)  # of every bucket the messages; None: packed
     buffers: dict[int, Tensor] = field(default_factory=dict)  # bucket -> what its packed messages lie in, of two
     tensors: dict[int, list[Tensor]] = field(default_factory=dict)  # bucket -> its messages, of the same two
+    shared: bool = False  # all its ranks see the buffers of the first
 
     @property
     def num_steps(self) -> int:
         """Steps until this rank has nothing more to do."""
+        if self.shared:  # the first also hears that the last bucket has been read
+            return len(self.buckets) + (self.place == 0)
         last = self.place == len(self.route.ranks) - 1
         return len(self.buckets) + self.place - last
 
@@ -216,7 +292,7 @@ class _Part:
 
     def arriving(self, step: int) -> int | None:
         """The bucket that comes in a step."""
-        bucket = step - self.place + 1
+        bucket = step if self.shared else step - self.place + 1
         return bucket if self.place > 0 and 0 <= bucket < len(self.buckets) else None
 
     def leaving(self, step: int) -> int | None:

@@ -25,6 +25,7 @@ def mover_of(transfer: Transfer, models: Models, *, tag_base: int) -> Mover:
         bucket_bytes=BUCKET_BYTES,
         tag_base=tag_base,
         device=models.world.device,
+        arena=models.arena,
     )
 
 

@@ -5,6 +5,8 @@
 Five seconds beside the start-up.
 """
 
+import os
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from rlhf_spmd.plan.reallocate import plan_reallocation
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.tensors import Holding, local_shapes, weights_of
 from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.runtime import arena as arena_file
+from rlhf_spmd.runtime.arena import Arena
 from rlhf_spmd.runtime.reallocate import Mover
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -72,6 +76,19 @@ def cut(shape, model, holding):
     return found
 
 
+@pytest.fixture(scope="module", params=["sockets", "shared memory"], autouse=True)
+def arena(world, request):
+    """Every test runs both ways."""
+    found = Arena.make(world, 64 * 2**20) if request.param == "shared memory" else None
+    assert (found is None) == (request.param == "sockets")
+    ARENAS[:] = [found]
+    yield found
+    ARENAS.clear()
+
+
+ARENAS: list[Arena | None] = []
+
+
 def run(world, shape, sources, targets, *, dtype=torch.float32, bucket_bytes=ALL_AT_ONCE, source=None, tag_base=0):
     """Carries a reallocation out and checks it against the plan and the whole model; returns the targets' tensors."""
     plan = plan_reallocation(
@@ -86,7 +103,9 @@ def run(world, shape, sources, targets, *, dtype=torch.float32, bucket_bytes=ALL
         for shard in shards
     ]
     if rank in plan.ranks:
-        mover = Mover(plan, rank, source, made, bucket_bytes=bucket_bytes, tag_base=tag_base, device="cpu")
+        options = {"bucket_bytes": bucket_bytes, "tag_base": tag_base, "device": "cpu", "arena": ARENAS[0]}
+        mover = Mover(plan, rank, source, made, **options)
+        assert all(part.shared == (ARENAS[0] is not None) for part in mover.parts)
         mover.start()
         assert all((tensor == 0).all() for tensors in made for tensor in tensors.values()), "targets changed too soon"
         mover.finish()
@@ -163,7 +182,7 @@ def test_several_at_once(world):
         shard = dict(targets)[world.rank]
         made.append((shard, {n: torch.zeros(size) for n, size in local_shapes(SHAPE, Holding(shard)).items()}))
         source, target = cut(SHAPE, model, sources[world.rank]), [made[-1][1]]
-        options = dict(bucket_bytes=700, tag_base=1000 * number, device="cpu")
+        options = dict(bucket_bytes=700, tag_base=1000 * number, device="cpu", arena=ARENAS[0])
         movers.append(Mover(plan, world.rank, source, target, **options))
         movers[-1].start()
     for mover in movers:
@@ -171,3 +190,24 @@ def test_several_at_once(world):
     for shard, tensors in made:
         for name, expected in cut(SHAPE, model, Holding(shard)).items():
             assert torch.equal(tensors[name], expected)
+
+
+def test_without_room_there_is_no_shared_memory(world, monkeypatch):
+    """More than the machine has: everybody goes without, nobody crashes, nothing is left behind."""
+    before = set(os.listdir(arena_file.FOLDER))
+    assert Arena.make(world, 2**45 if world.rank == 0 else 100) is None
+    assert Arena.make(world, 0) is None
+    world.barrier("the files")
+    left = set(os.listdir(arena_file.FOLDER)) - before
+    assert not [name for name in left if name.startswith("rlhf_spmd_")]
+    monkeypatch.setattr(arena_file, "FOLDER", "/nowhere")
+    assert Arena.make(world, 100) is None
+
+
+def test_parts_of_an_arena_are_the_same_memory(world):
+    made = Arena.make(world, 10 + world.rank)
+    assert made.holds(range(world.size)) and not made.holds((world.size,))
+    made.parts[world.rank].fill_(world.rank + 1)
+    world.barrier("the writing")
+    assert [int(made.parts[rank][-1]) for rank in range(world.size)] == list(range(1, world.size + 1))
+    world.barrier("the reading")
