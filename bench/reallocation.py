@@ -286,12 +286,14 @@ def measure(world, name: str) -> dict:
     return row
 
 
-HEADER = f"{'pair':<32}  moved MB  lower bound MB  ratio   ours s  by sockets s  gather+broadcast s  speed-up  required  extra MiB"
+TITLES = ("moved MB", "lower bound MB", "ratio", "ours s", "by sockets s", "gather+broadcast s", "speed-up", "required")
+HEADER = "  ".join([f"{'pair':<32}", *TITLES, "extra MiB"])
 
 
 def show(row: dict) -> None:
     moved, bound = row["moved_bytes"] / 1e6, row["lower_bound_bytes"] / 1e6
-    times = f"{row['ours_s']:7.3f}  {row['sockets_s']:12.3f}  {row['baseline_s']:18.3f}  {row['speed_up']:8.1f}  {row['required']:8.1f}"
+    times = f"{row['ours_s']:6.3f}  {row['sockets_s']:12.3f}  {row['baseline_s']:18.3f}"
+    times += f"  {row['speed_up']:8.1f}  {row['required']:8.1f}"
     ratio = moved / bound if bound else 1.0
     extra = f"{row['extra_bytes'] / 2**20:9.1f}"
     verdict = "ok" if row["ok"] else "NOT OK"
