@@ -1,9 +1,12 @@
 """A program as text: who runs what, what moves, and what one rank executes in an iteration."""
 
+from dataclasses import replace
+
 from rlhf_spmd.plan.compile import layouts_of
 from rlhf_spmd.plan.fit import Finding
-from rlhf_spmd.plan.layout import format_ranks, group_name
+from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.memory import STATIC, WORKING, num_params, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program import Program, Run
 
@@ -43,8 +46,29 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
     parts += ["", "Bytes per rank: what stays, and the most that a call takes besides", table(_memory(program))]
+    for call in workload.workflow.placed_calls:
+        layout = placement.layouts[call.name]
+        if call.kind == "train" and is_pipelined(call, layout):
+            num = largest_number(replace(layout, tokens=None), workload, call)
+            parts += [
+                "",
+                f"Stages of {call.name} with {num} micro-batches (F forward, B backward)",
+                _stages(layout, num),
+            ]
     parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
     return "\n".join(parts)
+
+
+def _stages(layout: Layout, num_micro_batches: int) -> str:
+    """The passes of each stage in their order."""
+    lines = []
+    for stage in range(layout.pp):
+        passes = order_of_passes(stage, layout.pp, num_micro_batches, train=True)
+        words = " ".join(f"{kind[0].upper()}{index}" for kind, index in passes[:NUM_INSTRUCTIONS])
+        more = f" ... {len(passes) - NUM_INSTRUCTIONS} more" if len(passes) > NUM_INSTRUCTIONS else ""
+        ranks = format_ranks(tuple(sorted(rank for rank in layout.ranks if layout.place(rank)[1] == stage)))
+        lines.append(f"  stage {stage} (ranks {ranks}): {words}{more}")
+    return "\n".join(lines)
 
 
 def _transfers(program: Program) -> str:

@@ -61,6 +61,14 @@ def test_a_program_that_fits_is_shown_and_passes():
         assert words in shown
 
 
+def test_the_stages_of_a_pipeline_are_shown():
+    options = ("strategy.training_tp=1", "strategy.training_pp=2", "micro_batch=16")
+    done = run("check", "reallocation", "--layout", "1x2", *options)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "Stages of actor_train with 2 micro-batches" in done.stdout
+    assert "stage 0 (ranks 0): F0 F1 B0 B1\n  stage 1 (ranks 1): F0 B0 F1 B1\n" in done.stdout
+
+
 def test_a_reader_that_goes_away_leaves_no_traceback():
     """The other end of the pipe is closed before anything is written, as with `| head -0`."""
     read, write = os.pipe()
