@@ -19,6 +19,7 @@ def place(
     generation_device: str | None = None,
     ratios: tuple[str, ...] = (),
     generation_tp: int = 1,
+    generation_pp: int = 1,
     training_tp: int = 1,
     training_pp: int = 1,
     in_flight: int = 2,
@@ -44,7 +45,7 @@ def place(
         cluster.ranks_of(chosen),
         ratios=ratios,
         training={"pp": training_pp, "tp": training_tp, "zero": zero, "recompute": recompute},
-        generation={"tp": generation_tp},
+        generation={"pp": generation_pp, "tp": generation_tp},
         limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
     )

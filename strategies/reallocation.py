@@ -17,6 +17,7 @@ def place(
     cluster: Cluster,
     *,
     generation_tp: int = 1,
+    generation_pp: int = 1,
     training_tp: int | None = None,
     training_pp: int = 1,
     inference_tp: int | None = None,
@@ -27,7 +28,8 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """generation_tp: slices of the actor while it generates. training_tp, training_pp: slices and stages of actor and
+    """generation_tp, generation_pp: slices of the actor while it generates, and stages where it does not fit otherwise
+    (they work one after another). training_tp, training_pp: slices and stages of actor and
     critic in training; tp None: as many as a node and the key-value heads allow. inference_tp, inference_pp: of the
     reference, the reward model and the critic's values; tp None: as in training. zero: ZeRO stage of training.
     recompute: activations are computed again in the backward pass. offload: reference and reward model wait in host
@@ -37,7 +39,7 @@ def place(
         training_tp = workload.largest_tp(cluster, pp=training_pp)
     inference_tp = training_tp if inference_tp is None else inference_tp
     training = Layout.grid_of(ranks, pp=training_pp, tp=training_tp, zero=zero, recompute=recompute, **limits)
-    generation = Layout.grid_of(ranks, tp=generation_tp, **limits)
+    generation = Layout.grid_of(ranks, pp=generation_pp, tp=generation_tp)
     inference = Layout.grid_of(ranks, pp=inference_pp, tp=inference_tp, **limits)
     frozen = Layout.grid_of(ranks, pp=inference_pp, tp=inference_tp, offload=offload, **limits)
     alone = Layout.data_parallel(ranks)  # a reward function has no weights to split

@@ -21,6 +21,7 @@ def place(
     generation_ranks: int | None = None,
     ratios: tuple[str, ...] = (),
     generation_tp: int = 1,
+    generation_pp: int = 1,
     training_tp: int = 1,
     training_pp: int = 1,
     in_flight: int = 2,
@@ -31,10 +32,10 @@ def place(
 ) -> Placement:
     """generation_ranks: how many of the ranks, the last ones, generate and infer; None: half of them.
     ratios: shares of those, e.g. actor=1/2,critic=1/6,reference=1/6,reward=1/6; a model that is not named gets all of
-    them. generation_tp: slices of every model there. training_tp, training_pp: slices and stages of actor and critic.
-    in_flight: mini-batches on their way at a time. zero: ZeRO stage of the trainers. recompute: activations are
-    computed again in the backward pass. micro_batch: sequences per forward, None takes the workload's; or tokens: a
-    budget instead."""
+    them. generation_tp, generation_pp: slices and stages of every model there. training_tp, training_pp: of actor and
+    critic in training. in_flight: mini-batches on their way at a time. zero: ZeRO stage of the trainers. recompute:
+    activations are computed again in the backward pass. micro_batch: sequences per forward, None takes the workload's;
+    or tokens: a budget instead."""
     size = cluster.num_devices
     num = size // 2 if generation_ranks is None else generation_ranks
     if not 0 < num < size:
@@ -49,7 +50,7 @@ def place(
         cluster.ranks[size - num :],
         ratios=ratios,
         training={"pp": training_pp, "tp": training_tp, "zero": zero, "recompute": recompute},
-        generation={"tp": generation_tp},
+        generation={"pp": generation_pp, "tp": generation_tp},
         limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
     )

@@ -73,11 +73,10 @@ class Layout:
     def grid_of(cls, ranks, *, pp: int = 1, tp: int = 1, **options) -> "Layout":
         """As many data-parallel shards as there are ranks for, each of pp x tp ranks; tp ranks stand side by side.
 
-        Raises UserError if pp * tp does not divide the number of ranks.
+        Where pp * tp does not divide the number of ranks, `problems` says so.
         """
         ranks = tuple(ranks)
-        dp = exact_div(len(ranks), max(pp * tp, 1), f"{len(ranks)} ranks by pp {pp} x tp {tp}")
-        return cls(ranks, dp=dp, pp=pp, tp=tp, **options)
+        return cls(ranks, dp=max(1, len(ranks) // max(pp * tp, 1)), pp=pp, tp=tp, **options)
 
     @property
     def grid(self) -> "np.ndarray":
@@ -111,9 +110,14 @@ class Layout:
         _, stage, tp_index = self.place(rank)
         return Shard(stage, self.pp, tp_index, self.tp)
 
+    def partners(self, rank: int) -> tuple[Shard, tuple[int, ...]]:
+        """The shard of a rank, and the ranks that hold the copy of the model which it belongs to."""
+        return self.shard(rank), self.model_ranks(rank)
+
     def same_shards(self, other: "Layout") -> bool:
-        """Whether both have the same shards of the model on the same ranks."""
-        return set(self.ranks) == set(other.ranks) and all(self.shard(rank) == other.shard(rank) for rank in self.ranks)
+        """Whether both have the same copies of the model on the same ranks."""
+        same = set(self.ranks) == set(other.ranks)
+        return same and all(self.partners(rank) == other.partners(rank) for rank in self.ranks)
 
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """The tensor-parallel slices of a rank's stage."""
@@ -184,10 +188,12 @@ class Layout:
                 f"ZeRO {self.zero} with pp {self.pp}: several micro-batches are under way in a pipeline, so each stage"
             )
             found.append(f"{text} keeps whole gradients and weights; use ZeRO 0 or 1, or pp 1")
-        slices = [self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), max(self.tp, 1))]
-        descending = next((ranks for ranks in slices if list(ranks) != sorted(ranks)), None)
-        if descending:
-            found.append(f"the tensor-parallel ranks {list(descending)} do not ascend; list them in ascending order")
+        size = self.pp * self.tp
+        copies = [self.ranks[i : i + size] for i in range(0, len(self.ranks), max(size, 1))]
+        descending = next((ranks for ranks in copies if list(ranks) != sorted(ranks)), None)
+        if descending and size > 1:
+            text = f"ranks {list(descending)}, which hold one copy of the model together, do not ascend"
+            found.append(f"{text}; list them in ascending order")
         return found
 
     def __str__(self) -> str:

@@ -87,8 +87,8 @@ def working_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
-    """The most that a rank's device holds at one time: calls and moves of weights come one after another."""
-    besides = max(working["activations"] + working["reduced"], working["KV cache"], working["buckets"])
+    """The most that a rank's device holds at one time: calls come one after another, buckets may lie beside them."""
+    besides = working["buckets"] + max(working["activations"] + working["reduced"], working["KV cache"])
     return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
 
 
@@ -96,8 +96,9 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     """The most activations that training keeps for its backward passes on a rank.
 
     Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
-    no scores): with sequence parallelism every tensor is split by tp. Recomputation keeps a layer's input alone, and
-    works on one layer at a time. The last stage also holds its micro-batch's logits, in float32, twice.
+    no scores): with sequence parallelism all is split by tp but what a block has gathered. Recomputation keeps a
+    layer's input alone, and works on one layer at a time. The last stage also holds its micro-batch's logits, in
+    float32, twice.
     """
     shape, c = workload.models[call.model], workload.param_bytes
     shard = layout.shard(rank)
@@ -105,11 +106,13 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     longest = workload.max_prompt + workload.max_response
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
     h, d = shape.hidden_size, shape.head_dim
-    # two norms' inputs and outputs; q, k, v and the attention's output; gate, up and their product, SiLU's output
-    kept = 4 * h + 2 * (shape.num_heads + shape.num_kv_heads) * d + 4 * shape.intermediate_size
-    per_layer = h if layout.recompute else kept
-    passes = min(layout.pp - shard.stage, 1 if layout.pp == 1 else layout.pp)  # micro-batches under way under 1F1B
-    numbers = tokens * (per_layer * num_layers * passes + (kept if layout.recompute else 0)) / layout.tp
+    # inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product: split by tp
+    kept = 2 * h + 2 * (shape.num_heads + shape.num_kv_heads) * d + 4 * shape.intermediate_size
+    gathered = 2 * h  # the norms' outputs, as all slices of q, k, v and of gate and up read them: whole on each
+    per_layer = h / layout.tp if layout.recompute else kept / layout.tp + gathered
+    passes = layout.pp - shard.stage  # micro-batches under way under 1F1B
+    once = kept / layout.tp + gathered if layout.recompute else 0.0
+    numbers = tokens * (per_layer * num_layers * passes + once)
     logits = 0.0
     if shard.stage == shard.pp - 1 and not shape.scalar_head:
         responses = tokens * workload.max_response / longest
@@ -119,17 +122,11 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
 
 
 def cache_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
-    """Keys and values of all rows that a rank generates at once, each of full length."""
+    """Keys and values of all rows that a rank generates at once, each of full length; half as much again while the
+    rows that go on are copied, keys first."""
     shape, shard = workload.models[call.model], layout.shard(rank)
     rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
     heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
     layers = len(split(shape.num_layers, shard.pp, shard.stage))
-    return (
-        2
-        * rows
-        * (workload.max_prompt + workload.max_response)
-        * layers
-        * heads
-        * shape.head_dim
-        * workload.param_bytes
-    )
+    tokens = rows * (workload.max_prompt + workload.max_response)
+    return 3 * tokens * layers * heads * shape.head_dim * workload.param_bytes

@@ -43,6 +43,12 @@ def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
     return max(1, -(-rows // size)) * (1 if call.kind == "train" else workload.num_mini_batches)
 
 
+def usual_number(program: Program, step: Run) -> int:
+    """Micro-batches of a Run, as if each had the usual number of rows where a budget of tokens decides."""
+    call, layout = program.workload.workflow.call(step.call), program.layout_of(step)
+    return largest_number(replace(layout, tokens=None), program.workload, call)
+
+
 def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, train: bool) -> list[Pass]:
     """The passes of one stage in their order: 1F1B, or the forwards alone."""
     forwards: list[Pass] = [("forward", index) for index in range(num_micro_batches)]
@@ -81,6 +87,7 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
     train, last = call.kind == "train", layout.pp - 1
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
+    waited: set[tuple[int, int]] = set()  # rank, transfer
     transfers: list[Transfer] = []
     makers: list[tuple[Pass, int]] = []
     numbers: dict[tuple[str, int, int], int] = {}  # pass, and the stage that receives -> transfer
@@ -90,7 +97,9 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         # what a backward receives proves that the stage behind is done with what this one sent it forward
         sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
         for rank in ranks[stage]:
-            lists[rank] += [Wait(n) for n in (sent, number) if n is not None]
+            due = [n for n in (sent, number) if n is not None]
+            waited.update((rank, n) for n in due)
+            lists[rank] += map(Wait, due)
             lists[rank].append(replace(step, group=group, phase=kind, micro_batch=index))
         to = stage + 1 if kind == "forward" else stage - 1
         if not 0 <= to <= last:
@@ -105,7 +114,7 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         makers.append(((kind, index), stage))
     for number, transfer in enumerate(transfers):  # what nothing has waited for yet on the side that sent it
         for rank in transfer.ranks:
-            if Wait(number) not in lists[rank]:
+            if (rank, number) not in waited:
                 lists[rank].append(Wait(number))
     if train:
         for rank in lists:
@@ -114,7 +123,8 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
 
 
 def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program:
-    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given."""
+    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given; an
+    expanded program stays as it is."""
     workload, transfers = program.workload, list(program.transfers)
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
@@ -122,7 +132,7 @@ def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program
         lists.append([])
         for step in steps:
             call = workload.workflow.call(step.call) if isinstance(step, Run) else None
-            if call is None or not is_pipelined(call, program.layout_of(step)):
+            if call is None or step.phase or not is_pipelined(call, program.layout_of(step)):
                 lists[rank].append(step)
                 continue
             layout = program.layout_of(step)
@@ -138,20 +148,25 @@ def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program
 
 
 def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
-    """Every pipelined call with each number of micro-batches that it can have: a program of one such Run."""
+    """Every pipelined call with the numbers of micro-batches that it can have: a program of one such Run.
+
+    One data-parallel shard of it, since the others only have other names. Beyond twice the number of stages the
+    schedule repeats its cycle of one forward and one backward on each of them; of these, the largest number stands for
+    all.
+    """
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         if not is_pipelined(call, layout):
             continue
-        steps = {rank: step for rank in layout.ranks for step in program.instructions[rank] if _is_of(call, step)}
-        lists = [(steps[rank],) if rank in steps else () for rank in program.cluster.ranks]
-        one = replace(program, transfers=(), instructions=tuple(lists))
-        for number in range(1, largest_number(layout, program.workload, call) + 1):
+        ranks = layout.model_ranks(layout.ranks[0])
+        step = next(step for step in program.instructions[ranks[0]] if isinstance(step, Run) and step.call == call.name)
+        alone = replace(step, group=group_name(ranks))
+        lists = [(alone,) if rank in ranks else () for rank in program.cluster.ranks]
+        groups = dict(program.groups) | {alone.group: tuple(sorted(ranks))}
+        one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
+        largest = largest_number(layout, program.workload, call)
+        for number in sorted({*range(1, min(largest, 2 * layout.pp + 1) + 1), largest}):
             yield call, number, expand(one, lambda step, number=number: number)
-
-
-def _is_of(call: Call, step: Instruction) -> bool:
-    return isinstance(step, Run) and step.call == call.name
 
 
 def _shifted(step: Instruction, offset: int) -> Instruction:

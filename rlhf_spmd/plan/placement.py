@@ -86,9 +86,9 @@ class Placement:
         there are enough of them, generation the most. training, generation, limits: fields of the layouts, `limits`
         those of both.
         """
-        models, tp = workload.workflow.models, generation.get("tp", 1)
-        replicas = [generation_ranks[i : i + tp] for i in range(0, len(generation_ranks), max(tp, 1))]
-        if ratios or len(replicas) < len(models) or len(replicas[-1]) < tp:
+        models, size = workload.workflow.models, max(1, generation.get("tp", 1) * generation.get("pp", 1))
+        replicas = [generation_ranks[i : i + size] for i in range(0, len(generation_ranks), size)]
+        if ratios or len(replicas) < len(models) or len(replicas[-1]) < size:
             share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
         else:  # generation takes longest: each of the others gets a sixth, at least one replica
             few = max(1, len(replicas) // 6)
@@ -204,7 +204,8 @@ def ranks_of(call: Call, layout: Layout) -> tuple[int, ...]:
 def uses_home(call: Call, rank: int, workload: Workload, placement: Placement) -> bool:
     """Whether a call runs with the weights that its model trains on this rank, rather than with a copy of its own.
 
-    It does where it needs the same shard of them; under ZeRO 3 only if all its ranks do, which gather together.
+    It does where it needs the same shard of them, split with the same partners; under ZeRO 3 only if all its ranks do,
+    which gather together.
     """
     train = workload.workflow.train_call(call.model)
     if train is None:
@@ -212,7 +213,7 @@ def uses_home(call: Call, rank: int, workload: Workload, placement: Placement) -
     layout, home = placement.layouts[call.name], placement.layouts[train.name]
     if home.zero == 3:
         return layout.same_shards(home)
-    return rank in home.ranks and layout.shard(rank) == home.shard(rank)
+    return rank in home.ranks and layout.partners(rank) == home.partners(rank)
 
 
 def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement, rank: int) -> tuple[int, ...] | None:

@@ -8,13 +8,15 @@ the last message of this rank's part; Agree ends when the last rank arrives.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlhf_spmd.plan.pipeline import expand, usual_number
 from rlhf_spmd.plan.program import Agree, Load, Message, Offload, Post, Program, Run, Wait
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Begin and end of every instruction in seconds, [rank][position]."""
+    """Begin and end of every instruction in seconds, [rank][position] of `program`, in which pipelines are expanded."""
 
+    program: Program
     times: tuple[tuple[tuple[float, float], ...], ...]
 
     @property
@@ -24,13 +26,19 @@ class Forecast:
 
 
 def simulate(
-    program: Program, run_s: Callable[[int, Run], float], message_s: Callable[[Message], float] = lambda message: 0.0
+    program: Program,
+    run_s: Callable[[int, Run], float],
+    message_s: Callable[[Message], float] = lambda message: 0.0,
+    num_micro_batches: Callable[[Run], int] | None = None,
 ) -> Forecast:
     """Simulates one iteration of a program that `check` has no error about.
 
     run_s(rank, run): seconds that a Run computes on a rank; where it names a group, the slowest rank counts.
     message_s(message): seconds on the wire. Messages do not slow each other down, nor ranks that share a core.
+    num_micro_batches(run): of a Run with stages, whose passes run_s then gets one by one (see Run.phase); None: as many
+    as its rows make in full-sized micro-batches.
     """
+    program = expand(program, num_micro_batches or (lambda step: usual_number(program, step)))
     lists = program.instructions
     times: list[list[tuple[float, float]]] = [[] for _ in lists]
     posted: dict[tuple[int, int], float] = {}  # rank, transfer -> when
@@ -39,7 +47,7 @@ def simulate(
         advanced = {rank for rank in waiting if _advance(program, rank, times, posted, run_s, message_s)}
         waiting = {rank for rank in waiting if len(times[rank]) < len(lists[rank])}
         assert advanced or not waiting, "the program hangs; check says where"
-    return Forecast(tuple(tuple(spans) for spans in times))
+    return Forecast(program, tuple(tuple(spans) for spans in times))
 
 
 def _advance(program: Program, rank: int, times: list, posted: dict, run_s: Callable, message_s: Callable) -> bool:

@@ -3,7 +3,7 @@
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.placement import Placement, uses_home
 from rlhf_spmd.plan.workflow import Call, Workflow
 from rlhf_spmd.plan.workload import Workload
 
@@ -29,7 +29,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
                 found.setdefault((layout.ranks, text), []).append(call.name)
     problems += _overlap_problems(placement, workflow)
     if not problems and not found:
-        problems += _stream_problems(placement, workload)
+        problems += _stream_problems(placement, workload) + _partner_problems(placement, workload)
         for name, text in _zero_problems(placement, workload):
             found.setdefault((placement.layouts[name].ranks, text), []).append(name)
     for (ranks, text), calls in found.items():
@@ -73,6 +73,24 @@ def _stream_problems(placement: Placement, workload: Workload) -> list[str]:
         if shared:
             where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} changes the weights meanwhile"
             problems.append(f"stream: {call.name} is on {where}; place it elsewhere, or drop stream")
+    return problems
+
+
+def _partner_problems(placement: Placement, workload: Workload) -> list[str]:
+    """Two calls may use one copy of a model's shard only if they split the model with the same ranks."""
+    problems = []
+    found: dict[tuple, tuple[str, tuple[int, ...]]] = {}  # model, rank, shard -> call and partners
+    for call in workload.workflow.placed_calls:
+        layout = placement.layouts[call.name]
+        for rank in layout.ranks if layout.pp * layout.tp > 1 and call.kind != "train" else ():
+            if uses_home(call, rank, workload, placement):
+                continue
+            shard, partners = layout.partners(rank)
+            other, others = found.setdefault((call.model, rank, shard), (call.name, partners))
+            if others != partners:
+                where = f"ranks {list(partners)}, {other} over ranks {list(others)}"
+                problems.append(f"{call.name} splits {call.model} over {where}; group the ranks alike in both")
+                break
     return problems
 
 

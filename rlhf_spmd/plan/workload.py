@@ -76,9 +76,9 @@ class Workload:
         widths["kept_tokens"] = self.max_response * self.max_kept
         return 4 * widths.get(key, self.max_response)
 
-    def largest_tp(self, cluster: Cluster, *, num_ranks: int | None = None, pp: int = 1) -> int:
-        """The most tensor-parallel slices that every model, a node and so many ranks (None: all) can be cut into."""
-        num_ranks = cluster.num_devices if num_ranks is None else num_ranks
+    def largest_tp(self, cluster: Cluster, *, pp: int = 1) -> int:
+        """The most tensor-parallel slices that every model, a node, and all ranks in pp stages can be cut into."""
+        num_ranks = cluster.num_devices
         heads = min((shape.num_kv_heads for shape in self.models.values() if shape), default=1)
         devices = min(node.num_devices for node in cluster.nodes)
         sizes = [tp for tp in range(1, min(heads, devices) + 1) if num_ranks % (tp * pp) == 0 and devices % tp == 0]

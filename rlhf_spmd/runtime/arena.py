@@ -8,12 +8,12 @@ little shared memory is found out here, and then there is no arena, rather than 
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 FOLDER = "/dev/shm"
+NONCE_BYTES = 16
 ALIGNED = 64  # bytes: parts begin where any number may
 
 
@@ -37,12 +37,10 @@ class Arena:
         rounded = -(-num_bytes // ALIGNED) * ALIGNED
         wanted = world.allgather(rounded if on_cpu else 0, "the size of shared memory")
         mine = [rank for rank in range(world.size) if world.nodes[rank] == world.nodes[world.rank]]
-        path = _reserve(sum(wanted[rank] for rank in mine)) if world.rank == mine[0] else ""
-        path = world.allgather(path, "the name of shared memory")[mine[0]]
-        whole = None
-        if path:
-            with suppress(OSError, RuntimeError):  # ranks that share a machine need not share a folder
-                whole = torch.from_file(path, shared=True, size=sum(wanted[rank] for rank in mine), dtype=torch.uint8)
+        size = sum(wanted[rank] for rank in mine)
+        told = _reserve(size) if world.rank == mine[0] else ("", "")
+        path, nonce = world.allgather(told, "the name of shared memory")[mine[0]]
+        whole = _mapped(path, size, bytes.fromhex(nonce)) if path else None
         mapped = world.allgather(whole is not None, "shared memory")
         if world.rank == mine[0] and path:
             os.unlink(path)
@@ -51,19 +49,31 @@ class Arena:
         return cls(dict(zip(mine, whole.split([wanted[rank] for rank in mine]), strict=True)))
 
 
-def _reserve(num_bytes: int) -> str:
-    """The path of a new file of so many bytes; empty if there is no room, or no need."""
+def _reserve(num_bytes: int) -> tuple[str, str]:
+    """The path of a new file of so many bytes, and what it begins with; empty if there is no room, or no need."""
     if num_bytes == 0:
-        return ""
-    path = ""
+        return "", ""
+    path, nonce = "", os.urandom(NONCE_BYTES)
     try:
         descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=FOLDER)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
+            os.pwrite(descriptor, nonce, 0)
         finally:
             os.close(descriptor)
     except OSError:
         if path:
             os.unlink(path)
-        return ""
-    return path
+        return "", ""
+    return path, nonce.hex()
+
+
+def _mapped(path: str, num_bytes: int, nonce: bytes) -> Tensor | None:
+    """The file as a tensor; None if this rank does not see it: ranks that share memory need not share a folder."""
+    try:
+        with open(path, "rb") as file:  # torch would make a file that is missing
+            if file.read(NONCE_BYTES) != nonce:
+                return None
+    except OSError:
+        return None
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)

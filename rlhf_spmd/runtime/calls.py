@@ -171,12 +171,14 @@ class Calls:
         prompts, responses = (self._held(data, key, place) for key in ("prompts", "responses"))
         last = model.parallel.is_last
         kept = self._held(data, "kept_tokens", place) if last and "kept_tokens" in call.inputs else None
+        join, lengths = Sequences.join, lengths_of
+        if call.function == "scores":
+            join, lengths = self.scorer.batch, self.scorer.lengths
         parts = [
             (row, part)
             for row in range(len(prompts))
-            for part in cut(lengths_of(prompts[row], responses[row]), layout, self._micro_batch(layout))
+            for part in cut(lengths(prompts[row], responses[row]), layout, self._micro_batch(layout))
         ]
-        join = self.scorer.batch if call.function == "scores" else Sequences.join
         batches = [join(prompts[part], responses[part]) for part in parts]
         results: list[Tensor] = []
 

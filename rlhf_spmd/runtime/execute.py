@@ -187,6 +187,10 @@ class Executor:
             ranks = self.program.groups.get(step.group, (world.rank,))
         elif isinstance(step, Agree):
             ranks = self.program.cluster.ranks
+        elif isinstance(step, Load | Offload):
+            ranks = (world.rank,)
+        elif isinstance(step, Wait) and self.program.transfers[step.transfer].reallocation is not None:
+            ranks = self.program.transfers[step.transfer].ranks  # weights: all of them stand at the Wait
         else:
             ranks = tuple(self.program.transfers[step.transfer].peers(world.rank))
             met = Post(step.transfer)  # a peer that has posted its part may wait for it much later

@@ -36,6 +36,10 @@ class Scorer:
         rows = zip(prompts_BP.tolist(), responses_BG.tolist(), strict=True)
         return [self.tokenizer.decode_pair(*(_real(tokens) for tokens in row)) for row in rows]
 
+    def lengths(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
+        """Tokens of each row as the reward model reads it."""
+        return list(self.batch(prompts_BP, responses_BG).lengths) if len(prompts_BP) else []
+
     def batch(self, prompts_BP: Tensor, responses_BG: Tensor) -> Sequences:
         """The rows as the reward model reads them."""
         if self.own_tokenizer is None:

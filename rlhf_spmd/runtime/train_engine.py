@@ -318,7 +318,9 @@ def _import_deepspeed(device: torch.device) -> Any:
         import deepspeed
         import deepspeed.ops
     except ImportError as error:
-        raise UserError(f"zero=1, 2 and 3 need the package deepspeed ({error}): install it or choose zero=0") from error
+        raise UserError(
+            f"zero=2 and 3 need the package deepspeed ({error}): install it or choose zero=0 or 1"
+        ) from error
     accelerator = deepspeed.accelerator.get_accelerator().device_name()
     assert accelerator == device.type, f"DeepSpeed is set to {accelerator}, the model is on {device}"
     deepspeed.utils.logger.setLevel("ERROR")

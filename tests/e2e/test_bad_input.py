@@ -82,7 +82,7 @@ CASES = {
     ),
     "ranks that a grid does not divide": Case(
         ("--strategy", "reallocation", "strategy.training_tp=1", "strategy.training_pp=3"),
-        ("strategy reallocation: 2 ranks by pp 3 x tp 1: 2 is not divisible by 3",),
+        ("strategy reallocation", "actor_train", "dp 1 x pp 3 x tp 1 is not the number of ranks, 2", "change one"),
     ),
     "more slices than heads": Case(
         ("--strategy", "{folder}/s.py", "models.reward={models}/narrow"),

@@ -9,6 +9,7 @@ the same tokens; losses, norms and weights within 1e-5 * max(1, |value|) over th
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime import flat_engine, models, training
 from rlhf_spmd.runtime.shadows import whole_state
-from rlhf_spmd.strategies import flattening
+from rlhf_spmd.strategies import flattening, separation
 from tests.edges import explain_flips
 from tests.folders import write_model, write_prompts
 from tests.mpi.test_invariance import EOS_IDS, NOT_COMPARED, TOLERANCE, error, with_groups
@@ -105,6 +106,11 @@ PLACEMENTS = {
     "5 + 3": by_kind(8, generate=grid(range(5, 8), tp=3), train=grid(range(5), zero=2)),
     "apart": by_kind(8, generate=grid(range(4, 8), tp=2), train=grid(range(4), pp=2, tp=2), critic=grid(range(4))),
     "apart zero 3": by_kind(4, generate=grid(range(2, 4), tp=2), train=grid(range(2), zero=3)),
+    "separation in stages": (8, partial(separation.place, generation_tp=2, training_tp=2, training_pp=2, tokens=50)),
+    "generation in stages": by_kind(8, generate=grid(A, pp=2, tp=2), train=grid(A, tp=4), infer=grid(A, pp=4)),
+    "other partners": by_kind(4, generate=Layout((0, 3, 1, 2), dp=2, tp=2), train=grid(range(4), tp=2)),
+    "other stages": by_kind(4, generate=Layout((0, 3, 1, 2), dp=2, pp=2), train=grid(range(4), pp=2)),
+    "zero 3 recompute": everywhere(4, zero=3, recompute=True, tokens=40, frozen={"zero": 0}),
     "odd ranks": by_kind(5, generate=grid((4, 1, 3, 0)), train=grid(range(5), pp=5), infer=grid((1, 2, 4), tp=3)),
 }
 CONFIGS = {

@@ -286,10 +286,20 @@ def test_joint_calls_with_another_call_between_them_are_refused():
         ("separation", "1x1", {}, ["0 generation ranks of 1", "start at least 2 ranks"]),
         ("separation", "1x4", {"in_flight": 0}, ["in_flight 0 is less than 1", "raise it"]),
         ("separation", "1x4", {"training_pp": 2, "zero": 2}, ["actor_train", "ZeRO 2 with pp 2", "use ZeRO 0 or 1"]),
-        ("separation", "1x4", {"generation_tp": 2, "generation_ranks": 3}, ["3 ranks by pp 1 x tp 2", "not divisible"]),
+        (
+            "separation",
+            "1x4",
+            {"generation_tp": 2, "generation_ranks": 3},
+            ["actor_generate", "tp 2 is not the number of ranks, 3"],
+        ),
         ("separation", "1x4", {"training_tp": 2}, ["actor_train", "tp 2 is more than the 1 key-value heads"]),
         ("reallocation", "1x4", {"training_pp": 4}, ["actor_train", "pp 4 is more than the 2 layers"]),
-        ("reallocation", "1x4", {"training_tp": 3}, ["4 ranks by pp 1 x tp 3", "not divisible"]),
+        (
+            "reallocation",
+            "1x4",
+            {"training_tp": 3},
+            ["actor_train", "tp 3 is not the number of ranks, 4"],
+        ),
         ("reallocation", "1x4", {"tokens": 9, "micro_batch": 1}, ["both micro_batch and tokens", "give one of them"]),
         ("heterogeneous", "1x4", {}, ["two device types", "(cpu)", "--cluster FILE"]),
         (
