@@ -5,7 +5,7 @@ a row stays on its shard in every epoch (algorithms/order.py permutes inside col
 evenly, and two layouts of different dp exchange plain column ranges.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING
@@ -116,8 +116,14 @@ class Layout:
 
     def same_shards(self, other: "Layout") -> bool:
         """Whether both have the same copies of the model on the same ranks."""
-        same = set(self.ranks) == set(other.ranks)
-        return same and all(self.partners(rank) == other.partners(rank) for rank in self.ranks)
+        if (self.pp, self.tp) != (other.pp, other.tp):
+            return False
+        return self.ranks == other.ranks or set(self._copies()) == set(other._copies())
+
+    def _copies(self) -> Iterator[tuple[int, ...]]:
+        """The ranks of each copy of the model."""
+        size = self.pp * self.tp
+        return (self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
 
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """The tensor-parallel slices of a rank's stage."""

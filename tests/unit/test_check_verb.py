@@ -36,6 +36,15 @@ def test_65b_on_64_devices_is_refused_within_two_seconds():
     assert (result["strategy"], result["layout"]) == ("flattening", "8x8")
 
 
+def test_hundreds_of_devices_take_seconds():
+    """Nothing in the plan may compare all ranks with all ranks for every rank: that was a minute and a half."""
+    started = time.perf_counter()
+    options = ("strategy.zero=3", "mini_batch=512", "rollout_batch=512")
+    done = run("check", "flattening", "--layout", "64x8", "--preset", "llama-7b", *options)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - started < 30.0
+
+
 def test_nothing_heavy_is_imported():
     done = run(*FITS, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
