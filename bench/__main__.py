@@ -10,6 +10,8 @@ BENCHES = {
     "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
     "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
     "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
+    "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; floors",
+    "kernels": "sampling, logprobs, attention and the small kernels against their peers and the ceilings of the device",
     "tables": "the tables of README.md, written anew from bench/results/",
 }
 

@@ -1,151 +1,241 @@
-"""Draw a token from logits with one given uniform number: inverse CDF over fixed blocks of the vocabulary.
+"""Draw a token from logits with one given uniform number: inverse CDF down a tree of fixed blocks of the vocabulary.
 
-    p_v = exp(z_v - max z) / sum,   z = logits / temperature
+    z_v = logits_v / temperature,   p_v = exp(z_v - max z) / sum over the kept set,   token = what the tree draws
 
-The vocabulary is a tree of fixed shape: blocks of BLOCK tokens, and blocks as well as their tokens in nested groups of
-FANOUT. From the top, each level picks one of FANOUT children by the inverse CDF of their masses,
+kept.py says which tokens are kept, tree.py how the tree draws. Its blocks are fixed, so whoever owns a shard of the
+vocabulary computes the same block masses, the token does not depend on tensor parallelism (sample_shard.py), and only
+one block per row is looked into.
 
-    child = the first c with  m_0 + ... + m_c > u_l * (m_0 + ... + m_7),   u_0 = u,  u_l = hash(u, l)
+On a GPU rows that keep everything are bound by one read of the logits: B x V x (bytes of one) / bandwidth. A first
+kernel, many programs to a row, leaves the maximum and mass of each block; a second, one program to a row, merges them,
+picks a block and reads it again. In between, only if some row keeps less than all, threshold.py finds what. Nothing
+waits for the device, so the whole fits into a CUDA graph.
 
-where every level has a number of its own, made from the bits of u. That is what keeps tokens when logits change by
-rounding: one CDF over V tokens has V edges, which all move when the mass of a likely token does, so a token flips with
-probability sum_v |d CDF_v|, about 50 times that of the tree at V = 1,024 (bench/LOG.md). The blocks are fixed, so
-whoever owns a shard of the vocabulary computes the same block masses, and the token does not depend on tensor
-parallelism; and only one block per row is looked into.
-
-The inequality is strict and the target stays strictly below the total, so a token of zero probability (a banned one,
-whose logit is -inf, included) is never drawn, whatever the rounding.
-
-Legend: B sequences, V vocabulary, N vocabulary blocks (or leaves), K tokens of a block, L levels, F children of a node.
+Legend: B sequences, V vocabulary, N vocabulary blocks, K tokens of a block or stored tokens, L levels.
 """
 
 import torch
 from torch import Tensor
 
-FANOUT = 8  # part of the definition, as is BLOCK: another tree draws other (equally good) tokens
-BLOCK = FANOUT**3
-BELOW_ONE = 1.0 - 2.0**-53  # x * BELOW_ONE < x for every positive float64 x
+from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.kept import Rules, Sampled, kept_ref, make_rules
+from rlhf_spmd.kernels.sample_cpu import sample_cpu
+from rlhf_spmd.kernels.stored import collect_triton
+from rlhf_spmd.kernels.threshold import Kept, image, threshold_triton
+from rlhf_spmd.kernels.tree import (
+    BLOCK,
+    LEVELS_INSIDE,
+    descend_ref,
+    descend_row,
+    level_uniforms,
+    levels_over,
+)
+
+BLOCKS = 8  # of a program of the first kernel
 
 
 @torch.no_grad()
-def sample_ref(logits_BV: Tensor, uniforms_B, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [B] and their logprobs [B] under softmax(logits / temperature); uniforms in [0, 1), tensor or numpy.
+def sample_ref(
+    logits_BV: Tensor, uniforms_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
+) -> Sampled:
+    """The twin of sample(): whole rows are sorted, and what is dropped has mass 0 in a tree over everything."""
+    rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
+    vocab_size = logits_BV.shape[1]
+    z_BV = logits_BV.to(rules.temperature_B.dtype) / rules.temperature_B[:, None]
+    keep_BV = kept_ref(z_BV, rules)
+    shifted_BV = z_BV.double() - z_BV.amax(dim=1, keepdim=True).double()
+    masses_BV = torch.where(keep_BV, shifted_BV.exp(), 0.0)
+    uniforms_B = torch.as_tensor(uniforms_B, device=logits_BV.device)
+    tokens_B = descend_ref(masses_BV, level_uniforms(uniforms_B, levels_over(vocab_size) + LEVELS_INSIDE))
+    tokens_B = tokens_B.clamp(max=vocab_size - 1)  # a row of NaN may end in the padding
+    token_B, total_B, kept_B = shifted_BV.gather(1, tokens_B[:, None])[:, 0], shifted_BV.exp().sum(1), masses_BV.sum(1)
+    numbers = torch.stack((token_B - kept_B.log(), token_B - total_B.log(), kept_B / total_B))
+    numbers = torch.where(total_B > 0, numbers, torch.nan).to(z_BV.dtype)
+    kept_BK = None
+    if num_stored:
+        order_BV = torch.where(keep_BV, z_BV, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+        kept_BV = order_BV.masked_fill(~keep_BV.gather(1, order_BV), -1)
+        kept_BK = torch.nn.functional.pad(kept_BV, (0, num_stored), value=-1)[:, :num_stored].int()
+    return Sampled(tokens_B, *numbers.unbind(), kept_BK)
 
-    Statistics are float32 (float64 for float64 logits). A row that holds NaN or +inf, or nothing but -inf, returns a
-    token in range with logprob NaN: the caller's parity gate reports it.
-    """
-    assert temperature > 0, "temperature 0 is argmax, not sampling"
+
+@triton.jit
+def _blocks_kernel(
+    # pointers
+    logits_ptr,  # [B, V]
+    temperature_ptr,  # [B]
+    max_ptr,  # [B, N]
+    mass_ptr,  # [B, N]
+    # sizes
+    vocab_size,
+    num_blocks,
+    # strides
+    stride_lb,
+    # meta
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The largest logit of each block, and the sum of exp((logit - largest) / temperature)."""
+    row = tl.program_id(0).to(tl.int64)
+    block_N = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    ids_NK = block_N[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x_NK = tl.load(logits_ptr + row * stride_lb + ids_NK, mask=ids_NK < vocab_size, other=float("-inf")).to(tl.float32)
+    max_N = tl.max(x_NK, axis=1)
+    scale = 1.4426950408889634 / tl.load(temperature_ptr + row)  # log2 e
+    shift_N = tl.where(max_N == float("-inf"), 0.0, max_N)  # a block that is all banned has mass 0
+    mass_N = tl.sum(tl.exp2((x_NK - shift_N[:, None]) * scale), axis=1)
+    tl.store(max_ptr + row * num_blocks + block_N, max_N, mask=block_N < num_blocks)
+    tl.store(mass_ptr + row * num_blocks + block_N, mass_N, mask=block_N < num_blocks)
+
+
+@triton.jit
+def _merge_kernel(
+    # pointers
+    temperature_ptr,  # [B]
+    max_ptr,  # [B, N]
+    mass_ptr,  # [B, N]
+    total_ptr,  # [B]
+    # sizes
+    num_blocks,
+    # meta
+    LEAVES: tl.constexpr,
+):
+    """The mass of a row, for the rules."""
+    row = tl.program_id(0).to(tl.int64)
+    mass_N, _highest = _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES)
+    tl.store(total_ptr + row, tl.sum(mass_N, axis=0))
+
+
+@triton.jit
+def _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES: tl.constexpr):
+    """Block masses relative to the row's largest logit, float64, and that logit."""
+    leaf_N = tl.arange(0, LEAVES)
+    there_N = leaf_N < num_blocks
+    max_N = tl.load(max_ptr + row * num_blocks + leaf_N, mask=there_N, other=float("-inf"))
+    mass_N = tl.load(mass_ptr + row * num_blocks + leaf_N, mask=there_N, other=0.0)
+    highest = tl.max(max_N, axis=0)
+    scale = 1.4426950408889634 / tl.load(temperature_ptr + row)
+    weight_N = tl.where(max_N == float("-inf"), 0.0, tl.exp2((max_N - highest) * scale))
+    return mass_N.to(tl.float64) * weight_N.to(tl.float64), highest
+
+
+@triton.jit
+def _draw_kernel(
+    # pointers
+    logits_ptr,  # [B, V]
+    uniforms_ptr,  # [B]
+    temperature_ptr,  # [B]
+    floor_ptr,  # [B]
+    max_ptr,  # [B, N]
+    mass_ptr,  # [B, N]
+    restricted_ptr,  # [B]
+    least_ptr,  # [B]
+    last_ptr,  # [B]
+    kept_ptr,  # [B, N]
+    tokens_ptr,  # [B]
+    numbers_ptr,  # [3, B]: logprob, full logprob, kept mass
+    # sizes
+    num_rows,
+    vocab_size,
+    num_blocks,
+    # strides
+    stride_lb,
+    # meta
+    RESTRICTED: tl.constexpr,  # whether any row may be
+    LEAVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVER: tl.constexpr,  # levels over the blocks
+    INSIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature, uniform = tl.load(temperature_ptr + row), tl.load(uniforms_ptr + row)
+    scale = 1.4426950408889634 / temperature
+    mass_N, highest = _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES)
+    highest_z = tl.div_rn(highest, temperature)
+    total = tl.sum(mass_N, axis=0)
+    if RESTRICTED:
+        restricted = tl.load(restricted_ptr + row) != 0
+        leaf_N = tl.arange(0, LEAVES)
+        kept_N = tl.load(kept_ptr + row * num_blocks + leaf_N, mask=leaf_N < num_blocks, other=0.0)
+        mass_N = tl.where(restricted, kept_N.to(tl.float64), mass_N)
+    block = descend_row(mass_N, uniform, 0, OVER)
+
+    row_ptr = logits_ptr + row * stride_lb
+    ids_K = block * BLOCK + tl.arange(0, BLOCK)
+    x_K = tl.load(row_ptr + ids_K, mask=ids_K < vocab_size, other=float("-inf")).to(tl.float32)
+    inside_K = tl.exp2((x_K - highest) * scale)
+    if RESTRICTED:
+        z_K = tl.div_rn(x_K, temperature)
+        least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
+        kept_K = (image(z_K) > least) | ((image(z_K) == least) & (ids_K <= last))
+        kept_K = kept_K & (z_K - highest_z >= tl.load(floor_ptr + row))
+        inside_K = tl.where(kept_K, inside_K, 0.0)
+    token = block * BLOCK + descend_row(inside_K.to(tl.float64), uniform, OVER, INSIDE)
+    token = tl.minimum(token, vocab_size - 1)  # a row of NaN may end in the padding
+    shifted = tl.div_rn(tl.load(row_ptr + token).to(tl.float32), temperature) - highest_z
+    kept = tl.sum(mass_N, axis=0)
+    sound = (total > 0.0) & (total < float("inf"))
+    logprob = tl.where(sound, shifted.to(tl.float64) - tl.log(kept), float("nan"))
+    full_logprob = tl.where(sound, shifted.to(tl.float64) - tl.log(total), float("nan"))
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(numbers_ptr + row, logprob.to(tl.float32))
+    tl.store(numbers_ptr + num_rows + row, full_logprob.to(tl.float32))
+    tl.store(numbers_ptr + 2 * num_rows + row, tl.where(sound, kept / total, float("nan")).to(tl.float32))
+
+
+def sample_triton(
+    logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
+) -> Sampled:
+    """any_restricted: whether any row may keep less than all. Rows may be apart, their logits not."""
     num_rows, vocab_size = logits_BV.shape
-    num_blocks = -(-vocab_size // BLOCK)
-    scaled_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    if temperature != 1.0:
-        scaled_BV = scaled_BV / temperature
-    max_B1 = scaled_BV.amax(dim=1, keepdim=True)
-
-    masses_BNK = scaled_BV.new_zeros(num_rows, num_blocks, BLOCK)
-    torch.sub(scaled_BV, max_B1, out=masses_BNK.view(num_rows, num_blocks * BLOCK)[:, :vocab_size]).exp_()
-    masses_BN = masses_BNK.sum(dim=2).double()
-    over, inside = _depth(num_blocks), _depth(BLOCK)
-    numbers_BL = level_uniforms(torch.as_tensor(uniforms_B, device=logits_BV.device), over + inside)
-    blocks_B = _descend(masses_BN, numbers_BL[:, :over])
-    rows_B = torch.arange(num_rows, device=logits_BV.device)
-    inside_B = _descend(masses_BNK[rows_B, blocks_B].double(), numbers_BL[:, over:])
-    tokens_B = (blocks_B * BLOCK + inside_B).clamp(max=vocab_size - 1)  # a row of NaN may end in the padding
-    logprobs_B = (scaled_BV[rows_B, tokens_B] - max_B1[:, 0]).double() - masses_BN.sum(dim=1).log()
-    return tokens_B, logprobs_B.to(scaled_BV.dtype)
-
-
-def _depth(num_leaves: int) -> int:
-    """Levels of the smallest tree with so many leaves."""
-    depth = 0
-    while FANOUT**depth < num_leaves:
-        depth += 1
-    return depth
-
-
-def level_uniforms(uniforms_B: Tensor, num_levels: int) -> Tensor:
-    """The number of each level, float64 [B, L] in [0, 1): the given one at the top, below a hash (the finalizer of
-    MurmurHash3) of its float32 bits and the level."""
-    mask = 0xFFFFFFFF  # on 32-bit words, held in 64 bits
-    levels_L = torch.arange(num_levels, device=uniforms_B.device) * 0x9E3779B9
-    x_BL = (uniforms_B.float().view(torch.int32).long()[:, None] ^ levels_L) & mask
-    x_BL = ((x_BL ^ (x_BL >> 16)) * 0x85EBCA6B) & mask
-    x_BL = ((x_BL ^ (x_BL >> 13)) * 0xC2B2AE35) & mask
-    numbers_BL = ((x_BL ^ (x_BL >> 16)) >> 8).double() * 2.0**-24
-    numbers_BL[:, :1] = uniforms_B.double().clamp(0.0, BELOW_ONE)[:, None]
-    return numbers_BL
-
-
-def _descend(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
-    """From the root of a tree over N leaves to one of them, int64 [B]; any one if there are NaNs."""
-    missing = FANOUT ** numbers_BL.shape[1] - masses_BN.shape[1]
-    levels = [torch.nn.functional.pad(masses_BN, (0, missing)) if missing else masses_BN]  # from the leaves up
-    while levels[0].shape[1] > FANOUT:
-        levels.insert(0, levels[0].unflatten(1, (-1, FANOUT)).sum(dim=2))
-    children_1F = torch.arange(FANOUT, device=masses_BN.device)[None]
-    index_B1 = torch.zeros(len(masses_BN), 1, dtype=torch.int64, device=masses_BN.device)
-    for level in range(numbers_BL.shape[1]):
-        index_B1 = index_B1 * FANOUT
-        cdf_BF = levels[level].gather(1, index_B1 + children_1F).cumsum(dim=1)
-        target_B1 = numbers_BL[:, level, None] * cdf_BF[:, -1:]
-        index_B1 = index_B1 + (cdf_BF <= target_B1).sum(dim=1, keepdim=True).clamp(max=FANOUT - 1)
-    return index_B1[:, 0]
+    assert logits_BV.dtype in (torch.float32, torch.bfloat16, torch.float16), logits_BV.dtype
+    assert logits_BV.stride(1) == 1 and uniforms_B.shape == (num_rows,) and uniforms_B.is_contiguous()
+    num_blocks, over = -(-vocab_size // BLOCK), levels_over(vocab_size)
+    meta = {"LEAVES": max(8**over, 8)}
+    max_BN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
+    mass_BN = torch.empty_like(max_BN)
+    tokens_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
+    numbers_3B = max_BN.new_empty(3, num_rows)
+    kept_BK = torch.empty(num_rows, num_stored, dtype=torch.int32, device=logits_BV.device) if num_stored else None
+    if num_rows == 0:
+        return Sampled(tokens_B, *numbers_3B.unbind(), kept_BK)
+    _blocks_kernel[(num_rows, triton.cdiv(num_blocks, BLOCKS))](
+        logits_BV, rules.temperature_B, max_BN, mass_BN, vocab_size, num_blocks, logits_BV.stride(0),
+        BLOCK=BLOCK, BLOCKS=BLOCKS,
+    )  # fmt: skip
+    any_restricted = any_restricted or num_stored > 0
+    kept = Kept(tokens_B, tokens_B, max_BN, tokens_B)  # placeholders that no kernel reads
+    if any_restricted:
+        total_B = torch.empty(num_rows, dtype=torch.float64, device=logits_BV.device)
+        _merge_kernel[(num_rows,)](rules.temperature_B, max_BN, mass_BN, total_B, num_blocks, **meta)
+        kept, sorted_BN = threshold_triton(logits_BV, rules, max_BN, total_B, meta["LEAVES"])
+        if num_stored:
+            kept_BK = collect_triton(logits_BV, rules, kept, sorted_BN, num_stored, meta["LEAVES"])
+    restricted_B = rules.restricted(vocab_size).int() if any_restricted else tokens_B
+    _draw_kernel[(num_rows,)](
+        logits_BV, uniforms_B, rules.temperature_B, rules.floor_B, max_BN, mass_BN, restricted_B, kept.least_B,
+        kept.last_B, kept.masses_BN, tokens_B, numbers_3B, num_rows, vocab_size, num_blocks, logits_BV.stride(0),
+        RESTRICTED=any_restricted, BLOCK=BLOCK, OVER=over, INSIDE=LEVELS_INSIDE, **meta,
+    )  # fmt: skip
+    return Sampled(tokens_B, *numbers_3B.unbind(), kept_BK)
 
 
 @torch.no_grad()
-def edge_distances(logits_BV: Tensor, uniforms_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
-    """How close the numbers came to drawing another token than this one: float64 [B], negative if they do draw another.
+def sample(
+    logits_BV: Tensor, uniforms_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
+) -> Sampled:
+    """Draws a token per row; uniforms in [0, 1), tensor or numpy.
 
-    The smallest distance of a level's number from an edge of what it picks, both in [0, 1). Logits that differ by
-    rounding move the edges by about 1e-7, so only a token with a smaller distance may flip.
+    temperature (0: the lowest id among the largest logits), top_k (0: off), top_p and min_p are numbers or tensors [B].
+    With num_stored = K at most K tokens are kept, the most likely, and their ids come back.
     """
-    num_rows, vocab_size = logits_BV.shape
-    num_levels = _depth(-(-vocab_size // BLOCK)) + _depth(BLOCK)
-    masses_BV = torch.nn.functional.pad(
-        (logits_BV.double() / temperature).softmax(dim=1), (0, FANOUT**num_levels - vocab_size)
-    )
-    numbers_BL = level_uniforms(uniforms_B, num_levels)
-    rows_B, nearest_B = torch.arange(num_rows), torch.full((num_rows,), torch.inf, dtype=torch.float64)
-    for level in range(num_levels):
-        leaves = FANOUT ** (num_levels - level - 1)  # below each child
-        masses_BMF = masses_BV.view(num_rows, -1, FANOUT, leaves).sum(dim=3)
-        path_B = tokens_B // leaves
-        cdf_BF = masses_BMF[rows_B, path_B // FANOUT].cumsum(dim=1)
-        cdf_BF = torch.nn.functional.pad(cdf_BF / cdf_BF[:, -1:], (1, 0))
-        below_B, above_B = (cdf_BF[rows_B, path_B % FANOUT + i] for i in (0, 1))
-        number_B = numbers_BL[:, level]
-        # 0 and 1 are no edges to other tokens
-        down_B = torch.where(below_B > 0, number_B - below_B, torch.inf)
-        up_B = torch.where(above_B < 1 - 1e-15, above_B - number_B, torch.inf)
-        nearest_B = torch.minimum(nearest_B, torch.minimum(down_B, up_B))
-    return nearest_B
-
-
-@torch.no_grad()
-def kept_tokens(
-    logits_BV: Tensor, temperature: float = 1.0, *, top_k: int, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
-    """The tokens that top-k, then top-p, then min-p leave to be drawn: ids int64 [B, min(top_k, V)], most likely first,
-    -1 after the last.
-
-    top-p keeps the smallest set of the most likely tokens whose mass (of what top-k left) reaches top_p (Holtzman et
-    al., arXiv 1904.09751); min-p those of at least min_p times the largest probability (arXiv 2407.01082). The most
-    likely token always stays, a banned one (-inf) never.
-    """
-    assert top_k > 0 and 0 < top_p <= 1 and 0 <= min_p <= 1
-    scaled_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32)) / temperature
-    scaled_BK, ids_BK = scaled_BV.topk(min(top_k, logits_BV.shape[1]))
-    probs_BK = scaled_BK.softmax(dim=1)
-    before_BK = probs_BK.cumsum(dim=1) - probs_BK
-    keep_BK = (before_BK < top_p) & (probs_BK >= min_p * probs_BK[:, :1]) & (probs_BK > 0)
-    keep_BK[:, 0] = True
-    return ids_BK.masked_fill(~keep_BK, -1)
-
-
-@torch.no_grad()
-def restrict(logits_BV: Tensor, kept_BK: Tensor) -> Tensor:
-    """The logits with every token outside the kept set made impossible."""
-    restricted_BV = torch.full_like(logits_BV, -torch.inf)
-    first_B1 = kept_BK[:, :1]  # stands in for the padding: it is always kept
-    ids_BK = torch.where(kept_BK >= 0, kept_BK, first_B1)
-    return restricted_BV.scatter_(1, ids_BK, logits_BV.gather(1, ids_BK))
+    rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
+    uniforms_B = torch.as_tensor(uniforms_B, device=logits_BV.device)
+    if logits_BV.is_cuda and logits_BV.dtype != torch.float64:
+        parameters = ((temperature, 1), (top_k, 0), (top_p, 1), (min_p, 0))
+        # 1 and 1.0 are off; a tensor is not looked into, since that would wait for the device
+        maybe = any(
+            isinstance(value, Tensor) or (value != off and name) for name, (value, off) in enumerate(parameters)
+        )
+        return sample_triton(logits_BV, uniforms_B, rules, num_stored, maybe)
+    return sample_cpu(logits_BV, uniforms_B, rules, num_stored)

@@ -1,6 +1,7 @@
-"""The one program and its verbs: train (on MPI ranks), check (no MPI, no torch), generate folders from GGUF files.
+"""The one program and its verbs: train and generate (on MPI ranks), check (no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
+mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 """
 
@@ -19,8 +20,8 @@ PIPE_STATUS = 141  # as a shell shows a program that SIGPIPE ended
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. Every verb imports what it needs when it is called."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["train"] and not {"-h", "--help"} & set(arguments):
-        return _train(arguments)
+    if arguments[:1] in (["train"], ["generate"]) and not {"-h", "--help"} & set(arguments):
+        return _on_ranks(arguments)
     try:
         parsed = _parse(arguments)
         _refuse_launcher(parsed.verb)
@@ -54,14 +55,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong:
         raise UserError(f"unknown argument {wrong[0]!r}; options start with --, overrides are key=value")
-    if rest and not hasattr(parsed, "preset"):
+    if rest and parsed.verb == "convert":
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
 
 
 def _refuse_launcher(verb: str) -> None:
-    """Only `train` knows what to do with many processes."""
+    """Only `train` and `generate` know what to do with many processes."""
     from rlhf_spmd.runtime.launch import num_launched
 
     if num_launched(os.environ) > 1:
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--runs", default="runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
     options(train)
+    _add_generate(verbs)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
     check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
     check.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
@@ -95,6 +97,22 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
     convert.add_argument("folder", type=Path, metavar="FOLDER")
     return parser
+
+
+def _add_generate(verbs: argparse._SubParsersAction) -> None:
+    generate = verbs.add_parser("generate", help="responses to a file of prompts, on one rank or many")
+    generate.add_argument("--model", required=True, metavar="FOLDER", help="Hugging Face checkpoint folder")
+    generate.add_argument("--prompts", required=True, type=Path, metavar="FILE", help=".jsonl, .parquet or .txt")
+    generate.add_argument("--out", required=True, type=Path, metavar="FILE.jsonl", help="one line per response")
+    generate.add_argument("--overwrite", action="store_true", help="replace FILE.jsonl if it exists")
+    generate.add_argument("--tp", metavar="N", help="ranks that hold a copy of the model together (default: 1)")
+    generate.add_argument("--dtype", metavar="TYPE", help="float32 (default) or bfloat16")
+    generate.add_argument("--seed", metavar="N", help="of the random numbers (default: 0)")
+    generate.epilog = (
+        "KEY=VALUE words: samples_per_prompt=4, those of generation (generation.temperature=0 is greedy) and of data. "
+        "A line of a .jsonl file may have fields of its own: max_new_tokens, min_new_tokens, temperature, top_k, "
+        "top_p, min_p, stop."
+    )
 
 
 def _check(parsed: argparse.Namespace) -> int:
@@ -140,7 +158,7 @@ def _convert(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _train(arguments: list[str]) -> int:
+def _on_ranks(arguments: list[str]) -> int:
     """Every rank comes here; whatever goes wrong is told by one of them."""
     from rlhf_spmd.runtime.world import World
 
@@ -152,7 +170,7 @@ def _train(arguments: list[str]) -> int:
     try:
         with world.together("reading the command line"):
             parsed = _parse(arguments)
-        _train_on(world, parsed)
+        {"train": _train_on, "generate": _generate_on}[parsed.verb](world, parsed)
         world.shutdown()
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
@@ -206,6 +224,43 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
         root=parsed.runs,
         name=parsed.name,
         command=Command(parsed.strategy, model, parsed.overrides),
+    )
+
+
+def _generate_on(world, parsed: argparse.Namespace) -> None:
+    from rlhf_spmd.model.config import read_config_json
+    from rlhf_spmd.plan.layout import Layout, group_name
+    from rlhf_spmd.runtime import offline_options
+
+    given = {name: getattr(parsed, name) for name in ("tp", "dtype", "seed")}
+    words = [f"{name}={value}" for name, value in given.items() if value is not None] + parsed.overrides
+    with world.together("reading the options"):
+        options = offline_options.load(words)
+        layout = Layout.grid_of(range(world.size), tp=options.tp)
+        if world.size % options.tp:
+            raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
+        num_heads = read_config_json(Path(parsed.model) / "config.json").num_kv_heads
+        if options.tp > num_heads:
+            raise UserError(
+                f"--tp {options.tp} is more than the {num_heads} key-value heads of {parsed.model}; lower it"
+            )
+    files = {name: str(getattr(parsed, name)) for name in ("model", "prompts", "out", "overwrite")}
+    with world.together("comparing the options"):
+        world.agree("the start", files | {"options": repr(options)})
+    world.set_deadline(options.deadline_s)
+    groups = {group_name(layout.tensor_ranks(rank)): layout.tensor_ranks(rank) for rank in layout.ranks}
+    world.start_torch(groups)
+
+    from rlhf_spmd.runtime.offline import generate
+
+    generate(
+        world,
+        layout,
+        options,
+        model=parsed.model,
+        prompts=parsed.prompts,
+        out=parsed.out,
+        overwrite=parsed.overwrite,
     )
 
 

@@ -51,6 +51,10 @@ class Generation:
     top_k: NonNegativeInt = 0  # 0: off; bounds the set that is stored with every token and replayed in every pass
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Fraction01 = 0.0
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # texts that end a response, and stay in it
+    max_sequences: PositiveInt = 256  # decoded at the same time by one copy of the actor
+    block_size: NonNegativeInt = 0  # tokens of a block of the KV cache; 0: 16 on a GPU, a whole sequence on a CPU
+    cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the memory that is free when generation begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
     if isinstance(text, str):
         with suppress(ValueError, RecursionError):
             candidates.append(json.loads("null" if text.lower() == "none" else text))
-        candidates.append([part.strip() for part in text.split(",")])
+        candidates.append([part.strip() for part in text.split(",")] if text else [])
     problem = None
     for candidate in candidates:
         try:
@@ -273,7 +277,7 @@ def _check_sizes(config: Config) -> None:
 
 def resolved(config: Config) -> dict[str, Any]:
     """The config as plain JSON values."""
-    return dataclasses.asdict(config)
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def leaves(config: Config) -> dict[str, str]:
@@ -338,6 +342,7 @@ def make_workload(config: Config) -> Workload:
         param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
         whiten=config.ppo.whiten,
         max_kept=config.generation.top_k,
+        max_sequences=config.generation.max_sequences,
     )
 
 

@@ -6,8 +6,8 @@ A replay on one rank, which is deterministic, with a teacher-forced pass after e
 import torch
 
 from rlhf_spmd.config import Config
-from rlhf_spmd.kernels.sample import edge_distances, restrict
-from rlhf_spmd.runtime.batch import Sequences, forward, response_logits
+from rlhf_spmd.kernels.tree import edge_distances
+from rlhf_spmd.runtime.batch import Sequences, forward
 from rlhf_spmd.runtime.calls import Iteration
 from tests.runs import RunOf
 
@@ -35,10 +35,16 @@ class Replay(RunOf):
         batch = Sequences.join(prompts_BP, responses_BG)
         eos_ids, least = sampling["eos_ids"], sampling["min_new_tokens"]
         with torch.no_grad():
-            logits_NV = response_logits(model, batch, forward(model, batch), eos_ids=eos_ids, min_new_tokens=least)
+            logits_NV = model.logits(forward(model, batch)[batch.before_R])
+        early_N = batch.slots_R % responses_BG.shape[1] < least
+        for token in eos_ids:
+            logits_NV[early_N, token] = -torch.inf
         real_BG = responses_BG >= 0
         if "kept_tokens" in data.store:
-            logits_NV = restrict(logits_NV, data.store["kept_tokens"].flatten(0, 1)[real_BG].long())
+            kept_NK = data.store["kept_tokens"].flatten(0, 1)[real_BG].long()
+            kept_NK = torch.where(kept_NK >= 0, kept_NK, kept_NK[:, :1])  # the first is always there
+            open_NV = torch.full_like(logits_NV, -torch.inf)
+            logits_NV = open_NV.scatter_(1, kept_NK, logits_NV.gather(1, kept_NK))
         uniforms_N = data.uniforms_MCG.flatten(0, 1)[real_BG]
         distances_N = edge_distances(logits_NV, uniforms_N, responses_BG[real_BG], sampling["temperature"])
         parts = distances_N.split(real_BG.sum(1).tolist())

@@ -29,6 +29,7 @@ class PPO:
     lam: Fraction01 = 0.95
     clip_ratio: PositiveFloat = 0.2
     clip_value: PositiveFloat = 0.2
+    entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
     whiten: Literal["mini_batch", "batch"] = "mini_batch"
     old_logprobs: Literal["generator", "recompute"] = "generator"
     truncation: Literal["penalty", "bootstrap", "score"] = "penalty"
@@ -44,7 +45,9 @@ def workflow(options: PPO, *, replay: bool = False) -> Workflow:
     def ppo(model: Callable, compute: Callable, prompts) -> None:
         actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
         responses, logprobs, *kept = actor.generate(prompts, replay=replay)
+        generated = []  # what the parity gate compares, where training itself uses others
         if options.old_logprobs == "recompute":
+            generated = [logprobs]
             logprobs = actor.infer("logprobs", prompts, responses, *kept, output="old_logprobs")
         ref_logprobs = reference.infer("logprobs", prompts, responses, *kept, output="ref_logprobs")
         scores = reward.infer("scores", prompts, responses)
@@ -52,7 +55,7 @@ def workflow(options: PPO, *, replay: bool = False) -> Workflow:
         advantages, returns = compute(
             "estimate_advantages", (responses, logprobs, ref_logprobs, scores, values), ("advantages", "returns")
         )
-        actor.train("policy_loss", prompts, responses, logprobs, advantages, *kept)
+        actor.train("policy_loss", prompts, responses, logprobs, advantages, *generated, *kept)
         critic.train("value_loss", prompts, responses, values, returns)
 
     return trace(ppo)

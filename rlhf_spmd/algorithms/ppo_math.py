@@ -4,7 +4,7 @@ Nothing here knows of ranks, yet every result is right on many: whatever is aver
 *sums* (or asks for global ones), and the caller adds them over all data-parallel ranks before it divides. A rank
 without data contributes empty tensors, whose sums are zeros.
 
-Legend: B sequences, G response tokens, V vocabulary.
+Legend: B sequences, G response tokens.
  responses_BG  int64, -1 on padding, so that no token id (EOS included) can be mistaken for padding
  mask_BG       bool, True on the tokens that are trained on; elsewhere other [B, G] tensors may hold anything, even NaN
  values_BG1    [B, G+1]; column t is the value before response token t is emitted
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 WHITEN_EPS = 1e-8  # added to the variance, as in [LM]
@@ -44,51 +43,6 @@ def ended(responses_BG: Tensor, eos_ids: Sequence[int]) -> Tensor:
     last_B = last_index(response_mask(responses_BG)).clamp(min=0)  # an empty response gives its -1, which is no token
     token_B = responses_BG.gather(1, last_B[:, None])[:, 0]
     return torch.isin(token_B, token_B.new_tensor(list(eos_ids)))
-
-
-def ban_tokens(logits_BGV: Tensor, token_ids: Sequence[int], num_positions: int) -> Tensor:
-    """The logits with `token_ids` made impossible at the first `num_positions` positions: min_new_tokens bans the EOS.
-
-    Whatever generation bans must be banned in the old, the new and the reference pass alike, or the ratio starts off 1.
-    """
-    if num_positions == 0:
-        return logits_BGV
-    early_G = torch.arange(logits_BGV.shape[1], device=logits_BGV.device) < num_positions
-    return ban_tokens_at(logits_BGV, token_ids, early_G)
-
-
-def ban_tokens_at(logits_V: Tensor, token_ids: Sequence[int], early: Tensor) -> Tensor:
-    """The logits [..., V] with `token_ids` made impossible where `early` (bool, broadcasts to [...]) is True."""
-    banned_V = torch.zeros(logits_V.shape[-1], dtype=torch.bool, device=logits_V.device)
-    banned_V[list(token_ids)] = True
-    return logits_V.masked_fill(early[..., None] & banned_V, -math.inf)
-
-
-def scaled(logits_BGV: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in at least float32."""
-    logits_BGV = logits_BGV.to(torch.promote_types(logits_BGV.dtype, torch.float32))
-    return logits_BGV if temperature == 1.0 else logits_BGV / temperature
-
-
-def token_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the tokens, 0 without gradient where the token is -1: [B, G], >= float32."""
-    scaled_BGV = scaled(logits_BGV, temperature)
-    nll = F.cross_entropy(scaled_BGV.flatten(0, 1), tokens_BG.flatten(), ignore_index=-1, reduction="none")
-    return -nll.view(tokens_BG.shape)
-
-
-def kept_logprobs(logits_BGV: Tensor, tokens_BG: Tensor, kept_BGK: Tensor, temperature: float = 1.0) -> Tensor:
-    """Like token_logprobs, under the distribution over the kept set that each token was drawn from: [B, G].
-
-    kept_BGK: token ids, -1 padding, as generation stored them. Replaying the very set (and not the rule that made it)
-    keeps the first ratio at 1: a set found anew from slightly other logits would be biased by the mass it differs by.
-    """
-    real_BG = tokens_BG >= 0
-    kept_BGK = kept_BGK.to(torch.int64)
-    some_BGK = torch.where((kept_BGK >= 0) | ~real_BG[..., None], kept_BGK.clamp(min=0), -1)
-    logits_BGK = scaled(logits_BGV.gather(2, some_BGK.clamp(min=0)), temperature).masked_fill(some_BGK < 0, -math.inf)
-    token_BG1 = scaled(logits_BGV.gather(2, tokens_BG.clamp(min=0)[..., None]), temperature)
-    return torch.where(real_BG, token_BG1[..., 0] - logits_BGK.logsumexp(dim=-1), 0.0)
 
 
 # ---- rewards --------------------------------------------------------------------------------------------------------
@@ -217,6 +171,13 @@ def policy_loss_sum(
         "approx_kl": (d_BG.expm1() - d_BG).sum(),
         "approx_kl_sq": 0.5 * d_BG.square().sum(),
     }
+
+
+def entropy_bonus_sum(entropy_BG: Tensor, mask_BG: Tensor, *, coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """coef * H[pi(. | before the token)] ([PPO] eq. 9) *summed* over the mask: subtract it from the policy loss; and
+    the sum of the entropies for the log. Divide both by the global token count."""
+    entropy_sum = torch.where(mask_BG, entropy_BG, 0.0).sum()
+    return coef * entropy_sum, {"entropy": entropy_sum.detach().double()}
 
 
 def value_loss_sum(

@@ -1,11 +1,12 @@
-"""Attention, and the contexts that say which tokens a query may see: rows with or without a KV cache, or packed.
+"""Attention within sequences, and the contexts that say which tokens a query may see: rows, or packed sequences.
 
 A context also knows the position of every token. Rows are left-aligned with padding on the right, so that plain causal
 attention needs no mask: padding never reaches a real token. Packed sequences lie end to end without any padding.
+Attention over a KV cache is in paged.py.
 """
 
-# B sequences, T tokens at hand, S tokens to attend to, N tokens of packed sequences, H heads, K key-value heads,
-# d head_dim; heads are those of this rank's slice
+# B sequences, T tokens at hand, N tokens of packed sequences, H heads, K key-value heads, d head_dim;
+# heads are those of this rank's slice
 
 import inspect
 import itertools
@@ -26,22 +27,11 @@ _VARLEN_FITS = (
 )
 
 
-class Cache(Protocol):
-    """What attention asks of a KV cache (runtime/kvcache.py)."""
-
-    def update(self, layer: int, keys_BKTd: Tensor, values_BKTd: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store the new tokens of a layer -> (keys_BKSd, values_BKSd, mask_B1TS or None).
-
-        The slots of a row are in the order of its positions. mask: True = may attend. None: all S slots of every row
-        are real and the T new ones come last (so a prefill of an empty cache, or a decode of equal lengths).
-        """
-
-
 class Context(Protocol):
-    """Where the tokens at hand stand and what they attend to; the tokens' dims are [B, T] or, packed, [N]."""
+    """Where the tokens at hand stand and what they attend to; the tokens' dims are [B, T], [B] or, packed, [N]."""
 
     packed: ClassVar[bool]
-    cache: Cache | None
+    cached: ClassVar[bool]  # whether keys are stored for later tokens
 
     @property
     def positions(self) -> Tensor:
@@ -53,31 +43,26 @@ class Context(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens [B, T], one sequence a row, alone or after those in a cache."""
+    """Tokens [B, T], one sequence a row, from position 0."""
 
-    positions: Tensor  # [B or 1, T]
-    cache: Cache | None = None
+    positions: Tensor  # [1, T]
     packed: ClassVar[bool] = False
+    cached: ClassVar[bool] = False
 
     @classmethod
-    def first(cls, num_tokens: int, device: torch.device, cache: Cache | None = None) -> "Rows":
-        """Rows that begin at position 0."""
-        return cls(torch.arange(num_tokens, device=device)[None], cache)
+    def of(cls, num_tokens: int, device: torch.device) -> "Rows":
+        """Rows of so many tokens, padding included."""
+        return cls(torch.arange(num_tokens, device=device)[None])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        q_BHTd, k_BKSd, v_BKSd, mask_B1TS = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None
-        if self.cache is not None:
-            k_BKSd, v_BKSd, mask_B1TS = self.cache.update(layer, k_BKSd, v_BKSd)
-        if window is not None and k_BKSd.shape[2] > window:
-            mask_B1TS = windowed(mask_B1TS, window, q_BHTd.shape[2], k_BKSd)
-        return attend(q_BHTd, k_BKSd, v_BKSd, mask_B1TS).transpose(1, 2)
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window).transpose(1, 2)
 
 
 class Packed:
     """Tokens [N] of several sequences laid end to end; each attends to itself only and starts at position 0."""
 
     packed: ClassVar[bool] = True
-    cache: ClassVar[None] = None
+    cached: ClassVar[bool] = False
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", multiple: int = 1):
         """lengths: at least 1 each. multiple: fills N up to a multiple of this with a last sequence of padding."""
@@ -103,10 +88,7 @@ class Packed:
         outputs, sizes = [], [rows * length for rows, length in self._runs]
         for *parts, run in zip(q.split(sizes), k.split(sizes), v.split(sizes), self._runs, strict=True):
             q_BHTd, k_BKTd, v_BKTd = (part.unflatten(0, run).transpose(1, 2) for part in parts)
-            mask_11TT = None
-            if window is not None and run[1] > window:
-                mask_11TT = windowed(None, window, run[1], k_BKTd)
-            outputs.append(attend(q_BHTd, k_BKTd, v_BKTd, mask_11TT).transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(q_BHTd, k_BKTd, v_BKTd, window).transpose(1, 2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -118,44 +100,22 @@ def has_packed_kernel(q_NHd: Tensor) -> bool:
     return torch.cuda.get_device_capability(q_NHd.device) >= (8, 0)
 
 
-def attend(q_BHTd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v -> out_BHTd; H is a multiple of K, and query head h reads key-value head h // (H / K).
-
-    Without a mask the T queries are the last of the S tokens and attention is causal.
-    """
-    batch, num_heads, num_new, head_dim = q_BHTd.shape
-    num_kv_heads, num_keys = k_BKSd.shape[1:3]
-    group = num_heads // num_kv_heads
-    causal = mask_B1TS is None and num_new > 1
-    if causal and num_new != num_keys:
-        mask_B1TS, causal = causal_mask(num_new, num_keys, q_BHTd.device), False
-    if group == 1 or reads_groups(q_BHTd, masked=mask_B1TS is not None):
-        return F.scaled_dot_product_attention(
-            q_BHTd, k_BKSd, v_BKSd, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=group > 1
-        )
-    if num_new == 1:  # decoding: the heads of a group become queries of one head, and the cache is not copied
-        q_BKgd = q_BHTd.reshape(batch, num_kv_heads, group, head_dim)
-        return F.scaled_dot_product_attention(q_BKgd, k_BKSd, v_BKSd, attn_mask=mask_B1TS).reshape(q_BHTd.shape)
-    k_BHSd, v_BHSd = k_BKSd.repeat_interleave(group, 1), v_BKSd.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(q_BHTd, k_BHSd, v_BHSd, attn_mask=mask_B1TS, is_causal=causal)
+def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:
+    """Causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K). window: each query
+    sees only so many tokens, itself included."""
+    num_tokens, group = q_BHTd.shape[2], q_BHTd.shape[1] // k_BKTd.shape[1]
+    mask_TT = None
+    if window is not None and num_tokens > window:
+        mask_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q_BHTd.device).tril().triu(1 - window)
+    causal = mask_TT is None and num_tokens > 1
+    if group > 1 and not reads_groups(q_BHTd, masked=mask_TT is not None):
+        k_BKTd, v_BKTd, group = k_BKTd.repeat_interleave(group, 1), v_BKTd.repeat_interleave(group, 1), 1
+    return F.scaled_dot_product_attention(
+        q_BHTd, k_BKTd, v_BKTd, attn_mask=mask_TT, is_causal=causal, enable_gqa=group > 1
+    )
 
 
 def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:
     """Whether a kernel reads grouped heads in place: the CPU's, and the GPU's flash kernel (half precision, no mask).
-    Elsewhere torch would fall back to writing out the T x S matrix, which repeating keys and values avoids."""
+    Elsewhere torch would fall back to writing out the T x T matrix, which repeating keys and values avoids."""
     return q_BHTd.device.type == "cpu" or (q_BHTd.dtype.itemsize == 2 and not masked)
-
-
-def causal_mask(num_new: int, num_keys: int, device: torch.device) -> Tensor:
-    """mask_11TS: the T queries are the last of S tokens; each sees itself and all before."""
-    mask_TS = torch.ones(num_new, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_new)
-    return mask_TS[None, None]
-
-
-def windowed(mask_B1TS: Tensor | None, window: int, num_new: int, k_BKSd: Tensor) -> Tensor:
-    """Keep the last `window` of the tokens that each query may see; mask_B1TS as in `attend`."""
-    num_keys = k_BKSd.shape[2]
-    if mask_B1TS is None:
-        return causal_mask(num_new, num_keys, k_BKSd.device).triu(num_keys - num_new - window + 1)
-    seen_B1TS = mask_B1TS.cumsum(-1)  # by count, not by slot, so that a cache may leave empty slots between
-    return mask_B1TS & (seen_B1TS > seen_B1TS[..., -1:] - window)

@@ -141,15 +141,6 @@ def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
     return x_n if group is None else _Collect.apply(x_n, group)
 
 
-def maximum_over(x: Tensor, *, group: Group) -> Tensor:
-    """The largest of the ranks' entries, without gradient."""
-    if group is None:
-        return x.detach()
-    x = x.detach().clone()
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-    return x
-
-
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
     _all_gather(out, x.contiguous(), group=group)

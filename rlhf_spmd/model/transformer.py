@@ -1,8 +1,9 @@
 """The transformer: one definition for training, scoring and generation, covering Llama, Qwen2, Qwen3 and Mistral.
 
-Training, log-probabilities and decoding run the same code, so that generation and training agree to rounding. Parameter
-names are Hugging Face's without the leading `model.`; heads are `lm_head` (absent when tied) and `score`. A shard of a
-model (parallel.py) keeps the names and numbers of the whole one.
+Training, log-probabilities and decoding run the same code, so that generation and training agree to rounding; where keys
+are cached some steps are `fast`: the same formulas without a backward pass. Parameter names are Hugging Face's without
+the leading `model.`; heads are `lm_head` (absent when tied) and `score`. A shard of a model (parallel.py) keeps the names
+and numbers of the whole one.
 """
 
 # B sequences, T tokens at hand, N tokens of packed sequences, V vocabulary, D hidden, H heads, K key-value heads,
@@ -10,6 +11,7 @@ model (parallel.py) keeps the names and numbers of the whole one.
 # between the blocks of a packed pass this tp rank's share of N.
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,9 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.rmsnorm import rmsnorm
+from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import Context, Rows
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.linear import Linear, linear
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -46,31 +51,50 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """-> the normed x; with a residual, that of x + residual, and this sum. fast: as generation does it."""
+        if fast:
+            normed, total = rmsnorm(x, self.weight, self.eps, residual)
+        else:
+            total = x if residual is None else x + residual
+            normed = F.rms_norm(total, self.weight.shape, self.weight, self.eps)
+        return normed if residual is None else (normed, total)
 
 
 class Embedding(nn.Module):
-    """Token vectors; also the output layer of a model with tied embeddings.
-
-    Both uses go through forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
-    """
+    """Token vectors; also the output layer of a model with tied embeddings (see Unembedding)."""
 
     def __init__(self, vocabulary: range, hidden_size: int, group: Group):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(len(vocabulary), hidden_size))
         self.first, self.group = vocabulary.start, group
 
-    def forward(self, x: Tensor, *, unembed: bool = False, packed: bool = False) -> Tensor:
-        """tokens [...] -> hidden [..., D], of packed tokens this rank's share; with unembed, hidden -> logits."""
-        if unembed:
-            return F.linear(x, self.weight)
+    def forward(self, x: Tensor, *, packed: bool = False, head: Callable | None = None) -> Tensor:
+        """tokens [...] -> hidden [..., D], of packed tokens this rank's share; with a head, hidden -> what it makes."""
+        if head is not None:
+            return head(x, self.weight)
         if self.group is None:
             return F.embedding(x, self.weight)
         local = x - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))  # some other rank's tokens
         part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
         return scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
+
+
+class Unembedding(nn.Module):
+    """The output layer of a model whose embeddings are not tied: applies head(hidden, weight_VD).
+
+    Inside forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
+    """
+
+    def __init__(self, vocabulary: range, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(len(vocabulary), hidden_size))
+
+    def forward(self, x: Tensor, *, head: Callable) -> Tensor:
+        return head(x, self.weight)
 
 
 class RowLinear(nn.Linear):
@@ -80,11 +104,11 @@ class RowLinear(nn.Linear):
         super().__init__(num_in, num_out, bias=bias)
         self.group = group
 
-    def forward(self, x: Tensor, *, packed: bool) -> Tensor:
+    def forward(self, x: Tensor, *, packed: bool, fast: bool = False) -> Tensor:
         """x [..., this rank's inputs] -> [..., D]; of packed tokens this rank's share."""
         if self.group is None:
-            return F.linear(x, self.weight, self.bias)
-        part = F.linear(x, self.weight)
+            return linear(x, self.weight, self.bias, fast=fast)
+        part = linear(x, self.weight, fast=fast)
         y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
         return y if self.bias is None else y + self.bias
 
@@ -97,23 +121,24 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
         self.group = parallel.group
         queries, keys = (len(extent(config, what, parallel.shard)) for what in ("queries", "keys"))
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = RowLinear(queries, config.hidden_size, bias=config.attention_output_bias, group=self.group)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
         """x [..., D] -> [..., D]; cos, sin [..., f] of all tokens."""
+        fast = context.cached
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        q = self.q_norm(self.q_proj(x, fast=fast).unflatten(-1, (-1, self.head_dim)))
+        k = self.k_norm(self.k_proj(x, fast=fast).unflatten(-1, (-1, self.head_dim)))
+        v = self.v_proj(x, fast=fast).unflatten(-1, (-1, self.head_dim))
+        q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
-        return self.o_proj(mixed.flatten(-2), packed=context.packed)
+        return self.o_proj(mixed.flatten(-2), packed=context.packed, fast=fast)
 
 
 class MLP(nn.Module):
@@ -123,15 +148,17 @@ class MLP(nn.Module):
         super().__init__()
         self.group = parallel.group
         inner = len(extent(config, "intermediate", parallel.shard))
-        self.gate_proj = nn.Linear(config.hidden_size, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, inner, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x [..., D] -> [..., D]."""
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x), packed=context.packed)
+        gate, up = self.gate_proj(x, fast=context.cached), self.up_proj(x, fast=context.cached)
+        inner = silu_mul(gate, up) if context.cached else F.silu(gate) * up
+        return self.down_proj(inner, packed=context.packed, fast=context.cached)
 
 
 class Layer(nn.Module):
@@ -146,8 +173,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
         """x [..., D] -> [..., D]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context)
-        return x + self.mlp(self.post_attention_layernorm(x), context)
+        mixed = self.self_attn(self.input_layernorm(x, fast=context.cached), cos, sin, context)
+        normed, x = self.post_attention_layernorm(mixed, residual=x, fast=context.cached)
+        return x + self.mlp(normed, context)
 
 
 class Transformer(nn.Module):
@@ -189,7 +217,7 @@ class Transformer(nn.Module):
                 if head == "scalar":
                     self.score = nn.Linear(config.hidden_size, 1, bias=False)
             if unembeds and not config.tie_embeddings:
-                self.lm_head = nn.Linear(config.hidden_size, len(vocabulary), bias=False)
+                self.lm_head = Unembedding(vocabulary, config.hidden_size)
         self.to(dtype)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
@@ -232,7 +260,7 @@ class Transformer(nn.Module):
         """
         if context is None:
             rows = tokens if hidden is None else hidden
-            context = Rows.first(rows.shape[1], rows.device)
+            context = Rows.of(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
         if self.parallel.is_first:
             assert hidden is None, "the first stage begins with tokens"
@@ -241,28 +269,28 @@ class Transformer(nn.Module):
             x = self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
         else:
             x = hidden
-        frequencies_f, factor = self._rope(context.positions, x.dtype, decoding=context.cache is not None)
+        frequencies_f, factor = self._rope(context.positions, x.dtype, decoding=context.cached)
         cos, sin = rope.cos_sin(context.positions, frequencies_f, factor, x.dtype)
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, cos, sin, context)
-        return self.norm(x) if self.parallel.is_last else x
+        return self.norm(x, fast=context.cached) if self.parallel.is_last else x
 
     def passes_on(self, num_tokens: int) -> tuple[int, int]:
         """The shape [n, D] of what a stage returns for so many packed tokens: its share of them, padding included."""
         return -(-num_tokens // self.parallel.shard.tp), self.config.hidden_size
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary.
+    def logits(self, hidden: Tensor, *, head: Callable = F.linear) -> Tensor:
+        """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary; or what
+        another head(hidden, weight_VD) makes of them, such as the logprobs of known tokens without holding all logits.
 
         A packed output must be gathered first (`gather_tokens`): every slice of the vocabulary reads all tokens.
         """
         assert self.head == "lm", self.head
-        if self.config.tie_embeddings:
-            return self.embed_tokens(hidden, unembed=True)
-        return self.lm_head(hidden)
+        unembedding = self.embed_tokens if self.config.tie_embeddings else self.lm_head
+        return unembedding(hidden, head=head)
 
     def scalar(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> one number per token [...]; collect those of a packed output (`collect_tokens`)."""

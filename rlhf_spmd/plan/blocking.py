@@ -2,9 +2,9 @@
 
 These are the strictest that any backend has: a Run with a group finishes only when every rank of the group stands at
 the same Run; a Wait finishes only when every peer of the transfer has posted it, and for weights, whose buckets travel
-along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and all ranks post in one
-global order, since some backends (NCCL) carry out a rank's transfers one after another. If all lists run to their end
-so, no order of arrival can hang the real program.
+along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and some backends (NCCL) carry
+out a rank's transfers one after another, in the order of their posts, so that one which waits for a peer holds up the
+next. If all lists run to their end so, no order of arrival can hang the real program.
 """
 
 from collections.abc import Callable
@@ -45,11 +45,76 @@ def misorders(program: Program) -> list[Hang]:
     return found
 
 
-def deadlocks(program: Program) -> list[Hang]:
-    """Runs all lists under blocking semantics; whoever is left standing is a finding."""
+def hangs(program: Program) -> list[Hang]:
+    """Everything that can hang: the orders of posts first, since what follows from them is harder to read."""
+    found = [*misorders(program), *deadlocks(program)]
+    return found or deadlocks(program, in_order=True)
+
+
+class _Transfers:
+    """What ranks have posted. in_order: a rank's transfers are carried out one after another."""
+
+    def __init__(self, program: Program, in_order: bool):
+        self.transfers, self.in_order = program.transfers, in_order
+        self.posted: list[set[int]] = [set() for _ in program.instructions]
+        self._known: dict[tuple[int, int], set[int]] = {}  # (rank, transfer) -> peers
+        self._queues: list[list[int]] = [[] for _ in program.instructions]
+        self._heads = [0] * len(program.instructions)
+        self._come: set[tuple[int, int]] = set()  # (rank, transfer) that it has come to, or finished
+        self._left: dict[tuple[int, int], int] = {}  # (rank, transfer) -> peers that have not come to it
+
+    def post(self, rank: int, number: int) -> set[int]:
+        """-> the ranks for which something may have changed."""
+        self.posted[rank].add(number)
+        if not self.in_order:
+            return {rank}
+        self._queues[rank].append(number)
+        changed, arrived = {rank}, [(rank, number)] if self._head(rank) == number else []
+        while arrived:  # ranks that have come to a transfer
+            one, number = arrived.pop()
+            again = (one, number) in self._come  # posted twice
+            self._come.add((one, number))
+            peers = self._peers(one, number)
+            for peer in peers if not again else ():
+                self._left[peer, number] = self._left.get((peer, number), len(self._peers(peer, number))) - 1
+            for candidate in (one, *peers):
+                nobody = not self._left.get((candidate, number), len(self._peers(candidate, number)))
+                if nobody and self._head(candidate) == number:
+                    self._heads[candidate] += 1
+                    changed.add(candidate)
+                    if (after := self._head(candidate)) is not None:
+                        arrived.append((candidate, after))
+        return changed
+
+    def missing(self, rank: int, number: int) -> set[int]:
+        """Whom a posted transfer still waits for."""
+        if not self.in_order:
+            return {peer for peer in self._peers(rank, number) if number not in self.posted[peer]}
+        mine, first = self._queues[rank], self._head(rank)  # what holds it up, or itself
+        if number in mine[: self._heads[rank]]:
+            return set()
+        if first is None:
+            return {rank}  # it waits for what it has not posted
+        return {peer for peer in self._peers(rank, first) if (peer, first) not in self._come}
+
+    def _head(self, rank: int) -> int | None:
+        queue = self._queues[rank]
+        return queue[self._heads[rank]] if self._heads[rank] < len(queue) else None
+
+    def _peers(self, rank: int, number: int) -> set[int]:
+        if (rank, number) not in self._known:
+            transfer = self.transfers[number]
+            weights = transfer.reallocation is not None
+            self._known[rank, number] = set(transfer.ranks) - {rank} if weights else set(transfer.peers(rank))
+        return self._known[rank, number]
+
+
+def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
+    """Runs all lists under blocking semantics; whoever is left standing is a finding. in_order: transfers are carried out
+    one after another, as posted."""
     lists = program.instructions
     position = [0] * len(lists)
-    posted: list[set[int]] = [set() for _ in lists]
+    transfers = _Transfers(program, in_order)
 
     def current(rank: int) -> Instruction | None:
         return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
@@ -61,7 +126,7 @@ def deadlocks(program: Program) -> list[Hang]:
         step = current(rank)
         if step is None:
             continue
-        late, together = _late(program, rank, step, current, posted)
+        late, together = _late(program, rank, step, current, transfers)
         if late:
             waiting_for[rank] = late
             continue
@@ -70,14 +135,14 @@ def deadlocks(program: Program) -> list[Hang]:
             waiting_for.pop(member, None)
             runnable.add(member)
         if isinstance(step, Post):
-            posted[rank].add(step.transfer)
-            runnable |= {r for r, peers in waiting_for.items() if rank in peers}
+            changed = transfers.post(rank, step.transfer)
+            runnable |= {r for r, peers in waiting_for.items() if r in changed or rank in peers or changed & peers}
     stuck = [rank for rank in range(len(lists)) if current(rank) is not None]
-    return [_deadlock(program, rank, current, position, posted) for rank in stuck]
+    return [_deadlock(program, rank, current, position, transfers) for rank in stuck]
 
 
 def _late(
-    program: Program, rank: int, step: Instruction, current: Callable, posted: list[set[int]]
+    program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers
 ) -> tuple[set[int], tuple[int, ...]]:
     """Ranks that `step` still waits for, and the ranks that pass it together when there are none."""
     if isinstance(step, Run) and step.group is not None:
@@ -88,17 +153,19 @@ def _late(
         return {member for member in everyone if current(member) != step}, tuple(everyone)
     if isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
         members = program.transfers[step.transfer].ranks
-        return {member for member in members if current(member) != step}, members
+        late = {member for member in members if current(member) != step}
+        if not late and transfers.in_order:
+            late = set().union(*(transfers.missing(member, step.transfer) for member in members))
+        return late, members
     if isinstance(step, Wait):
-        peers = program.transfers[step.transfer].peers(rank)
-        return {peer for peer in peers if step.transfer not in posted[peer]}, (rank,)
+        return transfers.missing(rank, step.transfer), (rank,)
     return set(), (rank,)
 
 
-def _deadlock(program: Program, rank: int, current: Callable, position: list[int], posted: list) -> Hang:
+def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:
     """Says where a rank stands for ever and where those stand that it waits for."""
     step = current(rank)
-    late, _ = _late(program, rank, step, current, posted)
+    late, _ = _late(program, rank, step, current, transfers)
     culprit = min(late, key=lambda r: (current(r) is not None, r))
     there = current(culprit)
     where = f"stands at instruction {position[culprit]}: {there}" if there is not None else "has ended its list"

@@ -1,6 +1,6 @@
 """Proves that a program cannot deadlock (blocking.py), reads nothing that is not there, and fits the devices."""
 
-from rlhf_spmd.plan.blocking import deadlocks, misorders
+from rlhf_spmd.plan.blocking import hangs
 from rlhf_spmd.plan.compile import offloaded
 from rlhf_spmd.plan.fit import Finding, memory, waste
 from rlhf_spmd.plan.layout import format_ranks, group_name
@@ -13,9 +13,8 @@ def check(program: Program) -> list[Finding]:
     """Every finding about a program, errors first. What the later checks rely on is checked first."""
     found = _declarations(program) or _structure(program)
     if not found:
-        hangs = [*misorders(program), *deadlocks(program)]
         found = [*_runs(program), *_data(program), *_weights(program), *_offloads(program), *_pipelines(program)]
-        found += [Finding("error", text, rank, position) for rank, position, text in hangs]
+        found += [Finding("error", text, rank, position) for rank, position, text in hangs(program)]
     found += memory(program) + waste(program)
     return sorted(found, key=lambda finding: finding.severity != "error")
 
@@ -316,7 +315,7 @@ def _pipelines(program: Program) -> list[Finding]:
     """The body of every pipelined call, for each number of micro-batches that it can have."""
     found = {}
     for call, num_micro_batches, small in bodies(program):
-        for rank, _, text in (*misorders(small), *deadlocks(small)):
+        for rank, _, text in hangs(small):
             words = f"{call.name} with {num_micro_batches} micro-batches: {text}"
             found.setdefault((call.name, rank), Finding("error", words, rank))
     return list(found.values())

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.plan.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.memory import least_bytes, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.program import Program, Run
 
 
@@ -23,20 +23,29 @@ class Finding:
 
 
 def memory(program: Program) -> list[Finding]:
-    """The peak of bytes against the device; one finding per set of equal ranks."""
-    found: dict[tuple[str, int], list[int]] = {}
+    """The peak of bytes against the device; one finding per set of equal ranks. Too much is an error, unless a smaller
+    KV cache makes it fit: then generation decodes fewer sequences at the same time."""
+    found: dict[tuple[str, str], list[int]] = {}
     for rank in program.cluster.ranks:
         limit = program.cluster.device_bytes(rank)
         static, working = static_bytes(program, rank), working_bytes(program, rank)
         need = peak_bytes(static, working)
-        if limit is not None and need > limit:
-            stays = sum(static.values()) - static["offloaded"]
-            text = f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}"
-            found.setdefault((text, limit), []).append(rank)
-    mend = "raise the ZeRO stage, tp or pp, split the models, lower micro_batch, or use more devices"
+        if limit is None or need <= limit:
+            continue
+        stays = sum(static.values()) - static["offloaded"]
+        text = (
+            f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}; "
+            f"the device has {limit >> 30} GiB"
+        )
+        severity = "error" if least_bytes(program, rank) > limit else "warning"
+        found.setdefault((severity, text), []).append(rank)
+    mends = {
+        "error": "raise the ZeRO stage, tp or pp, split the models, lower micro_batch, or use more devices",
+        "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
+    }
     return [
-        Finding("error", f"ranks {format_ranks(tuple(ranks))} need {text}; the device has {limit >> 30} GiB: {mend}")
-        for (text, limit), ranks in found.items()
+        Finding(severity, f"ranks {format_ranks(tuple(ranks))} need {text}: {mends[severity]}")
+        for (severity, text), ranks in found.items()
     ]
 
 

@@ -7,6 +7,8 @@ Stages 2 and 3 are DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations
 precision; stage 2 keeps no gradients between steps, stage 3 those of its part and the buffer that it reduces them in.
 """
 
+import math
+
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.pipeline import pass_bytes
 from rlhf_spmd.plan.placement import uses_home
@@ -19,6 +21,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
 WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
+CHUNK_BYTES, MOST_CHUNKS = 64 * 2**20, 24  # of kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
 
@@ -97,8 +100,7 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
 
     Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
     no scores): with sequence parallelism all is split by tp but what a block has gathered. Recomputation keeps a
-    layer's input alone, and works on one layer at a time. The last stage also holds its micro-batch's logits, in
-    float32, twice.
+    layer's input alone, and works on one layer at a time. The last stage also holds what `logits_bytes` says.
     """
     shape, c = workload.models[call.model], workload.param_bytes
     shard = layout.shard(rank)
@@ -113,20 +115,52 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     passes = layout.pp - shard.stage  # micro-batches under way under 1F1B
     once = kept / layout.tp + gathered if layout.recompute else 0.0
     numbers = tokens * (per_layer * num_layers * passes + once)
-    logits = 0.0
+    logits = 0
     if shard.stage == shard.pp - 1 and not shape.scalar_head:
-        responses = tokens * workload.max_response / longest
-        logits = 2 * 4 * responses * shape.vocab_size / layout.tp
+        responses = math.ceil(tokens * workload.max_response / longest)
+        logits = logits_bytes(responses, math.ceil(shape.vocab_size / layout.tp), h, c)
     passed = 2 * pass_bytes(layout, workload, call) if layout.pp > 1 else 0
-    return int(numbers * c + logits) + passed
+    return int(numbers * c) + logits + passed
+
+
+def chunk_columns(num_rows: int, vocab_size: int) -> int:
+    """How many tokens of the vocabulary kernels/token_logprobs.py makes logits of at a time: its function of this name
+    (a test compares them), because nothing here imports torch."""
+    columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), -(-vocab_size // MOST_CHUNKS))
+    return min(-(-columns // 128) * 128, vocab_size)
+
+
+def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes: int) -> int:
+    """The most that the logprobs of so many response tokens take: the logits and their gradients where one chunk holds
+    them all, else one chunk and, in float32, the sum over chunks of the hidden states' gradients."""
+    columns = chunk_columns(num_rows, vocab_size)
+    if columns == vocab_size:
+        return 2 * number_bytes * num_rows * vocab_size
+    return num_rows * (number_bytes * columns + 4 * hidden_size)
 
 
 def cache_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
-    """Keys and values of all rows that a rank generates at once, each of full length; half as much again while the
-    rows that go on are copied, keys first."""
-    shape, shard = workload.models[call.model], layout.shard(rank)
+    """Keys and values of the rows that a rank decodes at the same time, each of full length."""
     rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
+    return min(rows, workload.max_sequences) * sequence_bytes(workload, call, layout, rank)
+
+
+def sequence_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """Keys and values of one sequence of full length: the least that generation can do with."""
+    shape, shard = workload.models[call.model], layout.shard(rank)
     heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
     layers = len(split(shape.num_layers, shard.pp, shard.stage))
-    tokens = rows * (workload.max_prompt + workload.max_response)
-    return 3 * tokens * layers * heads * shape.head_dim * workload.param_bytes
+    tokens = workload.max_prompt + workload.max_response
+    return 2 * tokens * layers * heads * shape.head_dim * workload.param_bytes
+
+
+def least_bytes(program: Program, rank: int) -> int:
+    """What a rank's device must hold at least: its peak with the smallest KV cache."""
+    workload, layouts = program.workload, program.placement.layouts
+    generating = [call for call in workload.workflow.placed_calls if call.kind == "generate"]
+    least = [
+        sequence_bytes(workload, call, layouts[call.name], rank)
+        for call in generating
+        if rank in layouts[call.name].ranks
+    ]
+    return peak_bytes(static_bytes(program, rank), working_bytes(program, rank) | {"KV cache": max(least, default=0)})

@@ -8,7 +8,7 @@ hold is cut, so that each sends its share, those on the receiver's node alone if
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from rlhf_spmd.plan.buckets import DIRECT_BYTES, Bucket, cut_into_buckets
@@ -57,6 +57,7 @@ class Reallocation:
     local: tuple[Copy, ...]
     routes: tuple[Route, ...]
     lower_bound_bytes: int
+    _extra: dict[int, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)  # what has been computed
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -152,11 +153,13 @@ class Reallocation:
 
     def extra_bytes(self, bucket_bytes: int) -> dict[int, int]:
         """The most memory that each rank may need for buckets: of each of its routes one that comes, one that goes."""
-        found, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
-        for route in self.routes:
-            for rank in route.ranks:
-                found[rank] += sum(self.slot_numbers(route, numbers)) * self.bytes_per_number
-        return found
+        if bucket_bytes not in self._extra:  # every rank of a forecast asks
+            found, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
+            for route in self.routes:
+                for rank in route.ranks:
+                    found[rank] += sum(self.slot_numbers(route, numbers)) * self.bytes_per_number
+            self._extra[bucket_bytes] = found
+        return self._extra[bucket_bytes]
 
 
 def plan_reallocation(

@@ -60,6 +60,7 @@ class Workload:
     param_bytes: int
     whiten: str = "mini_batch"
     max_kept: int = 0  # largest set that a token is drawn from, if sampling is restricted
+    max_sequences: int = 256  # decoded at the same time by one copy of a model
 
     @property
     def num_sequences(self) -> int:

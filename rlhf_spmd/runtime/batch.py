@@ -8,18 +8,18 @@ Under tensor parallelism all of it is collective over the tp ranks, which hold t
 """
 
 # B sequences, P prompt tokens, G response tokens (padded with -1), N real tokens of all rows laid end to end, n a tp
-# rank's share of them (padded), R real response tokens, V this rank's slice of the vocabulary, D hidden, K kept tokens
+# rank's share of them (padded), R real response tokens, D hidden, K kept tokens
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.algorithms import ppo_math
+from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime import vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +81,6 @@ def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = Non
     return model(batch.tokens_N, context=batch.context(model.parallel.shard.tp), hidden=hidden_nD)
 
 
-def response_logits(
-    model: Transformer, batch: Sequences, output_nD: Tensor, *, eos_ids: tuple[int, ...], min_new_tokens: int
-) -> Tensor:
-    """logits_RV before temperature at the positions that predict each response token; the EOS ids banned at the first
-    min_new_tokens of a response."""
-    hidden_ND = gather_tokens(output_nD, group=model.parallel.group)
-    logits_RV = model.logits(hidden_ND.index_select(0, batch.before_R))
-    if min_new_tokens == 0:
-        return logits_RV
-    early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
-    mine = vocabulary_of(model.config, model.parallel.shard)
-    return ppo_math.ban_tokens_at(logits_RV, [token - mine.start for token in eos_ids if token in mine], early_R)
-
-
 def response_logprobs(
     model: Transformer,
     batch: Sequences,
@@ -104,26 +90,29 @@ def response_logprobs(
     temperature: float,
     eos_ids: tuple[int, ...],
     min_new_tokens: int,
-) -> Tensor:
-    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from; 0 on padding.
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from and, when asked,
+    its entropy_BG; 0 on padding.
 
-    kept_BGK: the sets that the tokens were drawn from, if sampling was restricted.
+    kept_BGK: the sets that the tokens were drawn from, if sampling was restricted. The EOS ids are banned at the first
+    min_new_tokens positions of a response. The logits never exist all at once.
     """
-    logits_RV = response_logits(model, batch, output_nD, eos_ids=eos_ids, min_new_tokens=min_new_tokens)
     tokens_R = batch.responses_BG.flatten()[batch.slots_R]
-    kept_RK = None if kept_BGK is None else kept_BGK.flatten(0, 1)[batch.slots_R]
-    group = model.parallel.group
-    if group is None and kept_RK is None:
-        logprobs_R = ppo_math.token_logprobs(logits_RV[:, None], tokens_R[:, None], temperature)[:, 0]
-    elif group is None:
-        logprobs_R = ppo_math.kept_logprobs(logits_RV[:, None], tokens_R[:, None], kept_RK[:, None], temperature)[:, 0]
-    else:
-        own = {"vocabulary": vocabulary_of(model.config, model.parallel.shard), "temperature": temperature}
-        if kept_RK is None:
-            logprobs_R = vocabulary.token_logprobs(logits_RV, tokens_R, **own, group=group)
-        else:
-            logprobs_R = vocabulary.kept_logprobs(logits_RV, tokens_R, kept_RK, **own, group=group)
-    return batch.spread(logprobs_R)
+    early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
+    head = partial(
+        token_logprobs,
+        tokens_N=tokens_R,
+        temperature=temperature,
+        banned=(eos_ids, early_R) if min_new_tokens else None,
+        kept_NK=None if kept_BGK is None else kept_BGK.flatten(0, 1)[batch.slots_R],
+        entropy=entropy,
+        first=vocabulary_of(model.config, model.parallel.shard).start,
+        group=model.parallel.group,
+    )
+    hidden_ND = gather_tokens(output_nD, group=model.parallel.group)
+    found = model.logits(hidden_ND.index_select(0, batch.before_R), head=head)
+    return tuple(map(batch.spread, found)) if entropy else batch.spread(found)
 
 
 def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from rlhf_spmd.plan.program import Program, Run
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.runtime.cutting import cut, lengths_of
-from rlhf_spmd.runtime.generate import generate
+from rlhf_spmd.runtime.generate import Generation
+from rlhf_spmd.runtime.kvcache import free_bytes
 from rlhf_spmd.runtime.metrics import Meter
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.passes import Inference, Optimization, Passes, through_stages
@@ -54,6 +55,7 @@ class Iteration:
     uniforms_MCG: Tensor
     store: dict[str, Tensor]
     meter: Meter = field(default_factory=Meter)
+    generation: Generation | None = None  # the engine, while it has anything to do
     generate_s: float = 0.0  # on this rank so far
     stopped: bool = False  # KL early stop of the actor
 
@@ -70,8 +72,10 @@ class Calls:
         scorer: Scorer | None,
         eos_ids: Sequence[int],
         num_known: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ):
-        """eos_ids: what ends a response. num_known: how many token ids every model that reads them knows."""
+        """eos_ids: what ends a response. num_known: how many token ids every model that reads them knows. decode: token
+        ids to text, for stop texts."""
         self.num_known = num_known
         self.program, self.config, self.world, self.models = program, config, world, models
         self.workload, self.scorer, self.eos_ids = program.workload, scorer, tuple(eos_ids)
@@ -81,8 +85,13 @@ class Calls:
             "min_new_tokens": config.generation.min_new_tokens,
         }
         generation = config.generation
-        limits = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
-        self.restricted = self.sampling | limits  # the kept sets are found when generating, and replayed afterwards
+        self.drawing = self.sampling | {  # what is restricted is found when generating, and replayed afterwards
+            "top_k": generation.top_k,
+            "top_p": generation.top_p,
+            "min_p": generation.min_p,
+            "stop": generation.stop,
+            "decode": decode,
+        }
         self.training = Training(config, world.rank, self.sampling)
 
     def run(self, step: Run, data: Iteration, state: State) -> None:
@@ -144,9 +153,11 @@ class Calls:
         prompts_MBP = data.store["prompts"][place]
         started = time.perf_counter()
         with self.models.weights(call) as model:
-            responses, logprobs, kept = generate(
-                model, prompts_MBP.flatten(0, 1), data.uniforms_MCG[place].flatten(0, 1), **self.restricted
-            )
+            if data.generation is None:
+                data.generation = self._generation(model, step, data, place[1])
+            responses, logprobs, kept = data.generation.of(place[0])
+            if data.generation.is_over:
+                data.generation = None  # its memory is for training now
         if responses.numel() and (drawn := int(responses.max())) >= self.num_known:
             raise UserError(
                 f"the actor drew token {drawn}, which no text has (its embeddings are padded), and other models know "
@@ -159,9 +170,26 @@ class Calls:
             self._keep(data, "kept_tokens", place, kept.unflatten(0, shape))
         mask, meter = responses >= 0, self._meter(call, data)
         meter.add("response_length", mask.sum(), len(responses))
-        meter.add("ended_fraction", ppo_math.ended(responses, self.eos_ids).sum(), len(responses))
+        meter.add("ended_fraction", self._ended(responses).sum(), len(responses))
         data.generate_s += time.perf_counter() - started
         meter.maximum("generate_s", data.generate_s)
+
+    def _generation(self, model: Transformer, step: Run, data: Iteration, columns: slice) -> Generation:
+        """All that this rank generates in an iteration, in the order in which it will be asked for."""
+        generation, num_rows = self.config.generation, columns.stop - columns.start
+        places = generation.max_sequences
+        if step.mini_batch is not None:  # streaming: the first mini-batch must not wait for the others
+            places = min(places, num_rows)
+        return Generation(
+            model,
+            data.store["prompts"][:, columns],
+            data.uniforms_MCG[:, columns],
+            max_sequences=max(min(places, num_rows * self.workload.num_mini_batches), 1),
+            block_size=generation.block_size,
+            free_bytes=generation.cache_fraction
+            * free_bytes(self.world.device, self.world.nodes.count(self.world.node)),
+            **self.drawing,
+        )
 
     def _inference(
         self, call: Call, step: Run, data: Iteration, model: Transformer
@@ -205,7 +233,7 @@ class Calls:
         scores_B = self.add_function(call, prompts, responses, of_model_B)
         shape = tuple(part.stop - part.start for part in place)
         self._keep(data, call.outputs[0], place, scores_B.unflatten(0, shape))
-        wide_B, used_B = scores_B.double(), ppo_math.ended(responses, self.eos_ids)
+        wide_B, used_B = scores_B.double(), self._ended(responses)
         if self.config.ppo.truncation == "score":
             used_B = torch.ones_like(used_B)
         meter = self._meter(call, data)
@@ -240,6 +268,12 @@ class Calls:
                 of_model_B = sequence_scores(model, batch, output) if batch is not None else None
         return self.add_function(call, prompts_BP, responses_BG, of_model_B)
 
+    def _ended(self, responses_BG: Tensor) -> Tensor:
+        """True where a response ended by itself, False where it was truncated: bool [B]. A stop text in the very last
+        place does not count."""
+        ended_B = ppo_math.ended(responses_BG, self.eos_ids)
+        return ended_B | (responses_BG[:, -1] < 0) if self.config.generation.stop else ended_B
+
     def _keep(self, data: Iteration, key: str, place: Place, value: Tensor) -> None:
         """Puts the rows of a Run into the store."""
         self.place_for(data, key)[place] = value
@@ -273,7 +307,7 @@ class Calls:
         responses, logprobs, ref_logprobs, scores, values = (
             self._held(data, key, place).flatten(0, 1) for key in call.inputs
         )
-        mask, ended = ppo_math.response_mask(responses), ppo_math.ended(responses, self.eos_ids)
+        mask, ended = ppo_math.response_mask(responses), self._ended(responses)
         shaped = ppo_math.shaped_scores(
             scores,
             ended,

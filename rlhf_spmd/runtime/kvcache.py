@@ -1,68 +1,84 @@
-"""A contiguous KV cache in which a row's slot *is* its position, so that rows of unequal length share one batch.
+"""The tensors of a paged KV cache, and how many blocks of it fit a device. blocks.py says who is in which block."""
 
-Prompts are prefilled left-aligned; the padding on their right leaves unused slots, which the row's own new tokens
-overwrite one by one before any query may look at them.
-"""
+# L layers of this stage, n blocks, K key-value heads of this tp slice, s tokens of a block, d head_dim
 
-# B sequences, T new tokens, S slots, L layers of this stage, K key-value heads of this tp slice, d head_dim
+from collections.abc import Sequence
 
+import psutil
 import torch
 from torch import Tensor
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import layers_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import split
+from rlhf_spmd.runtime.blocks import Copies
+
+GPU_BLOCK = 16  # tokens; smaller ones waste less, larger ones make shorter tables
 
 
 class KVCache:
-    """Keys and values of a model's layers for B rows of at most `num_slots` tokens: 2 * L * B * K * S * d numbers."""
+    """Keys and values of a model's layers: 2 * L * n * K * s * d numbers in the model's precision."""
 
-    def __init__(self, model: Transformer, num_rows: int, num_slots: int, device: torch.device):
-        config, shard, dtype = model.config, model.parallel.shard, model.dtype
+    def __init__(self, model: Transformer, num_blocks: int, block_size: int):
+        config, shard = model.config, model.parallel.shard
         layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
-        shape = (len(layers), num_rows, len(heads), num_slots, config.head_dim)
-        self.first_layer = layers.start
+        shape = (len(layers), num_blocks, len(heads), block_size, config.head_dim)
+        device = next(model.parameters()).device
+        self.first_layer, self.block_size = layers.start, block_size
         # Zeros, not empty: a masked slot has weight 0, but 0 times an uninitialised NaN is NaN.
-        self.keys_LBKSd = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_LBKSd = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths_B = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens before the current step
-        self.num_seen = 0  # slots that any row has used
-        self.mask_B11S: Tensor | None = None
-        self.decoding = False
+        self.keys_LnKsd = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.values_LnKsd = torch.zeros(shape, dtype=model.dtype, device=device)
 
-    def prefilled(self, lengths_B: Tensor) -> None:
-        """Ends the prefill: row b holds lengths_B[b] real tokens; every later update is one token per row."""
-        self.lengths_B, self.decoding = lengths_B.clone(), True
-        self._prepare()
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """keys_nKsd, values_nKsd of a layer, by its number in the whole model."""
+        return self.keys_LnKsd[layer - self.first_layer], self.values_LnKsd[layer - self.first_layer]
 
-    def advance(self) -> None:
-        """Ends a decode step: each row has one more token."""
-        self.lengths_B += 1
-        self._prepare()
+    def copy(self, copies: Copies, num_tokens: int) -> None:
+        """Copies the first tokens of blocks; no block is both read and written."""
+        if not copies:
+            return
+        sources, targets = (torch.tensor(side, device=self.keys_LnKsd.device) for side in zip(*copies, strict=True))
+        for stored in (self.keys_LnKsd, self.values_LnKsd):
+            part = stored[:, :, :, :num_tokens]
+            part[:, targets] = part[:, sources]
 
-    def _prepare(self) -> None:
-        """The mask of the next step: slots up to and including the position of its token."""
-        self.num_seen = int(self.lengths_B.max()) + 1
-        slots_S = torch.arange(self.num_seen, device=self.lengths_B.device)
-        self.mask_B11S = (slots_S <= self.lengths_B[:, None])[:, None, None, :]
-        if bool(self.mask_B11S.all()):
-            self.mask_B11S = None
-        self.rows_B = torch.arange(len(self.lengths_B), device=self.lengths_B.device)
 
-    def keep(self, rows_B: Tensor) -> None:
-        """Drops all rows but these (finished sequences leave the batch)."""
-        self.keys_LBKSd = self.keys_LBKSd[:, rows_B]
-        self.values_LBKSd = self.values_LBKSd[:, rows_B]
-        self.lengths_B = self.lengths_B[rows_B]
-        self._prepare()
+def free_bytes(device: torch.device, num_ranks: int) -> float:
+    """Memory of a device that is free now, for each of the ranks of this node: they share its devices evenly."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available / num_ranks
+    unused = torch.cuda.mem_get_info(device)[0]
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free, but torch's
+    return unused / -(-num_ranks // torch.cuda.device_count()) + kept
 
-    def update(self, layer: int, keys_BKTd: Tensor, values_BKTd: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Stores new tokens of a layer; returns all keys and values that they may attend to, and the mask."""
-        keys_BKSd, values_BKSd = (x[layer - self.first_layer] for x in (self.keys_LBKSd, self.values_LBKSd))
-        if not self.decoding:
-            num_new = keys_BKTd.shape[2]
-            keys_BKSd[:, :, :num_new], values_BKSd[:, :, :num_new] = keys_BKTd, values_BKTd
-            return keys_BKTd, values_BKTd, None
-        keys_BKSd[self.rows_B, :, self.lengths_B] = keys_BKTd[:, :, 0]
-        values_BKSd[self.rows_B, :, self.lengths_B] = values_BKTd[:, :, 0]
-        return keys_BKSd[:, :, : self.num_seen], values_BKSd[:, :, : self.num_seen], self.mask_B11S
+
+def token_bytes(model: Transformer) -> int:
+    """Bytes that one token takes in the cache on this rank."""
+    config, shard = model.config, model.parallel.shard
+    layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
+    return 2 * len(layers) * len(heads) * config.head_dim * model.dtype.itemsize
+
+
+def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: int, free_bytes: float) -> int:
+    """How many of the wanted blocks free_bytes hold. Raises UserError if not even one sequence of `longest` tokens
+    fits."""
+    fit = int(min(free_bytes / (block_size * token_bytes(model)), wanted))
+    least = -(-longest // block_size)
+    if free_bytes < least * block_size * token_bytes(model):
+        raise UserError(
+            f"the KV cache of one sequence of {longest} tokens takes {longest * token_bytes(model) / 2**20:,.0f} MiB, "
+            f"but only {free_bytes / 2**20:,.0f} MiB are left for it; lower generation.max_new_tokens, raise "
+            "generation.cache_fraction, or give generation more tp"
+        )
+    return max(fit, least)
+
+
+def slots_of(blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> Tensor:
+    """Where the tokens of packed sequences go: block * s + offset for each, int64 [N]. blocks: of each sequence."""
+    widest = max(map(len, blocks))
+    tables_AM = torch.tensor([[*row, *[0] * (widest - len(row))] for row in blocks])
+    lengths_A = torch.tensor(lengths)
+    rows_N = torch.arange(len(lengths)).repeat_interleave(lengths_A)
+    offsets_N = torch.arange(len(rows_N)) - (lengths_A.cumsum(0) - lengths_A)[rows_N]
+    return tables_AM[rows_N, offsets_N // block_size] * block_size + offsets_N % block_size

@@ -132,7 +132,7 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
         )
         with job.models.weights(generating) as model:
             responses_BG, *_ = generate(
-                model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.restricted
+                model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.drawing
             )
         tokens = responses_BG.tolist()
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]

@@ -43,6 +43,7 @@ METRICS = {
     "kl_coef": "reward",
     "policy_loss": "policy",
     "clip_fraction": "policy",
+    "entropy": "policy",  # mean per token, nats, of the distribution sampled from; with ppo.entropy_coef
     "ratio": "policy",  # mean of pi_new / pi_old
     "approx_kl": "policy",  # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
     "approx_kl_sq": "policy",  # mean over tokens of d^2 / 2

@@ -84,7 +84,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         scorer = Scorer(config, read_config(reward) if reward else None, tokenizer) if needs_scorer else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
-    calls = Calls(program, config, world, models, scorer, eos_ids, num_known)
+    calls = Calls(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
     return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids))
 
 

@@ -176,14 +176,21 @@ class Training:
         return total / max(step.num_tokens, 1.0)
 
     def _policy_loss(self, step: Step, model, batch: Sequences, output: Tensor, rows: Rows) -> tuple[Tensor, dict]:
-        logprobs_BG = response_logprobs(model, batch, output, rows.get("kept_tokens"), **self.sampling)
+        kept_BGK, options = rows.get("kept_tokens"), self.config.ppo
+        with_entropy = {"entropy": options.entropy_coef > 0, **self.sampling}
+        found = response_logprobs(model, batch, output, kept_BGK, **with_entropy)
+        logprobs_BG, entropy_BG = found if options.entropy_coef else (found, None)
         mask_BG = ppo_math.response_mask(rows["responses"])
-        old_BG = rows.get("logprobs", rows.get("old_logprobs"))
+        old_BG = rows.get("old_logprobs", rows["logprobs"])
         if step.first:
-            self._parity_gate(old_BG, logprobs_BG.detach(), mask_BG, rows, step.meter)
-        return ppo_math.policy_loss_sum(
-            logprobs_BG, old_BG, rows["advantages"], mask_BG, clip_ratio=self.config.ppo.clip_ratio
+            self._parity_gate(rows["logprobs"], logprobs_BG.detach(), mask_BG, rows, step.meter)
+        loss, sums = ppo_math.policy_loss_sum(
+            logprobs_BG, old_BG, rows["advantages"], mask_BG, clip_ratio=options.clip_ratio
         )
+        if entropy_BG is None:
+            return loss, sums
+        bonus, entropy = ppo_math.entropy_bonus_sum(entropy_BG, mask_BG, coef=options.entropy_coef)
+        return loss - bonus, sums | entropy
 
     def _value_loss(self, step: Step, model, batch: Sequences, output: Tensor, rows: Rows) -> tuple[Tensor, dict]:
         values_BG1 = response_values(model, batch, output)

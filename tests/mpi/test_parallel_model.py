@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels import token_logprobs
 from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import WHOLE, Parallel, cut, is_split
@@ -169,12 +170,21 @@ BANNED = {"temperature": 0.7, "eos_ids": EOS, "min_new_tokens": 2}
 CASES = {"plain": (PLAIN, False), "banned": (BANNED, False), "kept": (BANNED, True)}  # sampling, kept sets
 
 
+def cut_vocabulary(monkeypatch, num_chunks: int) -> None:
+    """Logits of so many chunks, which few tokens would not need."""
+    if num_chunks > 1:
+        for constant, value in {"CHUNK_BYTES": 0, "MULTIPLE": 1, "MOST_CHUNKS": num_chunks}.items():
+            monkeypatch.setattr(token_logprobs, constant, value)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("case", CASES)
-def test_logprobs_and_gradients(team, name, case):
+def test_logprobs_and_gradients(team, name, case, num_chunks, monkeypatch):
     fits(team, name)
     if not team.inside:
         return
+    cut_vocabulary(monkeypatch, num_chunks)
     whole, mine = whole_and_shard(team, name, "lm")
     mine.recompute = case != "plain"
     options, kept = CASES[case]
@@ -182,15 +192,17 @@ def test_logprobs_and_gradients(team, name, case):
     assert all(sum(batch.lengths) % tp for tp in (2, 3, 4, 5))  # so that tokens must be added
     sets = kept_BGK if kept else None
     weight_BG = torch.randn(batch.responses_BG.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    expected_BG = response_logprobs(whole, batch, forward(whole, batch), sets, **options)
-    (expected_BG * weight_BG).sum().backward()
+    options = {**options, "entropy": True}
+    expected_BG, entropy_BG = response_logprobs(whole, batch, forward(whole, batch), sets, **options)
+    ((expected_BG - 0.7 * entropy_BG) * weight_BG).sum().backward()
 
     hidden, output = through(team, mine, batch)
     loss = None
     if team.parallel.is_last:
-        found_BG = response_logprobs(mine, batch, output, sets, **options)
+        found_BG, spread_BG = response_logprobs(mine, batch, output, sets, **options)
         torch.testing.assert_close(found_BG, expected_BG, **CLOSE)
-        loss = (found_BG * weight_BG).sum()
+        torch.testing.assert_close(spread_BG, entropy_BG, **CLOSE)
+        loss = ((found_BG - 0.7 * spread_BG) * weight_BG).sum()
     back(team, hidden, output, loss)
     check_gradients(team, whole, mine)
 
@@ -298,17 +310,22 @@ def test_shards_begin_as_slices_of_the_same_model(team):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection):
-    """DeepSpeed gathers weights around a module's forward, which now also runs inside the backward pass."""
+@pytest.mark.parametrize("name", ["tied", "biases"])
+def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection, name, monkeypatch):
+    """DeepSpeed gathers weights around a module's forward, which now also runs inside the backward pass; there the
+    output layer reads its weight again where logits come in chunks."""
     if world.size > 2:
         pytest.skip("once is enough")
     batch, _ = make_batch()
     states = []
-    for recompute in (False, True):
-        model = Transformer(make_config("tied"), head="lm", recompute=recompute)
+    for recompute, num_chunks in ((False, 1), (True, 1), (False, 3)):
+        cut_vocabulary(monkeypatch, num_chunks)
+        model = Transformer(make_config(name), head="lm", recompute=recompute)
         engine = make_engine(model, groups=Groups(data=make_group((0, 1))), zero=3)
         for _ in range(2):
             engine.step([batch], lambda model, b: response_logprobs(model, b, forward(model, b), **PLAIN).sum(), lr=0.1)
         states.append(engine.state())
     assert states[0]["norm.weight"].std() > 0.01
-    assert all(torch.equal(weight, states[1][name]) for name, weight in states[0].items())
+    assert all(torch.equal(weight, states[1][key]) for key, weight in states[0].items())
+    for key, weight in states[0].items():  # Adam's first steps scale a gradient of rounding alone up to the rate
+        torch.testing.assert_close(states[2][key], weight, rtol=0, atol=1e-3)

@@ -106,15 +106,19 @@ def test_the_tokens_before_and_the_places_of_the_response():
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 def test_response_logprobs(temperature, least):
     model, pairs = make_model("lm"), [p for p in make_pairs() if len(p[1]) > least or not p[1]]
-    found_BG = logprobs(model, join(pairs), temperature=temperature, eos_ids=(EOS, 11), min_new_tokens=least)
-    for found_G, (prompt, response) in zip(found_BG, pairs, strict=True):
+    options = {"temperature": temperature, "eos_ids": (EOS, 11), "min_new_tokens": least}
+    found_BG, entropy_BG = logprobs(model, join(pairs), **options, entropy=True)
+    assert torch.equal(logprobs(model, join(pairs), **options), found_BG)
+    for found_G, entropy_G, (prompt, response) in zip(found_BG, entropy_BG, pairs, strict=True):
         logits_TV = model.logits(hidden(model, prompt + response)) / temperature
         for t, token in enumerate(response):
             row_V = logits_TV[len(prompt) + t - 1].clone()
             if t < least:
                 row_V[[EOS, 11]] = -math.inf
             torch.testing.assert_close(found_G[t], row_V.log_softmax(0)[token], **CLOSE)
-        assert not found_G[len(response) :].any()
+            expected = torch.distributions.Categorical(logits=row_V[row_V > -math.inf]).entropy()
+            torch.testing.assert_close(entropy_G[t], expected, **CLOSE)
+        assert not found_G[len(response) :].any() and not entropy_G[len(response) :].any()
 
 
 def test_response_logprobs_within_kept_sets():

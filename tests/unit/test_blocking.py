@@ -184,6 +184,8 @@ def test_the_proof_agrees_with_brute_force(make):
         standing = hangs(program, rng)
         assert {rank: position for rank, position, _ in deadlocks(program)} == standing
         hanging, calm = hanging + bool(standing), calm + (not standing)
+        standing = hangs(program, rng, in_order=True)
+        assert {rank: position for rank, position, _ in deadlocks(program, in_order=True)} == standing
         if make is not jumble and not has_errors(program):
             assert not standing and not hangs(program, rng, in_order=True)
     assert min(hanging, calm) > 60, (hanging, calm)
@@ -194,7 +196,7 @@ def test_the_order_of_posts_is_what_backends_without_tags_need():
     with two posts swapped on a rank that would hang there are all refused."""
     rng = random.Random(2)
     refused = 0
-    for _ in range(200):
+    for _ in range(400):
         program = random_program(rng.choice)
         ranks = [rank for rank, steps in enumerate(program.instructions) if sum(isinstance(s, Post) for s in steps) > 1]
         if not ranks:

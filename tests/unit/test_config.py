@@ -46,6 +46,8 @@ def value_of(config: Config, key: str):
 
 def text_of(config: Config, key: str) -> str:
     value = value_of(config, key)
+    if isinstance(value, tuple):
+        return ",".join(value)
     return "none" if value is None else str(value)
 
 

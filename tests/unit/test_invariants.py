@@ -19,6 +19,7 @@ from tests.runs import RunOf, load
 
 EOS_IDS = tuple(range(1, 6))
 RATIO_LIMIT = 1e-4  # the parity gate's tolerance in float32
+PARITY = {"float32": RATIO_LIMIT, "bfloat16": 0.5}
 COMPARED = ("policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm", "kl", "reward", "approx_kl")
 
 
@@ -57,7 +58,7 @@ def test_invariant_1_exactly_when_recomputed(micro_batch, sampling, dtype, overr
         first, second, *_ = run.meter.steps["actor"]
         assert first["ratio"] == 1.0
         assert first["clip_fraction"] == first["approx_kl"] == first["approx_kl_sq"] == 0.0
-        assert metrics["parity_max_abs"] == metrics["parity_mean_abs"] == 0.0
+        assert 0 < metrics["parity_mean_abs"] < metrics["parity_max_abs"] < PARITY[dtype]  # of the generator's
         assert second["approx_kl"] > 0.0
 
 

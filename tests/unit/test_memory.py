@@ -9,7 +9,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.fit import Finding
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import static_bytes
+from rlhf_spmd.plan.memory import activation_bytes, logits_bytes, static_bytes
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.strategies import flattening as flattening_strategy
@@ -86,3 +86,19 @@ def test_a_reward_function_has_no_bytes_and_a_cpu_no_limit():
     everyone = Layout.data_parallel(range(2))
     placement = Placement.by_model(workload_of(config), **dict.fromkeys(workload.workflow.models, everyone))
     assert check(compile_program(workload_of(config), placement, Cluster.parse("1x2", "cpu"))) == []
+
+
+def test_logits_are_counted_by_the_chunk():
+    """Logits and gradients of few tokens whole; of many, one chunk and the float32 sums of the hidden states'."""
+    assert logits_bytes(96, 49152, 576, 2) == 2 * 2 * 96 * 49152
+    assert logits_bytes(4096, 49152, 576, 4) == 4096 * (4 * 4096 + 4 * 576)
+    assert logits_bytes(8192, 128_256, 4096, 2) == 8192 * (2 * 5376 + 4 * 4096)
+    config = load("llama-7b")
+    workload = replace(workload_of(config), micro_batch=16)  # 16 x 256 response tokens
+    call = workload.workflow.train_call("actor")
+    found = []
+    for vocab_size in (32000, 64000):
+        actor = replace(workload.models["actor"], vocab_size=vocab_size)
+        wide = replace(workload, models={**workload.models, "actor": actor})
+        found.append(activation_bytes(wide, call, Layout.data_parallel(range(8)), 0))
+    assert found[0] == found[1] > logits_bytes(4096, 32000, 4096, 2) == 4096 * (2 * 4096 + 4 * 4096)

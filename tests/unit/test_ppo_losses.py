@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import rlhf_spmd.algorithms.ppo_math as pm
+from tests.folders import write_all
+from tests.runs import RunOf, load
 
 EOS = 7
 NAN = float("nan")
@@ -56,12 +58,16 @@ def test_row_09_sign():
     """A step down the loss makes tokens with a positive advantage more likely."""
     logits_BGV = torch.zeros(1, 2, 5, dtype=torch.float64, requires_grad=True)
     tokens_BG = torch.tensor([[1, 3]])
-    logprobs_BG = pm.token_logprobs(logits_BGV, tokens_BG)
+
+    def logprobs_of(logits_BGV: Tensor) -> Tensor:
+        return logits_BGV.log_softmax(2).gather(2, tokens_BG[..., None])[..., 0]
+
+    logprobs_BG = logprobs_of(logits_BGV)
     loss_sum, _ = pm.policy_loss_sum(
         logprobs_BG, logprobs_BG.detach(), tensor([1.0, -1.0]), torch.ones(1, 2, dtype=torch.bool)
     )
     loss_sum.backward()
-    change_BG = pm.token_logprobs(logits_BGV - 0.1 * logits_BGV.grad, tokens_BG) - logprobs_BG
+    change_BG = logprobs_of(logits_BGV - 0.1 * logits_BGV.grad) - logprobs_BG
     assert change_BG[0, 0] > 0 > change_BG[0, 1]
 
 
@@ -104,69 +110,37 @@ def test_row_11_sums_over_the_mask_only():
             torch.testing.assert_close(sum(part[name] for _, part in parts), sums[name])
 
 
-# ---- logprobs (rows 12 to 14) ---------------------------------------------------------------------------------------
+def test_entropy_bonus():
+    """A step down the loss makes the distribution flatter; masked entries add nothing and get no gradient."""
+    logits_BGV = randn(1, 3, 5).requires_grad_()
+    logprobs_BGV = logits_BGV.log_softmax(-1)
+    entropy_BG = -(logprobs_BGV.exp() * logprobs_BGV).sum(-1)
+    mask_BG = torch.tensor([[True, False, True]])
+    entropy_BG = torch.where(mask_BG, entropy_BG, NAN)
+    bonus, sums = pm.entropy_bonus_sum(entropy_BG, mask_BG, coef=0.3)
+    assert float(sums["entropy"]) == pytest.approx(entropy_BG[mask_BG].sum().item())
+    assert bonus.item() == pytest.approx(0.3 * sums["entropy"].item()) and not sums["entropy"].requires_grad
+    (slope_BGV,) = torch.autograd.grad(-bonus, logits_BGV)
+    assert not slope_BGV[0, 1].any()
+    after_BGV = (logits_BGV - slope_BGV).softmax(-1)
+    after_BG = -(after_BGV * after_BGV.log()).sum(-1)
+    assert (after_BG > entropy_BG)[mask_BG].all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 5, 17), (2, 7, 129)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-def test_row_13_temperature(shape, temperature):
-    logits_BGV, tokens_BG = randn(*shape), torch.randint(0, shape[2], shape[:2])
-    tokens_BG[0, -1] = -1
-    logprobs_BG = pm.token_logprobs(logits_BGV, tokens_BG, temperature)
-    exact_BGV = (logits_BGV / temperature).log_softmax(-1)
-    exact_BG = exact_BGV.gather(2, tokens_BG.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(logprobs_BG, torch.where(tokens_BG >= 0, exact_BG, 0.0))
+@pytest.mark.parametrize("sampling", [[], ["generation.top_k=9", "generation.min_new_tokens=3"]], ids=["all", "kept"])
+def test_entropy_in_a_run(sampling, tmp_path):
+    """Logged with the option alone; a tiny bonus changes no loss, a large one keeps the entropy up."""
+    overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
+    runs = {
+        coef: RunOf(load(overrides, "iterations=4", f"ppo.entropy_coef={coef}", *sampling)) for coef in (0, 1e-9, 2)
+    }
+    metrics = {coef: run.iterations() for coef, run in runs.items()}
+    assert "entropy" not in metrics[0][0]
+    assert 0 < metrics[1e-9][-1]["entropy"] < metrics[2][-1]["entropy"] <= math.log(9 if sampling else 1e4)
+    assert metrics[0][0]["policy_loss"] == pytest.approx(metrics[1e-9][0]["policy_loss"], abs=1e-6)
 
 
-def test_logprobs_are_at_least_float32():
-    logits_BGV, tokens_BG = randn(2, 3, 50).bfloat16(), torch.randint(0, 50, (2, 3))
-    logprobs_BG = pm.token_logprobs(logits_BGV, tokens_BG, 0.7)
-    assert logprobs_BG.dtype == torch.float32
-    torch.testing.assert_close(logprobs_BG, pm.token_logprobs(logits_BGV.float(), tokens_BG, 0.7), rtol=0, atol=0)
-    assert pm.token_logprobs(logits_BGV[:0], tokens_BG[:0]).shape == (0, 3)
-
-
-def test_padding_gets_no_gradient():
-    logits_BGV = randn(1, 2, 4).requires_grad_()
-    pm.token_logprobs(logits_BGV, torch.tensor([[2, -1]])).sum().backward()
-    assert (logits_BGV.grad[0, 0] != 0).all() and (logits_BGV.grad[0, 1] == 0).all()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_row_14_kept_sets(temperature):
-    """The distribution over the kept set alone; nothing, and no gradient, where there is no token."""
-    logits_BGV = randn(2, 3, 9).requires_grad_()
-    kept = [[[4, 2, 8], [0, -1, -1], [5, 1, -1]], [[3, 7, -1], [-1, -1, -1], [-1, -1, -1]]]
-    tokens_BG = torch.tensor([[2, 0, 5], [7, -1, -1]])
-    kept_BGK = torch.tensor(kept, dtype=torch.int32)
-    logprobs_BG = pm.kept_logprobs(logits_BGV, tokens_BG, kept_BGK, temperature)
-    for b, g in ((0, 0), (0, 1), (0, 2), (1, 0)):
-        weights = {v: math.exp(logits_BGV[b, g, v].item() / temperature) for v in kept[b][g] if v >= 0}
-        exact = math.log(weights[int(tokens_BG[b, g])] / sum(weights.values()))
-        assert logprobs_BG[b, g].item() == pytest.approx(exact, abs=1e-12)
-    assert logprobs_BG[1, 1:].tolist() == [0.0, 0.0]
-    (gradient_BGV,) = torch.autograd.grad(logprobs_BG.sum(), logits_BGV)
-    assert gradient_BGV[0, 0].nonzero()[:, 0].tolist() == [2, 4, 8]
-    assert gradient_BGV.isfinite().all() and (gradient_BGV[1, 1:] == 0).all()
-    everything_BGK = torch.arange(9).expand(2, 3, 9)
-    plain_BG = pm.token_logprobs(logits_BGV, tokens_BG, temperature)
-    torch.testing.assert_close(pm.kept_logprobs(logits_BGV, tokens_BG, everything_BGK, temperature), plain_BG)
-
-
-def test_row_14_what_generation_bans_is_banned_in_every_pass():
-    """min_new_tokens bans the EOS at the first positions; without the replay the ratio is off by the kept mass."""
-    logits_BGV, tokens_BG = randn(3, 5, 9), torch.randint(0, EOS, (3, 5))
-    generated_BGV = pm.ban_tokens(logits_BGV, (EOS, 8), num_positions=2)
-    assert torch.isneginf(generated_BGV[:, :2, [EOS, 8]]).all()
-    assert int(torch.isneginf(generated_BGV).sum()) == 3 * 2 * 2
-    assert pm.ban_tokens(logits_BGV, (EOS,), 0) is logits_BGV
-    old_BG, plain_BG = pm.token_logprobs(generated_BGV, tokens_BG), pm.token_logprobs(logits_BGV, tokens_BG)
-    kept_BG = 1 - logits_BGV.softmax(-1)[..., [EOS, 8]].sum(-1)
-    torch.testing.assert_close((plain_BG - old_BG).exp()[:, :2], kept_BG[:, :2])
-    torch.testing.assert_close(plain_BG[:, 2:], old_BG[:, 2:])
-    leaf_BGV = logits_BGV.clone().requires_grad_()
-    pm.token_logprobs(pm.ban_tokens(leaf_BGV, (EOS, 8), 2), tokens_BG).sum().backward()
-    assert leaf_BGV.grad.isfinite().all() and (leaf_BGV.grad[:, :2, [EOS, 8]] == 0).all()
+# ---- logprobs (row 12; rows 13 and 14 are in test_token_logprobs.py and test_batch.py) -------------------------------
 
 
 def test_row_12_parity():

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.kernels.philox import uniforms
-from rlhf_spmd.kernels.sample import BLOCK, edge_distances, level_uniforms, sample_ref
+from rlhf_spmd.kernels.sample import sample, sample_ref
+from rlhf_spmd.kernels.tree import BLOCK, edge_distances, level_numbers, level_uniforms
 from tests.slow_sample import hashed, slow_draw
 
 LARGEST = float(np.float32(1 - 2**-24))  # the largest uniform there is
@@ -24,16 +25,21 @@ def draw(num_rows: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(uniforms(seed, 0, np.arange(num_rows), np.zeros(num_rows, int), 1)[:, 0])
 
 
+def drawn(logits_BV, uniforms_B, temperature: float = 1.0, form=sample):
+    return form(logits_BV, uniforms_B, temperature=temperature)[:2]
+
+
+@pytest.mark.parametrize("form", [sample, sample_ref])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [*SHAPES, (2, 9 * BLOCK + 3)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
-def test_equals_the_slow_twin(num_rows, vocab_size, temperature):
+def test_equals_the_slow_twin(form, num_rows, vocab_size, temperature):
     logits_BV = random_logits(num_rows, vocab_size)
     uniforms_B = draw(num_rows)
-    tokens_B, logprobs_B = sample_ref(logits_BV, uniforms_B, temperature)
+    tokens_B, logprobs_B = drawn(logits_BV, uniforms_B, temperature, form)
     assert tokens_B.dtype == torch.int64 and logprobs_B.dtype == torch.float32
     exact_BV = (logits_BV.double() / temperature).log_softmax(dim=1)
-    drawn = [slow_draw(row, u) for row, u in zip(exact_BV.exp().tolist(), uniforms_B.tolist(), strict=True)]
-    assert tokens_B.tolist() == drawn
+    expected = [slow_draw(row, u) for row, u in zip(exact_BV.exp().tolist(), uniforms_B.tolist(), strict=True)]
+    assert tokens_B.tolist() == expected
     torch.testing.assert_close(logprobs_B.double(), exact_BV[torch.arange(num_rows), tokens_B], atol=2e-6, rtol=1e-6)
 
 
@@ -44,6 +50,7 @@ def test_numbers_of_the_levels():
     for row, uniform in zip(numbers_BL[:20].tolist(), uniforms_B.tolist(), strict=False):
         assert row[1:] == [hashed(uniform, level) for level in range(1, 6)]
     assert ((numbers_BL >= 0) & (numbers_BL < 1)).all()
+    assert np.array_equal(level_numbers(uniforms_B.numpy(), 6), numbers_BL.numpy())
     assert np.corrcoef(numbers_BL.T.numpy())[~np.eye(6, dtype=bool)].max() < 0.12  # of 1,000 rows: 3.8 sigma
     last = level_uniforms(torch.tensor([LARGEST, 1.0, 0.0]), 4)
     assert (last < 1).all()
@@ -54,7 +61,7 @@ def test_distribution():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -torch.inf])
     num = 10_000
     for temperature, seed in ((1.0, 1), (0.5, 2)):
-        tokens_B, _ = sample_ref(logits.expand(num, 6), draw(num, seed), temperature)
+        tokens_B, _ = drawn(logits.expand(num, 6), draw(num, seed), temperature)
         expected = num * (logits / temperature).softmax(0)[:5].double()
         counts = torch.bincount(tokens_B, minlength=6).double()
         assert counts[5] == 0
@@ -64,8 +71,8 @@ def test_distribution():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_statistics_are_at_least_float32(dtype):
     logits_BV = random_logits(6, 700).to(dtype)
-    tokens_B, logprobs_B = sample_ref(logits_BV, draw(6), 0.7)
-    tokens32_B, logprobs32_B = sample_ref(logits_BV.float(), draw(6), 0.7)
+    tokens_B, logprobs_B = drawn(logits_BV, draw(6), 0.7)
+    tokens32_B, logprobs32_B = drawn(logits_BV.float(), draw(6), 0.7)
     assert logprobs_B.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(tokens_B, tokens32_B)
     torch.testing.assert_close(logprobs_B.float(), logprobs32_B)
@@ -80,7 +87,7 @@ def test_banned_tokens_are_never_drawn(data, vocab_size, num_allowed):
     values = st.lists(st.floats(-80, 80), min_size=len(allowed), max_size=len(allowed))
     logits[allowed] = torch.tensor(data.draw(values))
     uniforms_B = torch.tensor([0.0, 2**-24, 0.25, 0.5, LARGEST, 1.0])
-    tokens_B, logprobs_B = sample_ref(logits.expand(6, -1), uniforms_B, 1.0)
+    tokens_B, logprobs_B = drawn(logits.expand(6, -1), uniforms_B, 1.0)
     assert set(tokens_B.tolist()) <= set(allowed)
     assert (logprobs_B <= 1e-6).all() and logprobs_B.isfinite().all()
 
@@ -88,7 +95,7 @@ def test_banned_tokens_are_never_drawn(data, vocab_size, num_allowed):
 def test_many_tokens_are_drawn_as_often_as_they_should_be():
     """Chi-square over 1,100 tokens of very unequal masses, and over the tokens of one group of eight."""
     logits, num = random_logits(1, 1100, scale=1.5)[0], 400_000
-    tokens_B = torch.cat([sample_ref(logits.expand(10_000, -1), u)[0] for u in draw(num, seed=5).split(10_000)])
+    tokens_B = torch.cat([drawn(logits.expand(10_000, -1), u)[0] for u in draw(num, seed=5).split(10_000)])
     counts = torch.bincount(tokens_B, minlength=1100).double()
     expected = num * logits.double().softmax(0)
     for tokens in (slice(None), slice(8, 16)):
@@ -103,42 +110,44 @@ def test_edges_of_the_blocks():
     """Equal logits over eight blocks: u = k / 8 is the first uniform that draws a token of block k."""
     k = torch.arange(8)
     logits_BV = torch.zeros(8, 8 * BLOCK)
-    assert torch.equal(sample_ref(logits_BV, k / 8)[0] // BLOCK, k)
+    assert torch.equal(drawn(logits_BV, k / 8)[0] // BLOCK, k)
     below = torch.nextafter(k[1:] / 8, torch.tensor(0.0))
-    assert torch.equal(sample_ref(logits_BV[1:], below)[0] // BLOCK, k[1:] - 1)
+    assert torch.equal(drawn(logits_BV[1:], below)[0] // BLOCK, k[1:] - 1)
     # A uniform near 1 with a tail of zero probability behind the last possible token.
     logits_1V = torch.full((1, 2 * BLOCK + 5), -200.0)
     logits_1V[0, 3] = logits_1V[0, BLOCK + 1] = 0.0
-    assert sample_ref(logits_1V, torch.tensor([LARGEST]))[0].item() == BLOCK + 1
-    assert sample_ref(logits_1V, torch.tensor([0.0]))[0].item() == 3
+    assert drawn(logits_1V, torch.tensor([LARGEST]))[0].item() == BLOCK + 1
+    assert drawn(logits_1V, torch.tensor([0.0]))[0].item() == 3
 
 
 def test_rows_are_independent():
     """Batch size, neighbours and numpy or torch uniforms change no bit; no gradient is recorded."""
     logits_BV, uniforms_B = random_logits(9, 1300).requires_grad_(), draw(9)
-    tokens_B, logprobs_B = sample_ref(logits_BV, uniforms_B.numpy(), 0.9)
+    tokens_B, logprobs_B = drawn(logits_BV, uniforms_B.numpy(), 0.9)
     for b in range(9):
-        token, logprob = sample_ref(logits_BV[b : b + 1], uniforms_B[b : b + 1], 0.9)
+        token, logprob = drawn(logits_BV[b : b + 1], uniforms_B[b : b + 1], 0.9)
         assert token == tokens_B[b] and logprob == logprobs_B[b]
     assert not logprobs_B.requires_grad
-    empty_tokens, empty_logprobs = sample_ref(logits_BV[:0], uniforms_B[:0], 0.9)
+    empty_tokens, empty_logprobs = drawn(logits_BV[:0], uniforms_B[:0], 0.9)
     assert empty_tokens.shape == empty_logprobs.shape == (0,)
 
 
 def test_broken_rows_stay_in_range():
     logits_BV = random_logits(4, 600)
     logits_BV[0, 5], logits_BV[1, 599], logits_BV[2] = torch.nan, torch.inf, -torch.inf
-    tokens_B, logprobs_B = sample_ref(logits_BV, torch.full((4,), LARGEST))
+    tokens_B, logprobs_B = drawn(logits_BV, torch.full((4,), LARGEST))
     assert ((tokens_B >= 0) & (tokens_B < 600)).all()
     assert logprobs_B[:3].isnan().all() and logprobs_B[3].isfinite()
-    with pytest.raises(AssertionError, match="argmax"):
-        sample_ref(logits_BV, torch.zeros(4), 0.0)
+    greedy = sample(logits_BV, torch.full((4,), LARGEST), temperature=0.0, num_stored=2)
+    assert ((greedy.tokens_B >= 0) & (greedy.tokens_B < 600)).all()
+    for numbers_B in greedy[1:4]:
+        assert numbers_B[:3].isnan().all() and numbers_B[3].isfinite()
 
 
 def test_input_is_untouched():
     logits_BV = random_logits(2, 2 * BLOCK)
     before_BV = logits_BV.clone()
-    sample_ref(logits_BV, draw(2), 1.0)
+    drawn(logits_BV, draw(2), 1.0)
     assert torch.equal(logits_BV, before_BV)
 
 
@@ -148,7 +157,7 @@ def test_speed():
     best_s = float("inf")
     for _ in range(5):
         start_s = time.perf_counter()
-        sample_ref(logits_BV, uniforms_B, 0.7)
+        drawn(logits_BV, uniforms_B, 0.7)
         best_s = min(best_s, time.perf_counter() - start_s)
     assert best_s < 0.1
 
@@ -158,7 +167,7 @@ def test_only_tokens_near_an_edge_flip_and_few_of_them():
     num, noise = 20_000, 1e-3
     logits_BV, uniforms_B = random_logits(num, 700), draw(num, seed=7)
     moved_BV = logits_BV + noise * (2 * torch.rand(num, 700, generator=torch.Generator().manual_seed(8)) - 1)
-    tokens_B, flipped_B = sample_ref(logits_BV, uniforms_B)[0], sample_ref(moved_BV, uniforms_B)[0]
+    tokens_B, flipped_B = drawn(logits_BV, uniforms_B)[0], drawn(moved_BV, uniforms_B)[0]
     distances_B = edge_distances(logits_BV, uniforms_B, tokens_B)
     assert (distances_B > -1e-6).all()
     flips_B = tokens_B != flipped_B
@@ -167,3 +176,16 @@ def test_only_tokens_near_an_edge_flip_and_few_of_them():
     cdf_BV, moved_cdf_BV = (x.double().softmax(1).cumsum(1) for x in (logits_BV, moved_BV))
     plain_B = ((cdf_BV <= uniforms_B[:, None]).sum(1)) != ((moved_cdf_BV <= uniforms_B[:, None]).sum(1))
     assert 5 * flips_B.sum() < plain_B.sum()
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits_BV = random_logits(50, 1300).bfloat16()
+    logits_BV[:, 700] = logits_BV[:, 3] = logits_BV.amax(1) + 1
+    logits_BV[7, 3] = 0
+    sampled = sample(logits_BV, draw(50), temperature=0.0)
+    assert torch.equal(sampled.tokens_B, logits_BV.float().argmax(1))
+    assert sampled.tokens_B[6] == 3 and sampled.tokens_B[7] == 700
+    assert (sampled.logprobs_B == 0).all()
+    full_BV = logits_BV.float().log_softmax(1)
+    torch.testing.assert_close(sampled.full_logprobs_B, full_BV.amax(1), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(sampled.kept_mass_B, full_BV.amax(1).exp(), atol=2e-6, rtol=1e-5)

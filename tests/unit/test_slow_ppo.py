@@ -139,8 +139,10 @@ def at_responses(x_BT: Tensor, batch: Batch) -> Tensor:
 def losses(actor, critic, batch: Batch, o: slow_ppo.Options):
     """Sums over one share or micro-batch of a whitened mini-batch."""
     mask_BG = pm.response_mask(batch.responses_BG)
-    logits_BGV = pm.ban_tokens(at_responses(actor(batch.tokens_BT), batch), o.eos_ids, o.min_new_tokens)
-    logprobs_BG = pm.token_logprobs(logits_BGV, batch.responses_BG, o.temperature)
+    logits_BGV = at_responses(actor(batch.tokens_BT), batch) / o.temperature
+    logits_BGV[:, : o.min_new_tokens, list(o.eos_ids)] = -torch.inf
+    index_BG1 = batch.responses_BG.clamp(min=0)[..., None]
+    logprobs_BG = torch.where(mask_BG, logits_BGV.log_softmax(2).gather(2, index_BG1)[..., 0], 0.0)
     values_BG = at_responses(critic(batch.tokens_BT)[..., 0], batch)
     policy = pm.policy_loss_sum(logprobs_BG, batch.logprobs_BG, batch.white_BG, mask_BG, clip_ratio=o.clip_ratio)
     critic_loss = pm.value_loss_sum(

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import attention, rope, transformer
-from rlhf_spmd.model.attention import Rows, attend, windowed
+from rlhf_spmd.model.attention import attend
 from rlhf_spmd.model.config import ModelConfig, from_hf, to_hf
 from rlhf_spmd.model.transformer import Transformer
 
@@ -105,29 +105,6 @@ def some_tokens(batch: int, length: int, vocab_size: int, seed: int = 1) -> torc
     return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-class ListCache:
-    """The plainest cache: keep all keys and values; every row has the same length, or `num_real_B` real tokens."""
-
-    def __init__(self, num_real_B: torch.Tensor | None = None):
-        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.num_real_B = num_real_B  # of the prompt, padded on the right
-
-    def update(self, layer, keys_BKTd, values_BKTd):
-        num_old = 0
-        num_new = keys_BKTd.shape[2]
-        if layer in self.stored:
-            num_old = self.stored[layer][0].shape[2]
-            keys_BKTd = torch.cat((self.stored[layer][0], keys_BKTd), 2)
-            values_BKTd = torch.cat((self.stored[layer][1], values_BKTd), 2)
-        self.stored[layer] = keys_BKTd, values_BKTd
-        if self.num_real_B is None or num_old == 0:
-            self.num_prompt = num_new if num_old == 0 else self.num_prompt
-            return keys_BKTd, values_BKTd, None
-        slots = torch.arange(num_old + num_new)
-        real_BS = (slots < self.num_real_B[:, None]) | (slots >= self.num_prompt)
-        return keys_BKTd, values_BKTd, real_BS[:, None, None] & torch.ones(num_old + num_new).bool()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case):
     model = theirs(case)
@@ -168,49 +145,11 @@ def test_scalar_head_equals_sequence_classification(case):
     torch.testing.assert_close(values_BT[torch.arange(4), lengths_B - 1], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama mha", "llama3", "mistral window", "mistral window 1", "qwen3 window"])
-def test_decoding_with_a_cache_equals_the_full_forward(case):
-    mine = ours(theirs(case), dtype=torch.float64)
-    tokens_BT = some_tokens(2, 17, mine.config.vocab_size)
-    cache = ListCache()
-    with torch.no_grad():
-        full = mine(tokens_BT)
-        parts = [mine(tokens_BT[:, :6], context=Rows.first(6, "cpu", cache))]
-        parts.append(mine(tokens_BT[:, 6:9], context=Rows(torch.arange(6, 9)[None], cache)))
-        for t in range(9, 17):
-            parts.append(mine(tokens_BT[:, t : t + 1], context=Rows(torch.tensor([[t]]), cache)))
-    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("case", ["llama", "mistral window", "qwen2 window"])
-def test_decoding_rows_of_unequal_lengths(case):
-    """Prompts padded on the right leave empty slots in the cache; a window must count tokens, not slots."""
-    mine = ours(theirs(case), dtype=torch.float64)
-    lengths_B = torch.tensor([9, 4, 1])
-    tokens_BT = some_tokens(3, 9, mine.config.vocab_size)
-    prompts_BP = tokens_BT.masked_fill(torch.arange(9) >= lengths_B[:, None], -1)
-    new_BG = some_tokens(3, 5, mine.config.vocab_size, seed=5)
-    cache = ListCache(lengths_B)
-    with torch.no_grad():
-        mine(prompts_BP, context=Rows.first(9, "cpu", cache))
-        decoded = [mine(new_BG[:, t : t + 1], context=Rows((lengths_B + t)[:, None], cache))[:, 0] for t in range(5)]
-        for row, length in enumerate(lengths_B.tolist()):
-            alone = mine(torch.cat((tokens_BT[row, :length], new_BG[row]))[None])[0, length:]
-            torch.testing.assert_close(torch.stack(decoded, 1)[row], alone, atol=1e-12, rtol=0)
-
-
 def test_padding_never_reaches_a_real_token():
     mine = ours(theirs("llama"))
     tokens_BT = some_tokens(1, 8, mine.config.vocab_size)
     padded_BT = torch.cat((tokens_BT, torch.full((1, 5), -1)), 1)
     torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=1e-6, rtol=0)
-
-
-def test_dynamic_rope_refuses_to_decode_beyond_its_length():
-    mine = ours(theirs("dynamic beyond"))
-    mine(some_tokens(1, 16, 61), context=Rows.first(16, "cpu", ListCache()))
-    with pytest.raises(UserError, match="dynamic rope"):
-        mine(some_tokens(1, 17, 61), context=Rows.first(17, "cpu", ListCache()))
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "yarn", "mistral window"])
@@ -260,31 +199,23 @@ def test_initial_weights_follow_from_the_seed_alone():
     assert not Transformer(config, head="scalar").score.weight.any()
 
 
-def test_window_masks():
-    keys = torch.zeros(1, 1, 6, 2)
-    square = windowed(None, 3, 6, keys)[0, 0]
-    for query in range(6):
-        assert square[query].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
-    gaps = torch.tensor([True, False, True, True, False, True])[None, None, None]
-    assert windowed(gaps, 2, 1, keys)[0, 0, 0].nonzero().flatten().tolist() == [3, 5]
-
-
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("num_new", [1, 2, 5])
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_against_the_formula(in_place, num_new, masked, monkeypatch):
+@pytest.mark.parametrize("window", [None, 1, 3, 5])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_attention_against_the_formula(in_place, window, num_tokens, monkeypatch):
     """Both ways to group heads: the CPU's, and the one that GPUs without a kernel for it take."""
     monkeypatch.setattr(attention, "reads_groups", lambda *_, **__: in_place)
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 6, num_new, 8), (2, 2, 5, 8), (2, 2, 5, 8))
+    shapes = ((2, heads, num_tokens, 8) for heads in (6, 2, 2))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    mask = attention.causal_mask(num_new, 5, q.device).repeat(2, 1, 1, 1)
-    mask[1, ..., 0] = not masked
+    hidden = torch.ones(num_tokens, num_tokens).triu(1).bool()
+    for query in range(num_tokens):
+        hidden[query, : max(0, query + 1 - (window or num_tokens))] = True
     scores = torch.einsum("bhtd,bhsd->bhts", q, k.repeat_interleave(3, 1)) / math.sqrt(8)
     expected = torch.einsum(
-        "bhts,bhsd->bhtd", scores.masked_fill(~mask, -math.inf).softmax(-1), v.repeat_interleave(3, 1)
+        "bhts,bhsd->bhtd", scores.masked_fill(hidden, -math.inf).softmax(-1), v.repeat_interleave(3, 1)
     )
-    torch.testing.assert_close(attend(q, k, v, mask if masked else None).nan_to_num(), expected.nan_to_num())
+    torch.testing.assert_close(attend(q, k, v, window), expected)
 
 
 def test_rope_rotates_by_the_angle():

@@ -1,0 +1,110 @@
+"""RMSNorm (arXiv:1910.07467), with the residual added before it in the same pass.
+
+    s = x + residual          y = s / sqrt(mean(s^2) + eps) * weight
+
+s is rounded to the dtype of x, since it is what goes on along the residual stream; the statistics and y are float32 and
+rounded once, as torch's rms_norm does. Bound by reading x and residual and writing y and s, each once.
+
+Legend: N rows, H heads (rows may be [T, H]: norms of queries and keys), D size of a row, R rows of a program.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels.backend import tl, triton
+
+TILE = 2048  # numbers that a program holds, if a row is shorter than that
+
+
+def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """-> (y, s): the normed rows, and x + residual (x itself without a residual). x may also be [T, H, D].
+
+    There is no backward pass.
+    """
+    assert not (torch.is_grad_enabled() and x_ND.requires_grad), "rmsnorm has no backward pass"
+    if x_ND.is_cuda:
+        return rmsnorm_triton(x_ND, weight_D, eps, residual_ND)
+    s_ND = x_ND if residual_ND is None else residual_ND + x_ND  # laid out as the residual stream is
+    wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
+    scale_N1 = wide_ND.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()  # fewer steps than F.rms_norm takes
+    return (wide_ND * scale_N1).mul_(weight_D).to(s_ND.dtype), s_ND
+
+
+def rmsnorm_ref(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The twin: the formula, in float32 or wider."""
+    s_ND = x_ND if residual_ND is None else x_ND + residual_ND
+    wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
+    y_ND = wide_ND * torch.rsqrt(wide_ND.square().mean(dim=-1, keepdim=True) + eps) * weight_D
+    return y_ND.to(x_ND.dtype), s_ND
+
+
+@triton.jit
+def _rmsnorm_kernel(
+    # pointers
+    x_ptr,  # [T, H, D]
+    residual_ptr,  # [T, H, D]
+    weight_ptr,  # [D]
+    y_ptr,  # [T, H, D], contiguous
+    s_ptr,  # [T, H, D], contiguous
+    # sizes
+    num_rows,
+    num_heads,
+    size,
+    eps,
+    # strides
+    stride_xt,
+    stride_xh,
+    stride_rt,
+    stride_rh,
+    # meta
+    ADDS: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+):
+    rows_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    t_R, h_R, dims_D = rows_R // num_heads, rows_R % num_heads, tl.arange(0, D)
+    inside_RD = (rows_R < num_rows)[:, None] & (dims_D < size)[None, :]
+    x_R = x_ptr + t_R * stride_xt + h_R * stride_xh
+    s_RD = tl.load(x_R[:, None] + dims_D[None, :], mask=inside_RD, other=0.0)
+    to_RD = rows_R[:, None] * size + dims_D[None, :]
+    if ADDS:
+        r_R = residual_ptr + t_R * stride_rt + h_R * stride_rh
+        added_RD = tl.load(r_R[:, None] + dims_D[None, :], mask=inside_RD, other=0.0)
+        s_RD = (s_RD.to(tl.float32) + added_RD.to(tl.float32)).to(s_ptr.dtype.element_ty)
+        tl.store(s_ptr + to_RD, s_RD, mask=inside_RD)
+    s_RD = s_RD.to(tl.float32)
+    scale_R = tl.rsqrt(tl.sum(s_RD * s_RD, 1) / size + eps)
+    weight_D = tl.load(weight_ptr + dims_D, mask=dims_D < size, other=0.0).to(tl.float32)
+    y_RD = s_RD * scale_R[:, None] * weight_D[None, :]
+    tl.store(y_ptr + to_RD, y_RD.to(y_ptr.dtype.element_ty), mask=inside_RD)
+
+
+def rmsnorm_triton(
+    x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The launcher: a program per long row, or per handful of short ones. Only the last dims must be contiguous."""
+    assert x_ND.dim() in (2, 3) and weight_D.shape == x_ND.shape[-1:] and weight_D.dtype == x_ND.dtype, x_ND.shape
+    assert x_ND.stride(-1) == weight_D.stride(0) == 1
+    assert residual_ND is None or (residual_ND.shape, residual_ND.dtype) == (x_ND.shape, x_ND.dtype)
+    assert residual_ND is None or residual_ND.stride(-1) == 1
+    assert x_ND.dtype in (torch.float32, torch.bfloat16, torch.float16), x_ND.dtype
+    size, num_rows = x_ND.shape[-1], x_ND.shape[:-1].numel()
+    y_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
+    s_ND = x_ND if residual_ND is None else torch.empty_like(y_ND)
+    if not num_rows:
+        return y_ND, s_ND
+    D = triton.next_power_of_2(size)
+    R = max(TILE // D, 1)
+    added_ND = x_ND if residual_ND is None else residual_ND
+    strides = [(x.stride(0), x.stride(1) if x.dim() == 3 else 0) for x in (x_ND, added_ND)]
+    _rmsnorm_kernel[(triton.cdiv(num_rows, R),)](
+        *(x_ND, added_ND, weight_D, y_ND, s_ND),
+        *(num_rows, x_ND.shape[1] if x_ND.dim() == 3 else 1, size, eps),
+        *(*strides[0], *strides[1]),
+        ADDS=residual_ND is not None,
+        R=R,
+        D=D,
+        num_warps=4 if D <= 2048 else 8 if D <= 8192 else 16,
+        enable_fp_fusion=False,
+    )
+    return y_ND, s_ND

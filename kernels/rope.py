@@ -1,0 +1,123 @@
+"""Rotary positions (arXiv:2104.09864) of queries and keys in one launch.
+
+    y_i = x_i cos_i - x_{i+f} sin_i      y_{i+f} = x_{i+f} cos_i + x_i sin_i      i < f = d / 2
+
+in Hugging Face's order of dimensions. Every product is rounded to the dtype of x before the sum, as the torch code of
+training does, so that generation and training turn by the same bits. Bound by reading and writing q and k once.
+
+Legend: T tokens, H query heads, K key-value heads, d head dim, f pairs of a head.
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels.backend import tl, triton
+
+
+def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
+    """-> (q_THd, k_TKd) turned. q and k may be views of one projection. There is no backward pass on a GPU."""
+    if q_THd.is_cuda:
+        grads = q_THd.requires_grad or k_TKd.requires_grad
+        assert not (torch.is_grad_enabled() and grads), "rope has no backward pass"
+        return rope_triton(q_THd, k_TKd, cos_Tf, sin_Tf)
+    both = _rotate(torch.cat((q_THd, k_TKd), dim=1), cos_Tf, sin_Tf)  # one copy costs less than four more small steps
+    return both[:, : q_THd.shape[1]], both[:, q_THd.shape[1] :]
+
+
+def rope_ref(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
+    """The twin: one after the other."""
+    return _rotate(q_THd, cos_Tf, sin_Tf), _rotate(k_TKd, cos_Tf, sin_Tf)
+
+
+def _rotate(x_THd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> Tensor:
+    cos_T1f, sin_T1f = cos_Tf[:, None], sin_Tf[:, None]
+    a, b = x_THd.chunk(2, dim=-1)
+    return torch.cat((a * cos_T1f - b * sin_T1f, b * cos_T1f + a * sin_T1f), dim=-1)
+
+
+@triton.jit
+def _turn(
+    # pointers, of one token
+    x_ptr,  # [H, 2 f]
+    y_ptr,  # [H, 2 f], contiguous
+    # what every head shares
+    cos_1f,
+    sin_1f,
+    pairs_1f,
+    # sizes
+    num_heads,
+    num_pairs,
+    # strides
+    stride_xh,
+    # meta
+    H: tl.constexpr,
+):
+    heads_H1 = tl.arange(0, H)[:, None]
+    inside_Hf = (heads_H1 < num_heads) & (pairs_1f < num_pairs)
+    at_Hf = heads_H1 * stride_xh + pairs_1f
+    dtype = x_ptr.dtype.element_ty
+    a_Hf = tl.load(x_ptr + at_Hf, mask=inside_Hf, other=0.0).to(tl.float32)
+    b_Hf = tl.load(x_ptr + at_Hf + num_pairs, mask=inside_Hf, other=0.0).to(tl.float32)
+    a_cos_Hf, b_sin_Hf = (a_Hf * cos_1f).to(dtype).to(tl.float32), (b_Hf * sin_1f).to(dtype).to(tl.float32)
+    b_cos_Hf, a_sin_Hf = (b_Hf * cos_1f).to(dtype).to(tl.float32), (a_Hf * sin_1f).to(dtype).to(tl.float32)
+    to_Hf = heads_H1 * (2 * num_pairs) + pairs_1f
+    tl.store(y_ptr + to_Hf, (a_cos_Hf - b_sin_Hf).to(dtype), mask=inside_Hf)
+    tl.store(y_ptr + to_Hf + num_pairs, (b_cos_Hf + a_sin_Hf).to(dtype), mask=inside_Hf)
+
+
+@triton.jit
+def _rope_kernel(
+    # pointers
+    q_ptr,  # [T, H, 2 f]
+    k_ptr,  # [T, K, 2 f]
+    cos_ptr,  # [T, f]
+    sin_ptr,  # [T, f]
+    turned_q_ptr,  # [T, H, 2 f], contiguous
+    turned_k_ptr,  # [T, K, 2 f], contiguous
+    # sizes
+    num_heads,
+    num_kv_heads,
+    num_pairs,
+    # strides
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kk,
+    stride_ct,
+    stride_st,
+    # meta
+    H: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    pairs_1f = tl.arange(0, F)[None, :]
+    cos_1f = tl.load(cos_ptr + t * stride_ct + pairs_1f, mask=pairs_1f < num_pairs, other=0.0).to(tl.float32)
+    sin_1f = tl.load(sin_ptr + t * stride_st + pairs_1f, mask=pairs_1f < num_pairs, other=0.0).to(tl.float32)
+    to_q = turned_q_ptr + t * num_heads * (2 * num_pairs)
+    to_k = turned_k_ptr + t * num_kv_heads * (2 * num_pairs)
+    _turn(q_ptr + t * stride_qt, to_q, cos_1f, sin_1f, pairs_1f, num_heads, num_pairs, stride_qh, H)
+    _turn(k_ptr + t * stride_kt, to_k, cos_1f, sin_1f, pairs_1f, num_kv_heads, num_pairs, stride_kk, K)
+
+
+def rope_triton(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
+    """The launcher: a program per token. Only the last dims must be contiguous; cos and sin have the dtype of q."""
+    (num_tokens, num_heads, head_dim), (_, num_kv_heads, _) = q_THd.shape, k_TKd.shape
+    assert head_dim % 2 == 0 and k_TKd.shape == (num_tokens, num_kv_heads, head_dim), (q_THd.shape, k_TKd.shape)
+    assert cos_Tf.shape == sin_Tf.shape == (num_tokens, head_dim // 2), cos_Tf.shape
+    assert q_THd.dtype == k_TKd.dtype == cos_Tf.dtype == sin_Tf.dtype
+    assert q_THd.dtype in (torch.float32, torch.bfloat16, torch.float16), q_THd.dtype
+    assert q_THd.stride(2) == k_TKd.stride(2) == cos_Tf.stride(1) == sin_Tf.stride(1) == 1
+    turned_q_THd, turned_k_TKd = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THd, k_TKd))
+    if num_tokens:
+        _rope_kernel[(num_tokens,)](
+            *(q_THd, k_TKd, cos_Tf, sin_Tf, turned_q_THd, turned_k_TKd),
+            *(num_heads, num_kv_heads, head_dim // 2),
+            *(*q_THd.stride()[:2], *k_TKd.stride()[:2], cos_Tf.stride(0), sin_Tf.stride(0)),
+            H=triton.next_power_of_2(num_heads),
+            K=triton.next_power_of_2(num_kv_heads),
+            F=triton.next_power_of_2(head_dim // 2),
+            num_warps=4,
+            enable_fp_fusion=False,  # a product that goes unrounded into a sum is not the product that torch adds
+        )
+    return turned_q_THd, turned_k_TKd

@@ -1,0 +1,127 @@
+"""sample() where every tensor-parallel rank holds the logits of a slice of the vocabulary: the same token on all ranks,
+which is the one that sample() draws from whole rows.
+
+Two messages for rows that keep everything: row maxima with block masses, then the logits of the one chosen block. One
+message for rows that keep some: maxima, sums and the largest logits of each slice with their ids; more of them, alike
+on all ranks, for the rows whose set does not fit. Batches of both kinds share the first message. Whole rows never
+travel, and all that is drawn from is the same bits on every rank.
+
+Legend: B sequences, R some of them, v a slice of the vocabulary, S slices, N blocks, K tokens of a block, C candidates.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_spmd.kernels.kept import Rules, Sampled, first_candidates, in_order, largest, make_rules
+from rlhf_spmd.kernels.sample_cpu import block_masses, draw_inside, draw_listed, empty
+from rlhf_spmd.kernels.tree import BLOCK, LEVELS_INSIDE, descend, level_numbers, levels_over
+
+WIDER = 8  # so many times more candidates for rows that need more
+# Since torch 2.13 the name before the `or`; both take (output, input, group=).
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@torch.no_grad()
+def sample_shard(
+    logits_Bv: Tensor,
+    uniforms_B,
+    *,
+    vocabulary: range,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    num_stored: int = 0,
+) -> Sampled:
+    """sample() of rows whose logits [B, v] here are those of `vocabulary`; the ranks of the group hold all of them.
+
+    Slices need not meet the blocks. Everything but the logits is the same on all ranks, and so is what comes back.
+    """
+    assert logits_Bv.shape[1] == len(vocabulary) > 0 and vocabulary.step == 1
+    like_B1 = logits_Bv.new_empty(len(logits_Bv), 1).expand(-1, vocab_size)  # the shape of whole rows
+    rules = make_rules(like_B1, temperature, top_k, top_p, min_p, num_stored)
+    uniforms_B = torch.as_tensor(uniforms_B, device=logits_Bv.device)
+    sampled = empty(logits_Bv, rules, num_stored)
+    if len(logits_Bv) == 0:
+        return sampled
+    listed_B = rules.restricted(vocab_size) | (num_stored > 0)
+    open_R, left_R = (~listed_B).nonzero()[:, 0], listed_B.nonzero()[:, 0]
+    num = first_candidates(rules.rows(left_R), vocab_size, num_stored) if len(left_R) else 0
+
+    local_max_B, local_Bn = block_masses(logits_Bv, rules.temperature_B, offset=vocabulary.start % BLOCK)
+    first, num_blocks = vocabulary.start // BLOCK, -(-vocab_size // BLOCK)
+    local_BN = torch.nn.functional.pad(local_Bn, (first, num_blocks - first - local_Bn.shape[1]))
+    masses = local_BN if len(open_R) else local_BN.sum(1, keepdim=True)  # a list needs no more than the sum
+    lists = _largest_here(logits_Bv[left_R], rules.rows(left_R), num, vocabulary)
+    max_SB, masses_SBN, *lists = _from_all((local_max_B, masses, *lists), group)
+    max_B = max_SB.amax(0)
+    shares_SB = torch.where(max_SB == -torch.inf, 0.0, (max_SB - max_B).exp())  # an all-banned slice adds nothing
+    masses_BN = (shares_SB[:, :, None] * masses_SBN).sum(0)
+    max_B, total_B = max_B.to(local_max_B.dtype), masses_BN.sum(1)
+
+    while len(left_R):
+        here = (max_B[left_R], total_B[left_R], uniforms_B[left_R], rules.rows(left_R), vocab_size, num_stored)
+        part, certain_R = draw_listed(*_merged(*lists, max_B.dtype, complete=num == vocab_size), *here)
+        sampled.put(left_R, part)  # rows that are not certain are drawn again
+        left_R = left_R[~certain_R]
+        if len(left_R):
+            num = min(num * WIDER, vocab_size)
+            lists = _from_all(_largest_here(logits_Bv[left_R], rules.rows(left_R), num, vocabulary), group)
+    if len(open_R):
+        here = (max_B[open_R], masses_BN[open_R], uniforms_B[open_R], rules.temperature_B[open_R])
+        sampled.put(open_R, _draw_open(logits_Bv[open_R], *here, vocabulary, vocab_size, group))
+    return sampled
+
+
+def _from_all(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's tensors, float64 [S, ...] each, in one message: ids and masses are exact in it."""
+    mine = torch.cat([part.double().flatten() for part in parts])
+    out = mine.new_empty(group.size() * len(mine))
+    _all_gather(out, mine, group=group)
+    sizes = [part.numel() for part in parts]
+    pieces = out.view(group.size(), -1).split(sizes, dim=1)
+    return [piece.reshape(group.size(), *part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _largest_here(logits_Rv: Tensor, rules: Rules, num: int, vocabulary: range) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest z of this slice and their ids [R, C], padded with -inf; from which z on there may be gaps [R]."""
+    here = min(num, len(vocabulary))
+    values_RC, ids_RC = largest(logits_Rv, here)
+    z_RC = values_RC / rules.temperature_B[:, None]
+    below_R = z_RC[:, -1] if 0 < here < len(vocabulary) else torch.full_like(rules.temperature_B, -torch.inf)
+    z_RC = torch.nn.functional.pad(z_RC, (0, num - here), value=-torch.inf)
+    return z_RC, torch.nn.functional.pad(ids_RC + vocabulary.start, (0, num - here), value=-1), below_R
+
+
+def _merged(
+    z_SRC: Tensor, ids_SRC: Tensor, below_SR: Tensor, dtype: torch.dtype, complete: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One list per row out of the slices'."""
+    z_RC, ids_RC = (x_SRC.transpose(0, 1).flatten(1) for x_SRC in (z_SRC.to(dtype), ids_SRC.long()))
+    return *in_order(z_RC, ids_RC), None if complete else below_SR.amax(0).to(dtype)
+
+
+def _draw_open(
+    logits_Rv: Tensor,
+    max_R: Tensor,
+    masses_RN: Tensor,
+    uniforms_R: Tensor,
+    temperature_R: Tensor,
+    vocabulary: range,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+) -> Sampled:
+    """Rows that keep everything: the second message is the logits of each row's block, from their owners."""
+    over = levels_over(vocab_size)
+    numbers_RL = level_numbers(uniforms_R.cpu().numpy(), over + LEVELS_INSIDE)
+    blocks_R = torch.from_numpy(descend(masses_RN.cpu().numpy(), numbers_RL[:, :over])).to(logits_Rv.device)
+    ids_RK = blocks_R[:, None] * BLOCK + torch.arange(BLOCK, device=logits_Rv.device)
+    here_RK = (ids_RK >= vocabulary.start) & (ids_RK < vocabulary.stop)
+    z_RK = logits_Rv.gather(1, (ids_RK - vocabulary.start).clamp_(0, len(vocabulary) - 1)) / temperature_R[:, None]
+    z_RK = torch.where(here_RK, z_RK, 0.0)
+    dist.all_reduce(z_RK, group=group)  # every other rank adds 0
+    z_RK = z_RK.masked_fill(ids_RK >= vocab_size, -torch.inf)
+    return draw_inside(z_RK, max_R, blocks_R, numbers_RL[:, over:], masses_RN.sum(1), None, vocab_size)

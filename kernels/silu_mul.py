@@ -1,0 +1,77 @@
+"""The inner step of SwiGLU (arXiv:2002.05202).
+
+    y = silu(gate) * up        silu(x) = x / (1 + exp(-x))
+
+silu is computed in float32 and rounded to the dtype of gate before the product, as the torch code of training does.
+Bound by reading gate and up and writing y, each once.
+
+Legend: N rows, I inner size, J inner size at hand of a program.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_spmd.kernels.backend import tl, triton
+
+TILE = 1024  # numbers of a row that a program takes
+
+
+def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
+    """-> y_NI. Without up, the first argument is [N, 2 I]: gate and up of one projection, side by side.
+
+    There is no backward pass.
+    """
+    gate_NI, up_NI = gate_NI.chunk(2, dim=-1) if up_NI is None else (gate_NI, up_NI)
+    assert not (torch.is_grad_enabled() and gate_NI.requires_grad), "silu_mul has no backward pass"
+    if gate_NI.is_cuda:
+        return silu_mul_triton(gate_NI, up_NI)
+    return F.silu(gate_NI).mul_(up_NI)
+
+
+def silu_mul_ref(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    """The twin: the formula, in float32 or wider, with its one rounding between."""
+    wide_NI = gate_NI.to(torch.promote_types(gate_NI.dtype, torch.float32))
+    return (wide_NI / (1.0 + (-wide_NI).exp())).to(gate_NI.dtype) * up_NI
+
+
+@triton.jit
+def _silu_mul_kernel(
+    # pointers
+    gate_ptr,  # [N, I]
+    up_ptr,  # [N, I]
+    y_ptr,  # [N, I], contiguous
+    # sizes
+    size,
+    # strides
+    stride_gn,
+    stride_un,
+    # meta
+    J: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    inner_J = tl.program_id(1) * J + tl.arange(0, J)
+    inside_J = inner_J < size
+    gate_J = tl.load(gate_ptr + n * stride_gn + inner_J, mask=inside_J, other=0.0).to(tl.float32)
+    up_J = tl.load(up_ptr + n * stride_un + inner_J, mask=inside_J, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    silu_J = (gate_J / (1.0 + tl.exp(-gate_J))).to(dtype).to(tl.float32)
+    tl.store(y_ptr + n * size + inner_J, (silu_J * up_J).to(dtype), mask=inside_J)
+
+
+def silu_mul_triton(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+    """The launcher: a program per TILE numbers of a row. Only the last dims must be contiguous."""
+    assert gate_NI.shape == up_NI.shape and gate_NI.dim() == 2 and gate_NI.dtype == up_NI.dtype, gate_NI.shape
+    assert gate_NI.stride(1) == up_NI.stride(1) == 1
+    assert gate_NI.dtype in (torch.float32, torch.bfloat16, torch.float16), gate_NI.dtype
+    (num_rows, size), y_NI = gate_NI.shape, torch.empty(gate_NI.shape, dtype=gate_NI.dtype, device=gate_NI.device)
+    if num_rows and size:
+        _silu_mul_kernel[(num_rows, triton.cdiv(size, TILE))](
+            *(gate_NI, up_NI, y_NI),
+            size,
+            *(gate_NI.stride(0), up_NI.stride(0)),
+            J=TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return y_NI

@@ -1,0 +1,276 @@
+"""Log-probabilities of given tokens straight from hidden states: output projection, softmax and gather in one.
+
+    z_nv = h_n . w_v / temperature,   logprob_n = z_nt - log sum_v exp z_nv,   entropy_n = -sum_v p_nv log p_nv
+
+The logits [N, V] would be the largest tensor of a training step. Here they exist C tokens of the vocabulary at a time:
+of each chunk every row keeps four numbers, and these are merged over the chunks and, where every rank holds a slice of
+the vocabulary, over the ranks, by the same rule (softmax_chunk.py). The backward pass makes a chunk's logits again (a
+fourth matrix product besides the usual three; a single chunk is kept instead) and turns them in place into gradients.
+
+Chunks are columns, not rows, so that each yields its part of the weight's gradient whole, and only [N, D] is summed
+over chunks, in float32. (Cut Cross-Entropy, arXiv 2411.09009, does all this inside the product's kernel.)
+
+Legend: N tokens, D hidden, V vocabulary (this rank's slice of it), C a chunk of V, K kept tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_spmd.kernels.softmax_chunk import (
+    HIGHEST,
+    TOKEN,
+    TOTAL,
+    WEIGHTED,
+    gradients_ref,
+    gradients_triton,
+    scaled,
+    statistics_ref,
+    statistics_triton,
+)
+
+CHUNK_BYTES = 64 * 2**20  # of a chunk's logits, if they were float32; see chunk_columns
+MOST_CHUNKS = 24  # fewer columns than V / 24 would cost more in sums over chunks than they save
+MULTIPLE = 128  # of a chunk's columns: whole tiles of the matrix product
+
+Banned = tuple[tuple[int, ...], Tensor]  # token ids, and early_N (bool): where they are impossible
+
+
+def chunk_columns(num_rows: int, vocab_size: int) -> int:
+    """Columns C of a chunk: what CHUNK_BYTES hold, at least V / MOST_CHUNKS."""
+    least = -(-vocab_size // MOST_CHUNKS)
+    columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), least)
+    return min(-(-columns // MULTIPLE) * MULTIPLE, vocab_size)
+
+
+# ---- the twin: holds [N, V] and leaves the gradient to autograd ------------------------------------------------------
+
+
+def token_logprobs_ref(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    tokens_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    banned: Banned | None = None,
+    kept_NK: Tensor | None = None,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What token_logprobs computes, for the whole vocabulary."""
+    logits_NV = hidden_ND @ weight_VD.T
+    z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
+    real_N = tokens_N >= 0
+    possible_NV = torch.ones_like(z_NV, dtype=torch.bool)
+    if kept_NK is not None:
+        ids_NK = torch.where(kept_NK >= 0, kept_NK, len(weight_VD)).long()  # padding goes to a column that is cut off
+        possible_NV = torch.zeros(len(z_NV), len(weight_VD) + 1, dtype=torch.bool, device=z_NV.device)
+        possible_NV = possible_NV.scatter_(1, ids_NK, True)[:, :-1] | ~real_N[:, None]
+    if banned is not None:
+        ids_V = torch.zeros(len(weight_VD), dtype=torch.bool, device=z_NV.device)
+        ids_V[list(banned[0])] = True
+        possible_NV = possible_NV & ~(banned[1][:, None] & ids_V)
+    logprobs_NV = z_NV.masked_fill(~possible_NV, -math.inf).log_softmax(1)
+    logprobs_N = logprobs_NV.gather(1, tokens_N.clamp(min=0)[:, None])[:, 0]
+    logprobs_N = torch.where(real_N, logprobs_N, 0.0)
+    if not entropy:
+        return logprobs_N
+    summand_NV = logprobs_NV.exp() * logprobs_NV.masked_fill(~possible_NV, 0.0)
+    return logprobs_N, torch.where(real_N, -summand_NV.sum(1), 0.0)
+
+
+# ---- all chunks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What is no tensor to differentiate by."""
+
+    temperature: float
+    banned: Banned | None
+    entropy: bool
+    first: int  # this rank's slice of the vocabulary begins with this token
+    group: dist.ProcessGroup | None
+    triton: bool
+
+    def logits(self, hidden_ND: Tensor, weight_VD: Tensor, columns: range, out_NC: Tensor) -> Tensor:
+        """A chunk before temperature, in the model's dtype as generation sees it; what is banned is -inf."""
+        torch.mm(hidden_ND, weight_VD[columns.start : columns.stop].T, out=out_NC)
+        return self.ban(out_NC, columns, -math.inf)
+
+    def ban(self, x_NC: Tensor, columns: range, value: float) -> Tensor:
+        ids, early_N = self.banned or ((), None)
+        for column in (token - self.first - columns.start for token in ids):
+            if 0 <= column < len(columns):
+                x_NC[:, column].masked_fill_(early_N, value)
+        return x_NC
+
+    def statistics(self, logits_NC: Tensor, tokens_N: Tensor, *, temperature: float) -> Tensor:
+        run = statistics_triton if self.triton else statistics_ref
+        return run(logits_NC, tokens_N, temperature=temperature, entropy=self.entropy)
+
+    def gradients(self, *arguments: Tensor | None, temperature: float, out: Tensor) -> Tensor:
+        run = gradients_triton if self.triton else gradients_ref
+        return run(*arguments, temperature=temperature, out=out)
+
+    def merged(self, parts: list[Tensor]) -> Tensor:
+        """The statistics [4, N] of all chunks of all ranks."""
+        parts_C4N = torch.stack(parts)
+        highest_CN = parts_C4N[:, HIGHEST]
+        highest_N = highest_CN.amax(0)
+        if self.group is not None:
+            dist.all_reduce(highest_N, op=dist.ReduceOp.MAX, group=self.group)
+        shift_CN = torch.where(highest_CN > -math.inf, highest_CN - highest_N, 0.0)  # totals are 0 there
+        scale_CN = shift_CN.exp()
+        sums_4N = torch.zeros_like(parts_C4N[0])
+        sums_4N[TOTAL] = (scale_CN * parts_C4N[:, TOTAL]).sum(0)
+        sums_4N[WEIGHTED] = (scale_CN * (parts_C4N[:, WEIGHTED] + shift_CN * parts_C4N[:, TOTAL])).sum(0)
+        sums_4N[TOKEN] = parts_C4N[:, TOKEN].sum(0)  # its owner's
+        if self.group is not None:
+            dist.all_reduce(sums_4N[TOTAL:], group=self.group)
+        sums_4N[HIGHEST] = highest_N
+        return sums_4N
+
+
+def _chunks(num_rows: int, vocab_size: int) -> list[range]:
+    columns = chunk_columns(num_rows, vocab_size)
+    return [range(start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns)]
+
+
+def _view(buffer: Tensor, num_rows: int, columns: range) -> Tensor:
+    """[N, C] in memory that all chunks share."""
+    return buffer[: num_rows * len(columns)].view(num_rows, len(columns))
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, tokens_N, kept_NK, how: _How):
+        (num_rows, _), vocab_size = hidden_ND.shape, len(weight_VD)
+        chunks = _chunks(num_rows, vocab_size)
+        buffer = hidden_ND.new_empty(num_rows * len(chunks[0]))
+        local_N, candidates_NK, member_N, parts = tokens_N - how.first, None, None, []
+        if kept_NK is not None:
+            is_token_NK = kept_NK == tokens_N[:, None]
+            kept_NK = torch.where(kept_NK >= 0, kept_NK.to(torch.int64) - how.first, -1)
+            wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+            candidates_NK = torch.full(kept_NK.shape, -math.inf, dtype=wide, device=hidden_ND.device)
+        for columns in chunks:
+            logits_NC = how.logits(hidden_ND, weight_VD, columns, _view(buffer, num_rows, columns))
+            if kept_NK is None:
+                parts.append(how.statistics(logits_NC, local_N - columns.start, temperature=how.temperature))
+            else:
+                inside_NK = (kept_NK >= columns.start) & (kept_NK < columns.stop)
+                index_NK = (kept_NK - columns.start).clamp(0, len(columns) - 1)
+                z_NK = scaled(logits_NC.gather(1, index_NK), how.temperature)
+                candidates_NK = torch.where(inside_NK, z_NK, candidates_NK)
+        if kept_NK is not None:  # the set takes the vocabulary's place, and the token its place in the set
+            member_N = is_token_NK.any(1)
+            mine_N = member_N & (local_N >= 0) & (local_N < vocab_size)
+            local_N = torch.where(mine_N, is_token_NK.int().argmax(1), -1)
+            parts.append(how.statistics(candidates_NK, local_N, temperature=1.0))
+        highest_N, total_N, weighted_N, token_N = how.merged(parts)
+        log_N, real_N = total_N.log(), tokens_N >= 0
+        logprobs_N = torch.where(real_N, token_N - highest_N - log_N, 0.0)
+        if member_N is not None:
+            logprobs_N = logprobs_N.masked_fill(real_N & ~member_N, -math.inf)
+        entropy_N = torch.where(real_N, log_N - weighted_N / total_N, 0.0) if how.entropy else None
+        log_total_N = torch.where(real_N, highest_N + log_N, math.inf)  # a row without token has p = 0
+        saved_NC = logits_NC if len(chunks) == 1 and kept_NK is None else None
+        ctx.how = how
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, local_N, kept_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N
+        )
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_N, grad_entropy_N):
+        hidden_ND, weight_VD, local_N, kept_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N = (
+            ctx.saved_tensors
+        )
+        how, (wants_hidden, wants_weight, *_) = ctx.how, ctx.needs_input_grad
+        num_rows, chunks = len(hidden_ND), _chunks(len(hidden_ND), len(weight_VD))
+        grads = [None if x is None else torch.where(real_N, x, 0.0) for x in (grad_N, entropy_N, grad_entropy_N)]
+        buffer = hidden_ND.new_empty(num_rows * len(chunks[0]))
+        weight_grad_VD = torch.empty_like(weight_VD) if wants_weight else None
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32) if len(chunks) > 1 else hidden_ND.dtype
+        hidden_grad_ND = torch.zeros(hidden_ND.shape, dtype=wide, device=hidden_ND.device) if wants_hidden else None
+        if kept_NK is not None:
+            out_NK = torch.empty_like(candidates_NK)
+            kept_grad_NK = how.gradients(candidates_NK, local_N, log_total_N, *grads, temperature=1.0, out=out_NK)
+            kept_grad_NK = (kept_grad_NK / how.temperature).to(hidden_ND.dtype)
+        for columns in chunks:
+            out_NC = _view(buffer, num_rows, columns)
+            if kept_NK is None:
+                logits_NC = how.logits(hidden_ND, weight_VD, columns, out_NC) if saved_NC is None else saved_NC
+                token_N = local_N - columns.start
+                how.gradients(logits_NC, token_N, log_total_N, *grads, temperature=how.temperature, out=out_NC)
+            else:
+                inside_NK = (kept_NK >= columns.start) & (kept_NK < columns.stop)
+                index_NK = (kept_NK - columns.start).clamp(0, len(columns) - 1)
+                out_NC.zero_().scatter_add_(1, index_NK, torch.where(inside_NK, kept_grad_NK, 0.0))
+            how.ban(out_NC, columns, 0.0)
+            part_CD = weight_VD[columns.start : columns.stop]
+            if wants_weight:
+                torch.mm(out_NC.T, hidden_ND, out=weight_grad_VD[columns.start : columns.stop])
+            if wants_hidden and wide == hidden_ND.dtype:
+                hidden_grad_ND.addmm_(out_NC, part_CD)
+            elif wants_hidden:
+                hidden_grad_ND += out_NC @ part_CD
+        if wants_hidden:
+            hidden_grad_ND = hidden_grad_ND.to(hidden_ND.dtype)
+        return hidden_grad_ND, weight_grad_VD, None, None, None
+
+
+def token_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    tokens_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    banned: Banned | None = None,
+    kept_NK: Tensor | None = None,
+    entropy: bool = False,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The tokens' logprobs_N under softmax(hidden weight^T / temperature) and, when asked, its entropy_N: at least
+    float32, differentiable once, 0 without gradient where the token is -1.
+
+    banned: (token ids, early_N bool): impossible in those rows. kept_NK: the tokens that each was drawn from (ids,
+    -1 padding); the distribution is that over them alone. first, group: weight_VD is the slice of the vocabulary that
+    begins with this token; the ranks of the group hold the others, and the same hidden_ND. Results are alike on all of
+    them, and so must be what is made of them: the backward pass sends nothing, and each rank's gradient of hidden_ND
+    is a part of the whole.
+    """
+    on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
+    how = _How(temperature, banned, entropy, first, group, triton=on_gpu)
+    return _run(hidden_ND, weight_VD, tokens_N, kept_NK, how)
+
+
+def token_logprobs_triton(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    tokens_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    banned: Banned | None = None,
+    kept_NK: Tensor | None = None,
+    entropy: bool = False,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """token_logprobs by the Triton kernels, wherever the tensors are."""
+    how = _How(temperature, banned, entropy, first, group, triton=True)
+    return _run(hidden_ND, weight_VD, tokens_N, kept_NK, how)
+
+
+def _run(hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, kept_NK: Tensor | None, how: _How):
+    assert how.temperature > 0
+    assert hidden_ND.dtype == weight_VD.dtype and hidden_ND.shape[1] == weight_VD.shape[1]
+    assert tokens_N.shape == hidden_ND.shape[:1] and (kept_NK is None or kept_NK.shape[:1] == tokens_N.shape)
+    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N.contiguous(), kept_NK, how)
+    return (logprobs_N, entropy_N) if how.entropy else logprobs_N

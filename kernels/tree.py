@@ -1,0 +1,188 @@
+"""The tree over the vocabulary down which tokens are drawn, and the random number of each of its levels.
+
+Blocks of BLOCK tokens, and blocks as well as their tokens in nested groups of FANOUT. From the top, each level picks
+one of FANOUT children by the inverse CDF of their masses,
+
+    child = the first c with  m_0 + ... + m_c > u_l * (m_0 + ... + m_7),   u_0 = u,  u_l = hash(u, l)
+
+where every level has a number of its own, made from the bits of u. That is what keeps tokens when logits change by
+rounding: one CDF over V tokens has V edges, which all move when the mass of a likely token does, so a token flips with
+probability sum_v |d CDF_v|, about 50 times that of the tree at V = 1,024 (bench/LOG.md).
+
+The inequality is strict and the target stays strictly below the total, so a token of zero probability is never drawn,
+whatever the rounding. Numbers and cumulated masses are float64.
+
+Legend: B sequences, V vocabulary, N leaves, L levels, F children of a node, C listed tokens.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_spmd.kernels.backend import tl, triton
+
+FANOUT = 8  # part of the definition, as is BLOCK: another tree draws other (equally good) tokens
+BLOCK = FANOUT**3
+BELOW_ONE = 1.0 - 2.0**-53  # x * BELOW_ONE < x for every positive float64 x
+WORD_MASK = 0xFFFFFFFF
+
+
+def depth(num_leaves: int) -> int:
+    """Levels of the smallest tree with so many leaves."""
+    levels = 0
+    while FANOUT**levels < num_leaves:
+        levels += 1
+    return levels
+
+
+def levels_over(vocab_size: int) -> int:
+    """Levels between the root and the blocks."""
+    return depth(-(-vocab_size // BLOCK))
+
+
+LEVELS_INSIDE = depth(BLOCK)  # between a block and its tokens
+
+
+def level_uniforms(uniforms_B: Tensor, num_levels: int) -> Tensor:
+    """The number of each level, float64 [B, L] in [0, 1): the given one at the top, below a hash (the finalizer of
+    MurmurHash3) of its float32 bits and the level."""
+    levels_L = torch.arange(num_levels, device=uniforms_B.device) * 0x9E3779B9
+    x_BL = (uniforms_B.float().view(torch.int32).long()[:, None] ^ levels_L) & WORD_MASK
+    x_BL = ((x_BL ^ (x_BL >> 16)) * 0x85EBCA6B) & WORD_MASK
+    x_BL = ((x_BL ^ (x_BL >> 13)) * 0xC2B2AE35) & WORD_MASK
+    numbers_BL = ((x_BL ^ (x_BL >> 16)) >> 8).double() * 2.0**-24
+    numbers_BL[:, :1] = uniforms_B.double().clamp(0.0, BELOW_ONE)[:, None]
+    return numbers_BL
+
+
+def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
+    """From the root of a tree over N leaves to one of them, int64 [B]; any one if there are NaNs."""
+    missing = FANOUT ** numbers_BL.shape[1] - masses_BN.shape[1]
+    levels = [torch.nn.functional.pad(masses_BN.double(), (0, missing))]  # from the leaves up
+    while levels[0].shape[1] > FANOUT:
+        levels.insert(0, levels[0].unflatten(1, (-1, FANOUT)).sum(dim=2))
+    children_1F = torch.arange(FANOUT, device=masses_BN.device)[None]
+    index_B1 = torch.zeros(len(masses_BN), 1, dtype=torch.int64, device=masses_BN.device)
+    for level in range(numbers_BL.shape[1]):
+        index_B1 = index_B1 * FANOUT
+        cdf_BF = levels[level].gather(1, index_B1 + children_1F).cumsum(dim=1)
+        target_B1 = numbers_BL[:, level, None] * cdf_BF[:, -1:]
+        index_B1 = index_B1 + (cdf_BF <= target_B1).sum(dim=1, keepdim=True).clamp(max=FANOUT - 1)
+    return index_B1[:, 0]
+
+
+# The same in numpy, whose calls cost a third of torch's on arrays this small: most of the time of a draw on a CPU.
+
+
+def level_numbers(uniforms_B: np.ndarray, num_levels: int) -> np.ndarray:
+    """level_uniforms for an array."""
+    words_B = uniforms_B.astype(np.float32).view(np.uint32)
+    levels_L = (np.arange(num_levels, dtype=np.uint64) * np.uint64(0x9E3779B9)).astype(np.uint32)
+    x_BL = words_B[:, None] ^ levels_L
+    x_BL = (x_BL ^ (x_BL >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x_BL = (x_BL ^ (x_BL >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    numbers_BL = ((x_BL ^ (x_BL >> np.uint32(16))) >> np.uint32(8)) * 2.0**-24
+    numbers_BL[:, :1] = np.clip(uniforms_B.astype(np.float64), 0.0, BELOW_ONE)[:, None]
+    return numbers_BL
+
+
+def _child(masses_BF: np.ndarray, number_B: np.ndarray) -> np.ndarray:
+    cdf_BF = masses_BF.cumsum(axis=1, dtype=np.float64)
+    passed_B = (cdf_BF <= number_B[:, None] * cdf_BF[:, -1:]).sum(axis=1)
+    return np.minimum(passed_B, FANOUT - 1)
+
+
+def descend(masses_BN: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
+    """descend_ref for arrays; nodes are summed in the type of the masses."""
+    num_rows, num_levels = numbers_BL.shape
+    rows_B, index_B = np.arange(num_rows), np.zeros(num_rows, dtype=np.int64)
+    left_BN = masses_BN
+    if masses_BN.shape[1] < FANOUT**num_levels:
+        left_BN = np.zeros((num_rows, FANOUT**num_levels), masses_BN.dtype)
+        left_BN[:, : masses_BN.shape[1]] = masses_BN
+    for level in range(num_levels):
+        parts_BFN = left_BN.reshape(num_rows, FANOUT, -1)
+        child_B = _child(parts_BFN.sum(axis=2), numbers_BL[:, level])
+        index_B = index_B * FANOUT + child_B
+        left_BN = parts_BFN[rows_B, child_B]
+    return index_B
+
+
+def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
+    """The same draw where all mass is on a few listed leaves: ids [B, C] with their masses, 0 for what doesn't count.
+
+    One pass over the lists for each level, and nothing as wide as the tree.
+    """
+    num_rows, num_levels = numbers_BL.shape
+    bins_B1 = np.arange(num_rows)[:, None] * (FANOUT + 1)
+    index_B = np.zeros(num_rows, dtype=np.int64)
+    weights = masses_BC.reshape(-1)
+    for level in range(num_levels):
+        child_BC = ids_BC // FANOUT ** (num_levels - level - 1) - index_B[:, None] * FANOUT
+        child_BC = np.where((child_BC >= 0) & (child_BC < FANOUT), child_BC, FANOUT)  # the last bin: elsewhere
+        sums = np.bincount((bins_B1 + child_BC).reshape(-1), weights, minlength=num_rows * (FANOUT + 1))
+        index_B = index_B * FANOUT + _child(sums.reshape(num_rows, -1)[:, :FANOUT], numbers_BL[:, level])
+    return index_B
+
+
+# The same in Triton, on one row in registers.
+
+
+@triton.jit
+def level_number(uniform, LEVEL: tl.constexpr):
+    """One of level_uniforms, float64, from a scalar."""
+    if LEVEL == 0:
+        number = tl.minimum(tl.maximum(uniform.to(tl.float64), 0.0), tl.full([], 0.9999999999999999, tl.float64))
+    else:
+        x = uniform.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.uint64)  # 32 bits: products fit
+        x = x ^ ((LEVEL * 0x9E3779B9) & 0xFFFFFFFF)
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+        number = ((x ^ (x >> 16)) >> 8).to(tl.float64) * 5.9604644775390625e-08  # 2**-24
+    return number
+
+
+@triton.jit
+def descend_row(masses_N, uniform, FIRST: tl.constexpr, LEVELS: tl.constexpr):
+    """descend_ref for masses float64 [8**LEVELS], whose root is at level FIRST: the leaf, int32."""
+    children_F = tl.arange(0, 8)
+    index = tl.full([], 0, tl.int32)
+    left_N = masses_N
+    for level in tl.static_range(LEVELS):
+        parts_FN = tl.reshape(left_N, [8, 8 ** (LEVELS - 1 - level)])
+        cdf_F = tl.cumsum(tl.sum(parts_FN, axis=1), 0)
+        whole = tl.sum(tl.where(children_F == 7, cdf_F, 0.0), axis=0)
+        target = level_number(uniform, FIRST + level) * whole
+        child = tl.minimum(tl.sum((cdf_F <= target).to(tl.int32), axis=0), 7)
+        index = index * 8 + child
+        left_N = tl.sum(tl.where(children_F[:, None] == child, parts_FN, 0.0), axis=0)
+    return index
+
+
+@torch.no_grad()
+def edge_distances(logits_BV: Tensor, uniforms_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
+    """How close the numbers came to drawing another token than this one: float64 [B], negative if they do draw another.
+
+    The smallest distance of a level's number from an edge of what it picks, both in [0, 1). Logits that differ by
+    rounding move the edges by about 1e-7, so only a token with a smaller distance may flip.
+    """
+    num_rows, vocab_size = logits_BV.shape
+    num_levels = levels_over(vocab_size) + LEVELS_INSIDE
+    masses_BV = torch.nn.functional.pad(
+        (logits_BV.double() / temperature).softmax(dim=1), (0, FANOUT**num_levels - vocab_size)
+    )
+    numbers_BL = level_uniforms(uniforms_B, num_levels)
+    rows_B, nearest_B = torch.arange(num_rows), torch.full((num_rows,), torch.inf, dtype=torch.float64)
+    for level in range(num_levels):
+        leaves = FANOUT ** (num_levels - level - 1)  # below each child
+        masses_BMF = masses_BV.view(num_rows, -1, FANOUT, leaves).sum(dim=3)
+        path_B = tokens_B // leaves
+        cdf_BF = masses_BMF[rows_B, path_B // FANOUT].cumsum(dim=1)
+        cdf_BF = torch.nn.functional.pad(cdf_BF / cdf_BF[:, -1:], (1, 0))
+        below_B, above_B = (cdf_BF[rows_B, path_B % FANOUT + i] for i in (0, 1))
+        number_B = numbers_BL[:, level]
+        # 0 and 1 are no edges to other tokens
+        down_B = torch.where(below_B > 0, number_B - below_B, torch.inf)
+        up_B = torch.where(above_B < 1 - 1e-15, above_B - number_B, torch.inf)
+        nearest_B = torch.minimum(nearest_B, torch.minimum(down_B, up_B))
+    return nearest_B

@@ -1,0 +1,235 @@
+"""The generation engine: continuous batching over a paged KV cache, on one rank or on all ranks of one copy of a model.
+
+    engine = Engine(model, eos_ids=..., longest=...)
+    requests = engine.submit(prompts, uniforms_RG, sampling)
+    engine.run(requests)                          # works ahead on later requests where places are free
+    responses_RG, logprobs_RG, kept_RGK = engine.results(requests)
+
+Each round gives free places to the next in line (a prefill of packed prompts, and their first tokens), then decodes one
+token for every row. A token depends on its own uniform number and on nothing else: not on the rows it is decoded with,
+nor on block sizes, preemption or ranks.
+
+The ranks of one copy do the same bookkeeping: those of a stage draw alike, hidden states go from stage to stage, and
+the tokens from the last stage back to all.
+"""
+
+# R requests, B rows, A rows just admitted, G longest response, K largest kept set, V vocabulary, D hidden
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_spmd.kernels.sample import Sampled, sample
+from rlhf_spmd.kernels.sample_shard import sample_shard
+from rlhf_spmd.model.parallel import Parallel, vocabulary_of
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.blocks import Admission, Blocks, Scheduler, Waiting
+from rlhf_spmd.runtime.decoder import Decoder
+from rlhf_spmd.runtime.kvcache import GPU_BLOCK, KVCache, blocks_that_fit
+from rlhf_spmd.runtime.requests import Batch, Requests, Sampling
+
+PREFILL_TOKENS = 4096  # of one prefill, if it has more than one prompt
+
+
+class Engine:
+    """Generates with one copy of a model until it is dropped; weights must not change between a request's tokens."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        longest: int,
+        eos_ids: Sequence[int] = (),
+        max_sequences: int = 256,
+        block_size: int = 0,
+        num_blocks: int = 0,
+        free_bytes: float = math.inf,
+        num_stored: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ):
+        """longest: tokens of a prompt and its response. max_sequences: decoded at the same time. block_size: tokens of
+        a block; 0: on a CPU `longest`, so that a batch is a slice of the cache. num_blocks: 0: for all rows, but no
+        more than free_bytes hold. num_stored: largest kept set to keep for replay. decode: token ids to text, for
+        stop texts.
+        """
+        self.model, self.parallel, self.decode = model, model.parallel, decode
+        self.device = next(model.parameters()).device
+        block_size = block_size or (longest if self.device.type == "cpu" else GPU_BLOCK)
+        wanted = num_blocks or max_sequences * -(-longest // block_size)
+        num_blocks = _agreed(
+            blocks_that_fit(model, block_size, wanted, longest, free_bytes), self.parallel, self.device
+        )
+        self.cache = KVCache(model, num_blocks, block_size)
+        self.scheduler = Scheduler(
+            Blocks(num_blocks, block_size), max_sequences, PREFILL_TOKENS, one_block=block_size >= longest
+        )
+        self.decoder = Decoder(model, self.cache, self.scheduler, longest)
+        self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
+        self._batch = Batch.none(self.device)
+        self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # key of a prompt -> where its last token's hidden_D is
+        self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
+        mine = vocabulary_of(model.config, self.parallel.shard)
+        self._banned = [token - mine.start for token in eos_ids if token in mine]
+
+    def submit(
+        self, prompts: Sequence[Sequence[int]], uniforms_RG: Tensor, sampling: Sampling | Sequence[Sampling]
+    ) -> range:
+        """Puts requests in line -> their numbers. prompts: token ids, at least one each. uniforms_RG: a number in
+        [0, 1) per token. sampling: of all, or of each."""
+        numbers = self.requests.add(prompts, uniforms_RG, sampling)
+        keys = self.requests.keys(numbers)
+        first: dict[int, int] = {}
+        for index, key in enumerate(keys):
+            first.setdefault(key, index)
+        line = []
+        for number, key, prompt in zip(numbers, keys, prompts, strict=True):
+            most = self.requests.sampling[number - self.requests.first].max_new_tokens
+            assert 0 < len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
+            line.append(Waiting(number, key, len(prompt), len(prompt)))
+        self.scheduler.submit(sorted(line, key=lambda waiting: first[waiting.key]))  # equal prompts stand together
+        return numbers
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way or in line."""
+        return not (self.scheduler.rows or self.scheduler.waiting)
+
+    @torch.inference_mode()
+    def run(self, until: range | None = None, *, progress: Callable[[int, int], None] | None = None) -> None:
+        """Advances until these requests (None: all) have ended. progress: told of each round how many requests ended
+        and how many tokens were drawn."""
+        missing = {number for number in until or () if not self.requests.is_ended(number)}
+        while missing or (until is None and not self.is_idle):
+            ended, num_tokens = self._round()
+            missing.difference_update(ended)
+            if progress is not None:
+                progress(len(ended), num_tokens)
+
+    def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
+        """responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end) and, if
+        sets are stored, kept_RGK int32 (-1 padding). Collective over the stages."""
+        responses_RG, logprobs_RG, kept_RGK = self.requests.results(numbers)
+        self._from_last_stage(logprobs_RG)
+        if kept_RGK is not None:
+            self._from_last_stage(kept_RGK)
+        return responses_RG, logprobs_RG, kept_RGK
+
+    def _round(self) -> tuple[list[int], int]:
+        """One prefill, if there is place, and one decode step -> the requests that ended, and how many tokens."""
+        ended: list[int] = []
+        num_tokens, admitted = 0, self.scheduler.admit()
+        if admitted:
+            hidden_AD = self._prefill(admitted)
+            num_old = len(self._batch)
+            self._batch = self._batch.with_admitted(admitted, self.requests)
+            num_tokens += len(admitted)
+            ended += self._draw(hidden_AD, num_old)
+        if self.scheduler.rows:
+            if self.scheduler.grow():
+                self.num_preempted += len(self._batch) - len(self.scheduler.rows)
+                self._batch = Batch(self._batch.rows_FB[:, : len(self.scheduler.rows)])
+            hidden_BD = self.decoder.step(self._batch.token_B, self._batch.cached_B)
+            self._batch.cached_B += 1
+            num_tokens += len(self._batch)
+            ended += self._draw(hidden_BD, 0)
+        return ended, num_tokens
+
+    def _prefill(self, admitted: Sequence[Admission]) -> Tensor | None:
+        """Fills the blocks of new rows -> hidden_AD of their last tokens on the last stage. A prompt that is in the
+        cache already is not computed again."""
+        fresh = [one for one in admitted if one.donor is None]
+        hidden_FD = None
+        if fresh:
+            drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
+            tokens = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
+            hidden_FD = self.decoder.prefill(tokens, [one.row.blocks for one in fresh])
+            self._last_hidden |= {one.row.key: (hidden_FD, i) for i, one in enumerate(fresh) if not drawn[i]}
+            if len(fresh) == len(admitted):
+                return hidden_FD
+        self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
+        place = {one.row.request: (hidden_FD, i) for i, one in enumerate(fresh)}
+        found = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
+        return torch.stack([hidden_FD[i] for hidden_FD, i in found]) if self.parallel.is_last else None
+
+    def _draw(self, hidden_AD: Tensor | None, first: int) -> list[int]:
+        """Draws a token for the rows from `first` on -> the requests that have ended, whose places are free again."""
+        batch, requests = self._batch, self.requests
+        part = Batch(batch.rows_FB[:, first:]) if first else batch
+        index_A = part.request_B - requests.first
+        tokens_A = torch.empty_like(part.token_B)
+        if self.parallel.is_last:
+            drawn = self._sample(self.model.logits(hidden_AD), part, index_A)
+            tokens_A = drawn.tokens_B
+            requests.logprobs_RG[index_A, part.drawn_B] = drawn.logprobs_B.float()
+            if drawn.kept_BK is not None:
+                requests.kept_RGK[index_A, part.drawn_B, : drawn.kept_BK.shape[1]] = drawn.kept_BK
+        self._from_last_stage(tokens_A)
+        requests.responses_RG[index_A, part.drawn_B] = tokens_A
+        part.token_B.copy_(tokens_A)
+        part.drawn_B += 1
+        ended_A = torch.isin(tokens_A, self._eos_E) | (part.drawn_B >= part.most_B)
+        if requests.has_stops:
+            ended_A |= self._stopped(part)
+        if not bool(ended_A.any()):
+            return []
+        rows = (ended_A.nonzero()[:, 0] + first).tolist()
+        ended = [self.scheduler.rows[row].request for row in rows]
+        for number, length in zip(ended, batch.drawn_B[rows].tolist(), strict=True):
+            requests.lengths[number - requests.first] = length
+        order, copies = self.scheduler.remove(rows)
+        if copies:
+            self.cache.copy(copies, int(batch.cached_B.max()))
+        self._batch = batch.picked(order)
+        if len(self._last_hidden) > 2 * self.scheduler.max_rows:
+            under_way = {row.key for row in self.scheduler.rows}
+            self._last_hidden = {key: place for key, place in self._last_hidden.items() if key in under_way}
+        return ended
+
+    def _sample(self, logits_AV: Tensor, part: Batch, index_A: Tensor) -> Sampled:
+        """Tokens of these rows, alike on all tp ranks."""
+        requests = self.requests
+        if requests.has_minimum and self._banned:
+            early_A1 = (part.drawn_B < part.least_B)[:, None]
+            logits_AV[:, self._banned] = logits_AV[:, self._banned].masked_fill(early_A1, -math.inf)
+        options = requests.limits(index_A) | {"num_stored": requests.num_stored}
+        uniforms_A = requests.uniforms_RG[index_A, part.drawn_B]
+        if self.parallel.group is None:
+            return sample(logits_AV, uniforms_A, **options)
+        config = self.model.config
+        mine = vocabulary_of(config, self.parallel.shard)
+        return sample_shard(
+            logits_AV, uniforms_A, vocabulary=mine, vocab_size=config.vocab_size, group=self.parallel.group, **options
+        )
+
+    def _stopped(self, part: Batch) -> Tensor:
+        """Which rows have just completed one of their stop texts: bool [A]."""
+        assert self.decode is not None, "stop texts need a tokenizer"
+        requests, found = self.requests, []
+        for number, drawn in zip(part.request_B.tolist(), part.drawn_B.tolist(), strict=True):
+            stop = requests.sampling[number - requests.first].stop
+            if stop:
+                # a character takes at most 4 tokens (a byte each); some decoders change the first ones of a text
+                reach = 4 * max(map(len, stop)) + 8
+                tokens = requests.responses_RG[number - requests.first, max(drawn - reach, 0) : drawn].tolist()
+                text = self.decode(tokens)
+                found.append(any(one in text for one in stop))
+            else:
+                found.append(False)
+        return torch.tensor(found, device=self.device)
+
+    def _from_last_stage(self, x: Tensor) -> None:
+        """Puts into x, on every stage, what it holds on the last."""
+        if self.parallel.stages is not None:
+            dist.broadcast(x, group_src=self.parallel.shard.pp - 1, group=self.parallel.stages)
+
+
+def _agreed(number: int, parallel: Parallel, device: torch.device) -> int:
+    """The smallest number of all ranks of one copy."""
+    agreed = torch.tensor(number, device=device)
+    for group in (parallel.group, parallel.stages):
+        if group is not None:
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    return int(agreed)

@@ -1,0 +1,76 @@
+"""What `generate` may be told as KEY=VALUE words. Imports neither torch nor MPI, so that a mistake shows at once."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_type_hints
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.algorithms.ppo import NonNegative
+from rlhf_spmd.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(configs.Generation):
+    """As in training, but for two things: greedy decoding is allowed, and nothing is stored for replay, so that top_p
+    and min_p need no top_k."""
+
+    temperature: NonNegative = 1.0  # 0: the most likely token
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    key: str = "prompt"  # field or column that holds the prompt
+    max_prompt: NonNegativeInt = 0  # tokens; 0: what the model's context leaves beside the new ones
+    long_prompts: Literal["error", "truncate", "drop"] = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run of `generate`."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    tp: PositiveInt = 1  # ranks that hold one copy of the model together
+    samples_per_prompt: PositiveInt = 1
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 600.0  # of every wait for another rank
+    data: Data = Data()
+    generation: Generation = Generation()
+
+
+def load(words: Iterable[str]) -> Options:
+    """The options with these KEY=VALUE words; later ones count. Raises UserError for an unknown key or a bad value."""
+    options = Options()
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
+        if key not in keys():
+            hint = _did_you_mean(key, keys())
+            raise UserError(f"unknown key {key!r}{hint}; known: {', '.join(keys())}")
+        *group, name = key.split(".")
+        part = getattr(options, group[0]) if group else options
+        hints = get_type_hints(type(part), include_extras=True)
+        part = dataclasses.replace(part, **{name: configs.parse_value(hints[name], text, key)})
+        options = dataclasses.replace(options, **{group[0]: part}) if group else part
+    return options
+
+
+def keys() -> list[str]:
+    """Every key that a word may set."""
+    found = []
+    for field in dataclasses.fields(Options):
+        inner = dataclasses.fields(field.type) if dataclasses.is_dataclass(field.type) else ()
+        found += [f"{field.name}.{leaf.name}" for leaf in inner] or [field.name]
+    return found
+
+
+def _did_you_mean(key: str, known: Iterable[str]) -> str:
+    """The key that was meant: by its last part, which is often all that is given, else by the whole."""
+    by_leaf = {one.rpartition(".")[2]: one for one in known}
+    close = difflib.get_close_matches(key.rpartition(".")[2], list(by_leaf), n=1)
+    meant = by_leaf[close[0]] if close else next(iter(difflib.get_close_matches(key, list(known), n=1)), "")
+    return f" (did you mean {meant!r}?)" if meant else ""

@@ -1,0 +1,134 @@
+"""Compiles the Triton kernels for a GPU that need not be there: calls their launchers, which compile but do not launch.
+
+What the interpreter runs, the compiler may still refuse (a type that changes in a loop, too much shared memory), so
+this finds before any GPU does what a GPU would find first. Prints one JSON object: kernel -> how often it was compiled
+anew, and the most shared memory and stack (spilled registers) that one of these takes.
+
+Command: python -m tests.compile_kernels 90     (compute capability 9.0; not with TRITON_INTERPRET=1)
+"""
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from rlhf_spmd import kernels
+from rlhf_spmd.kernels.decode_attention import decode_attention_triton
+from rlhf_spmd.kernels.kept import make_rules
+from rlhf_spmd.kernels.kv_write import kv_write_triton
+from rlhf_spmd.kernels.rmsnorm import rmsnorm_triton
+from rlhf_spmd.kernels.rope import rope_triton
+from rlhf_spmd.kernels.sample import sample_triton
+from rlhf_spmd.kernels.silu_mul import silu_mul_triton
+from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
+
+
+class Absent:
+    """A GPU as far as the compiler asks for it."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def attention(dtype: torch.dtype) -> None:
+    tables, lengths = torch.zeros(4, 2, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    for head_dim, heads, kv_heads in ((128, 8, 2), (80, 7, 1), (256, 32, 1)):
+        q, cache = torch.zeros(4, heads, head_dim, dtype=dtype), torch.zeros(9, kv_heads, 16, head_dim, dtype=dtype)
+        for num_parts, window in ((1, None), (4, 100)):
+            decode_attention_triton(q, cache, cache, tables, lengths, num_parts=num_parts, window=window)
+        slots = torch.zeros(4, dtype=torch.int64)
+        kv_write_triton(q[:, :kv_heads], q[:, :kv_heads], cache, cache, slots)
+        rope_triton(q, q[:, :kv_heads], q[:, 0, : head_dim // 2], q[:, 0, : head_dim // 2])
+
+
+def rows(dtype: torch.dtype) -> None:
+    for size in (96, 4096, 8192):
+        x = torch.zeros(4, size, dtype=dtype)
+        rmsnorm_triton(x, x[0], 1e-5, x)
+        rmsnorm_triton(x.view(4, 2, -1), x[0, : size // 2], 1e-5)
+        silu_mul_triton(*x.chunk(2, dim=1))
+
+
+def logprobs(dtype: torch.dtype) -> None:
+    hidden, weight = (torch.zeros(n, 32, dtype=dtype, requires_grad=True) for n in (6, 1000))
+    for entropy in (False, True):
+        got = token_logprobs_triton(hidden, weight, torch.zeros(6, dtype=torch.int64), temperature=0.7, entropy=entropy)
+        torch.stack(got if entropy else (got,)).sum().backward()
+
+
+def sampling(dtype: torch.dtype) -> None:
+    for vocab_size in (1000, 151_936):
+        logits, uniforms = torch.zeros(3, vocab_size, dtype=dtype), torch.zeros(3)
+        for top_k, num_stored in ((0, 0), (50, 0), (50, 64)):
+            rules = make_rules(logits, 0.7, top_k, 0.9 if top_k else 1.0, 0.0, num_stored)
+            sample_triton(logits, uniforms, rules, num_stored, bool(top_k))
+
+
+CASES = (attention, rows, logprobs, sampling)
+
+
+def all_kernels() -> set[str]:
+    """Every kernel that kernels/ defines: its jitted functions with a name that ends so."""
+    modules = (importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__))
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, JITFunction))
+    return {name_of(kernel) for kernel in found if kernel.__name__.endswith("_kernel")}
+
+
+def name_of(kernel: JITFunction) -> str:
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What machine code keeps in memory for want of registers, as the reader says that comes with Triton."""
+    reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([reader, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    return sum(map(int, re.findall(r"STACK:(\d+)", said.stdout)))
+
+
+def main(capability: int) -> dict[str, dict]:
+    found: dict[str, dict] = {}
+    run, seen = JITFunction.run, set()
+
+    def compile_only(kernel, *arguments, grid, warmup, **options):
+        del grid, warmup
+        made = run(kernel, *arguments, grid=(1,), warmup=True, **options)
+        if id(made) not in seen:
+            seen.add(id(made))
+            row = found.setdefault(name_of(kernel), {"versions": 0, "shared_bytes": 0, "stack_bytes": 0})
+            row["versions"] += 1
+            row["shared_bytes"] = max(row["shared_bytes"], made.metadata.shared)
+            row["stack_bytes"] = max(row["stack_bytes"], stack_bytes(made.asm["cubin"]))
+        return made
+
+    JITFunction.run = compile_only
+    driver.set_active(Absent(capability))
+    for case in CASES:
+        for dtype in (torch.bfloat16, torch.float32):
+            case(dtype)
+    return found | {name: {"versions": 0} for name in all_kernels() - found.keys()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]))))

@@ -1,0 +1,15 @@
+"""Triton kernels run under the interpreter where there is no GPU; this must be said before triton is imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernel tests put their tensors."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

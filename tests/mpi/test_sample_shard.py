@@ -1,0 +1,143 @@
+"""Drawing from a vocabulary split over ranks: the token, the numbers and the kept set of whole rows, on every rank.
+
+python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_sample_shard.py
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.kernels.sample import sample, sample_ref
+from rlhf_spmd.kernels.sample_shard import sample_shard
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+RULES = {
+    "open": {},
+    "warm": {"temperature": 1.7},
+    "greedy": {"temperature": 0.0},
+    "top-k": {"top_k": 30, "temperature": 0.8},
+    "small nucleus": {"top_p": 0.6},
+    "wide nucleus": {"top_p": 0.98, "temperature": 4.0},
+    "min-p": {"min_p": 0.02},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "stored": {"num_stored": 24, "top_p": 0.9},
+    "stored, greedy": {"num_stored": 3, "temperature": 0.0},
+}
+WIDTHS = {37: "a few each", 1100: "blocks that are cut", 5003: "many blocks"}
+
+
+def slice_of(vocab_size: int, rank: int, size: int) -> range:
+    """Uneven, and not where blocks begin; the first slice is narrow."""
+    edges = [0, *(3 + (vocab_size - 3) * i // (size - 1) for i in range(size - 1)), vocab_size] if size > 1 else []
+    return range(edges[rank], edges[rank + 1])
+
+
+def make_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    logits_BV = (3 * torch.randn(num_rows, vocab_size, generator=generator)).to(dtype)
+    return logits_BV, torch.rand(num_rows, generator=generator)
+
+
+def draw(world, group, logits_BV, uniforms_B, **rules):
+    vocab_size = logits_BV.shape[1]
+    mine = slice_of(vocab_size, world.rank, world.size)
+    logits_Bv = logits_BV[:, mine.start : mine.stop]
+    return sample_shard(logits_Bv, uniforms_B, vocabulary=mine, vocab_size=vocab_size, group=group, **rules)
+
+
+def assert_same_everywhere(sampled, group, size: int) -> None:
+    for field in sampled:
+        if field is not None:
+            parts = [torch.empty_like(field) for _ in range(size)]
+            dist.all_gather(parts, field.contiguous(), group=group)
+            assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def assert_drawn_alike(sampled, whole) -> None:
+    assert torch.equal(sampled.tokens_B, whole.tokens_B)
+    for field, expected in zip(sampled[1:4], whole[1:4], strict=True):
+        assert field.dtype == expected.dtype
+        torch.testing.assert_close(field, expected, atol=4e-6, rtol=4e-6, equal_nan=True)
+    assert (sampled.kept_BK is None) == (whole.kept_BK is None)
+    if whole.kept_BK is not None:
+        assert torch.equal(sampled.kept_BK, whole.kept_BK)
+
+
+@pytest.mark.parametrize("vocab_size", WIDTHS)
+@pytest.mark.parametrize("name", RULES)
+def test_equals_whole_rows(world, make_group, name, vocab_size):
+    group = make_group(range(world.size))
+    for dtype in (torch.float32, torch.float64):
+        rows = make_rows(40, vocab_size, dtype, seed=vocab_size)
+        sampled = draw(world, group, *rows, **RULES[name])
+        assert_same_everywhere(sampled, group, world.size)
+        assert_drawn_alike(sampled, sample(*rows, **RULES[name]))
+        assert_drawn_alike(sampled, sample_ref(*rows, **RULES[name]))
+
+
+def test_rules_of_each_row_and_equal_logits(world, make_group):
+    """bfloat16 has many equal logits, all over the slices; rows that keep all stand among rows that keep some."""
+    group = make_group(range(world.size))
+    logits_BV, uniforms_B = make_rows(60, 1500, torch.bfloat16, seed=1)
+    rules = {
+        "temperature": torch.tensor([1.0, 0.0, 0.7]).repeat(20),
+        "top_k": torch.tensor([0, 0, 10, 0, 3]).repeat(12),
+        "top_p": torch.tensor([1.0, 1.0, 0.9, 0.5]).repeat(15),
+    }
+    for num_stored in (0, 7):
+        sampled = draw(world, group, logits_BV, uniforms_B, num_stored=num_stored, **rules)
+        assert_same_everywhere(sampled, group, world.size)
+        assert_drawn_alike(sampled, sample(logits_BV, uniforms_B, num_stored=num_stored, **rules))
+
+
+def test_banned_slices_and_broken_rows(world, make_group):
+    group = make_group(range(world.size))
+    logits_BV, uniforms_B = make_rows(6, 1100, torch.float32, seed=2)
+    last = slice_of(1100, world.size - 1, world.size)
+    logits_BV[0, : last.start] = -torch.inf  # only the last slice has anything
+    logits_BV[1, last.start :] = -torch.inf
+    logits_BV[2] = -torch.inf
+    logits_BV[3, 5], logits_BV[4, 1099] = torch.nan, torch.inf
+    for rules in ({}, {"top_k": 5}, {"temperature": 0.0}, {"num_stored": 4}):
+        sampled = draw(world, group, logits_BV, uniforms_B, **rules)
+        assert ((sampled.tokens_B >= 0) & (sampled.tokens_B < 1100)).all()
+        good = torch.tensor([0, 1, 5])
+        whole = sample(logits_BV[good], uniforms_B[good], **rules)
+        assert_drawn_alike(type(sampled)(*(x if x is None else x[good] for x in sampled)), whole)
+        for field in sampled[1:4]:
+            assert field[2:5].isnan().all()
+
+
+def test_equal_logits_everywhere(world, make_group):
+    """The lists of largest logits say nothing until they are complete; greedy takes the lowest id."""
+    group = make_group(range(world.size))
+    rows = torch.zeros(5, 1100), torch.tensor([0.0, 0.3, 0.5, 0.7, 0.99])
+    assert draw(world, group, *rows, temperature=0.0).tokens_B.tolist() == [0] * 5
+    stored = draw(world, group, *rows, num_stored=4)
+    assert stored.kept_BK.tolist() == [[0, 1, 2, 3]] * 5 and stored.tokens_B.max() == 3
+    assert_drawn_alike(draw(world, group, *rows, top_p=0.5), sample(*rows, top_p=0.5))
+
+
+def test_messages(world, make_group, monkeypatch):
+    """Two for rows that keep everything, one for rows that keep some; an empty batch sends nothing."""
+    group, sent = make_group(range(world.size)), []
+    from rlhf_spmd.kernels import sample_shard as module
+
+    gather, reduce = module._all_gather, dist.all_reduce
+    monkeypatch.setattr(
+        module, "_all_gather", lambda *args, **more: (sent.append(args[1].numel()), gather(*args, **more))
+    )
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **more: (sent.append(args[0].numel()), reduce(*args, **more)))
+    rows = make_rows(4, 5003, torch.float32, seed=3)
+    expected = {"open": 2, "top-k": 1, "stored": 1, "greedy": 1}
+    for name, num_messages in expected.items():
+        sent.clear()
+        draw(world, group, *rows, **RULES[name])
+        assert len(sent) == num_messages, name
+        assert sum(sent) < 4 * 5003 / 2
+    sent.clear()
+    empty = draw(world, group, rows[0][:0], rows[1][:0])
+    assert not sent and all(len(field) == 0 for field in itertools.islice(empty, 4))

@@ -1,0 +1,76 @@
+"""The bench of the kernels runs: every case, also those for a GPU, at a small size; and its promises can break."""
+
+import pytest
+import torch
+
+from bench import kernel_cases as cases
+from bench.gpu_decode import DecodeBench, Shape
+from bench.kernels import measure, measure_step, peak_bytes, show
+
+CPU = torch.device("cpu")
+HEADS = (4, 2, 16)
+CEILINGS = {"memory_bytes_per_s": 1e10, "matrix_flops_per_s": {"float32": 1e11, "bfloat16": 1e11}}
+SMALL = Shape(hidden=32, inner=48, layers=2, heads=2, head_dim=16, vocab=600)
+
+
+@pytest.mark.parametrize("rule", cases.RULES)
+def test_sampling_peers_draw_from_the_same_sets(rule):
+    case = cases.sampling(CPU, 400, 50, torch.float32, rule)
+    ours, theirs = case.calls["ours"](), case.calls["transformers"]()
+    assert ours.tokens_B.shape == (400,) and theirs[0].shape == (400, 1)
+    if rule == "top-k 50":  # of 50 tokens: all
+        assert (ours.kept_mass_B > 0.999).all()
+    if rule == "top-p 0.95":
+        assert (ours.kept_mass_B < 0.999).any() and (ours.kept_mass_B >= 0.9499).all()
+
+
+def test_attention_peers_agree():
+    for spread in (False, True):
+        calls = cases.attending(CPU, 3, 32, HEADS, torch.float32, block_size=32, spread=spread).calls
+        assert calls["ours"]().shape == calls["padded sdpa"]().flatten(1).view(3, 4, 16).shape
+    assert cases.attending(CPU, 3, 32, HEADS, torch.float32, block_size=32).num_bytes == 2 * 3 * 32 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: cases.projection(CPU, 6, 1000, 16, torch.float32),
+        lambda: cases.attending(CPU, 2, 40, HEADS, torch.bfloat16, block_size=16, spread=True),
+        lambda: cases.normalising(CPU, 4, 64, torch.bfloat16),
+        lambda: cases.turning(CPU, 4, HEADS, torch.bfloat16),
+        lambda: cases.gating(CPU, 4, 64, torch.bfloat16),
+        lambda: cases.writing(CPU, 4, HEADS, torch.bfloat16),
+        lambda: cases.prefilling(CPU, [3, 9, 4], HEADS, torch.float32),
+    ],
+)
+def test_every_case_is_measured(make):
+    row = measure(make(), CPU, CEILINGS)
+    assert row["ours_s"] > 0 and all(ratio > 0 for ratio in row["times_faster"].values()) and row["times_faster"]
+    assert row["kernel"] in show(row)
+
+
+def test_broken_promises_are_told():
+    case = cases.gating(CPU, 4, 64, torch.float32)
+    kept = cases.Case(case.kernel, case.shape, case.dtype, case.calls, case.num_bytes, least_speedup={"torch": 1e-6})
+    slow = cases.Case(case.kernel, case.shape, case.dtype, case.calls, case.num_bytes, least_speedup={"torch": 1e6})
+    short = cases.Case(case.kernel, case.shape, case.dtype, case.calls, case.num_bytes, least_share=1e6)
+    assert measure(kept, CPU, CEILINGS)["ok"]
+    for case in (slow, short):
+        row = measure(case, CPU, CEILINGS)
+        assert not row["ok"] and "BELOW" in show(row)
+
+
+def test_the_step_decodes():
+    bench = DecodeBench(CPU, SMALL, rows=3, context=20, dtype=torch.float32)
+    tokens = bench.step()
+    assert tokens.shape == (3,) and (tokens >= 0).all() and (tokens < 600).all()
+    weights = 2 * (32 * 96 + 32 * 32 + 96 * 32 + 48 * 32 + 2 * 32) + 600 * 32
+    assert bench.num_bytes == 4 * (weights + 2 * 2 * 3 * 20 * 32)
+    row = measure_step(CPU, CEILINGS, shape=SMALL, rows=2, context=16)
+    assert row["share_of_memory"] > 0 and "decode step" in show(row)
+
+
+def test_peak_memory_is_seen():
+    held = []
+    peak = peak_bytes(lambda: held.append(torch.ones(64 * 2**20 // 4)), CPU)
+    assert peak is None or 60 * 2**20 < peak < 90 * 2**20

@@ -1,0 +1,121 @@
+"""The bookkeeping of continuous batching, with sequences that end when chance says."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_spmd.runtime.blocks import Blocks, Scheduler, Waiting
+
+LONGEST = 20
+
+
+def waiting(requests: list[tuple[int, int]]) -> list[Waiting]:
+    """(key, tokens of the prompt) of each; one key has one length."""
+    length = {}
+    return [Waiting(n, key, *[length.setdefault(key, size)] * 2) for n, (key, size) in enumerate(requests)]
+
+
+def check_rows(scheduler: Scheduler, keys: dict[int, Waiting]) -> None:
+    """No two rows write to one block, and none is lost or taken twice."""
+    blocks = scheduler.blocks
+    uses = [0] * blocks.num_blocks
+    written = set()
+    for index, row in enumerate(scheduler.rows):
+        assert len(set(row.blocks)) == len(row.blocks) >= blocks.needed(scheduler.num_cached(row))
+        assert not scheduler.one_block or row.blocks == [index]
+        for place, block in enumerate(row.blocks):
+            uses[block] += 1
+            if place >= row.num_prompt // blocks.size:  # it holds more than the prompt
+                assert block not in written
+                written.add(block)
+    assert sum(use == 0 for use in uses) == blocks.num_free
+    shared = [block for block in range(blocks.num_blocks) if uses[block] > 1]
+    assert not written & set(shared)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 11)), min_size=1, max_size=14),
+    size=st.integers(1, 24),
+    max_rows=st.integers(1, 6),
+    spare=st.integers(0, 12),
+    chance=st.randoms(use_true_random=False),
+)
+def test_everybody_gets_through(requests, size, max_rows, spare, chance):
+    blocks = Blocks(-(-LONGEST // size) + spare, size)
+    one_block = size >= LONGEST
+    scheduler = Scheduler(blocks, max_rows, prefill_tokens=16, one_block=one_block)
+    line = waiting(requests)
+    keys = {one.request: one for one in line}
+    scheduler.submit(line)
+    order, left = [], {one.request for one in line}
+    while left:
+        admitted = scheduler.admit()
+        for one in admitted:
+            order.append(one.waiting.request)
+            if one.donor is not None:
+                donor, prompt = scheduler.rows[one.donor], one.waiting.num_prompt
+                assert donor.key == one.row.key and donor.request != one.row.request
+                whole = prompt // size
+                assert donor.blocks[:whole] == one.row.blocks[:whole]
+                assert one.copy == ((donor.blocks[whole], one.row.blocks[whole]) if prompt % size else None)
+        fresh = [one.waiting.num_tokens for one in admitted if one.donor is None]
+        assert len(fresh) <= 1 or sum(fresh) <= 16
+        check_rows(scheduler, keys)
+        assert scheduler.rows, "nobody can go on"
+        before = len(scheduler.rows)
+        preempted = scheduler.grow()
+        assert len(scheduler.rows) == before - len(preempted) and (not one_block or not preempted)
+        check_rows(scheduler, keys)
+        full = [i for i, row in enumerate(scheduler.rows) if scheduler.num_cached(row) >= LONGEST]
+        ended = sorted({i for i in range(len(scheduler.rows)) if chance.random() < 0.2} | set(full))
+        names = [row.request for row in scheduler.rows]
+        new_order, copies = scheduler.remove(ended)
+        left -= {names[i] for i in ended}
+        assert [row.request for row in scheduler.rows] == [names[i] for i in new_order]
+        assert not set(new_order) & set(ended) and len(new_order) == len(names) - len(ended)
+        assert one_block or not copies
+        check_rows(scheduler, keys)
+    assert blocks.num_free == blocks.num_blocks
+    first = [order.index(one.request) for one in line]
+    assert first == sorted(first), "first come, first served"
+
+
+def test_the_youngest_leaves_and_comes_back_first():
+    scheduler = Scheduler(Blocks(4, 4), 3, prefill_tokens=100)
+    scheduler.submit(waiting([(0, 4), (1, 3), (2, 2)]))
+    assert [one.waiting.request for one in scheduler.admit()] == [0, 1, 2]
+    assert scheduler.grow() == []  # request 0 takes the last block
+    assert scheduler.grow() == [2]  # request 1 needs one
+    assert list(scheduler.waiting) == [Waiting(2, 2, 2, 4)]  # its prompt, a token that it has drawn, and one at hand
+    assert scheduler.admit() == []  # a block is free, but not one to spare
+    scheduler.remove([0])
+    (back,) = scheduler.admit()
+    assert back.waiting.request == 2 and back.donor is None and back.row.base == 4
+
+
+def test_prompt_blocks_are_shared_and_given_back_last():
+    scheduler = Scheduler(Blocks(9, 4), 4, prefill_tokens=100)
+    scheduler.submit(waiting([(7, 10), (7, 10), (8, 4), (7, 10)]))
+    first, second, other, third = scheduler.admit()
+    assert first.row.blocks == [0, 1, 2] and first.donor is None
+    assert second.row.blocks == [0, 1, 3] and second.donor == 0 and second.copy == (2, 3)
+    assert other.row.blocks == [4] and other.donor is None
+    assert third.row.blocks == [0, 1, 5] and third.copy == (2, 5)
+    assert scheduler.blocks.num_free == 3
+    scheduler.remove([0])
+    assert scheduler.blocks.num_free == 4  # two are still in use
+    scheduler.submit([Waiting(9, 7, 10, 10)])
+    (late,) = scheduler.admit()
+    assert late.donor == 0 and late.row.blocks == [0, 1, 2]  # by now request 1 is the first row
+
+
+@pytest.mark.parametrize("ended", [[0], [2], [0, 2], [1, 3], [0, 1, 2, 3]])
+def test_one_block_rows_stay_together(ended):
+    scheduler = Scheduler(Blocks(4, LONGEST), 4, prefill_tokens=100, one_block=True)
+    scheduler.submit(waiting([(n, 3) for n in range(4)]))
+    scheduler.admit()
+    order, copies = scheduler.remove(ended)
+    assert [row.blocks for row in scheduler.rows] == [[i] for i in range(4 - len(ended))]
+    assert copies == [(old, new) for new, old in enumerate(order) if old != new]
+    assert all(new in ended for _, new in copies)

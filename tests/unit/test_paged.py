@@ -1,0 +1,61 @@
+"""Prefill and decode over a paged KV cache against the full forward pass, in float64."""
+
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.decode_attention import Decode
+from rlhf_spmd.model.paged import DecodeStep, Prefill
+from rlhf_spmd.runtime.kvcache import KVCache, slots_of
+from tests.unit.test_transformer import ours, some_tokens, theirs
+
+CASES = ["llama", "llama mha", "llama3", "mistral window", "mistral window 1", "qwen2 window", "qwen3 window"]
+LENGTHS = (9, 4, 1, 9)  # of the prompts
+NUM_NEW = 8
+# block size -> blocks of each row; shuffled, since any table will do
+TABLES = {
+    3: [[7, 0, 11, 3, 14, 9], [1, 20, 2, 8], [6, 5, 4], [10, 12, 13, 15, 16, 17]],
+    4: [[0, 1, 2, 3, 4], [5, 6, 7], [8, 9, 10], [11, 12, 13, 14, 15]],
+    17: [[0], [1], [2], [3]],
+    32: [[2], [3], [0], [1]],
+}
+
+
+@pytest.mark.parametrize("block_size", TABLES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_full_forward(case, block_size):
+    model = ours(theirs(case), dtype=torch.float64)
+    tables = TABLES[block_size]
+    cache = KVCache(model, 1 + max(map(max, tables)), block_size)
+    tokens_BT = some_tokens(len(LENGTHS), max(LENGTHS) + NUM_NEW, model.config.vocab_size)
+    prompts = [row[:length] for row, length in zip(tokens_BT, LENGTHS, strict=True)]
+    with torch.no_grad():
+        slots_N = slots_of(tables, LENGTHS, block_size)
+        parts = model(torch.cat(prompts), context=Prefill(LENGTHS, cache, slots_N)).split(LENGTHS)
+        found = [[part] for part in parts]
+        for t in range(NUM_NEW):
+            cached_B = torch.tensor(LENGTHS) + t
+            hidden_BD = decode(model, cache, tables, tokens_BT[range(len(LENGTHS)), cached_B], cached_B)
+            for row, hidden_D in zip(found, hidden_BD, strict=True):
+                row.append(hidden_D[None])
+        for row, length, tokens_T in zip(found, LENGTHS, tokens_BT, strict=True):
+            full = model(tokens_T[None, : length + NUM_NEW])[0]
+            torch.testing.assert_close(torch.cat(row), full, atol=1e-12, rtol=0)
+
+
+def decode(model, cache, tables, tokens_B, cached_B):
+    widest = max(map(len, tables))
+    tables_BM = torch.tensor([[*row, *[0] * (widest - len(row))] for row in tables], dtype=torch.int32)
+    size = cache.block_size
+    slots_B = tables_BM.gather(1, (cached_B // size)[:, None])[:, 0] * size + cached_B % size
+    attended = Decode.prepare(tables_BM, cached_B + 1, size, model.dtype)
+    return model(tokens_B, context=DecodeStep(cache, cached_B, slots_B.long(), attended))
+
+
+def test_dynamic_rope_refuses_to_decode_beyond_its_length():
+    model = ours(theirs("dynamic beyond"))
+    cache = KVCache(model, 1, 32)
+    with torch.no_grad():
+        model(some_tokens(1, 16, 61)[0], context=Prefill([16], cache, torch.arange(16)))
+        with pytest.raises(UserError, match="dynamic rope"):
+            model(some_tokens(1, 17, 61)[0], context=Prefill([17], cache, torch.arange(17)))

@@ -1,0 +1,163 @@
+"""The Triton form of sample() against its twin and the form for CPUs: the same tokens, numbers and kept sets."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rlhf_spmd.kernels.kept import make_rules
+from rlhf_spmd.kernels.sample import sample, sample_ref, sample_triton
+from rlhf_spmd.kernels.tree import edge_distances
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_stored": 0}
+RULES = {
+    "top-k": {"top_k": 30, "temperature": 0.8},
+    "top-p": {"top_p": 0.9},
+    "nearly all": {"top_p": 0.999, "temperature": 2.0},
+    "min-p": {"min_p": 0.05},
+    "all": {"top_k": 40, "top_p": 0.8, "min_p": 0.1},
+    "greedy": {"temperature": 0.0},
+    "stored": {"num_stored": 20, "top_p": 0.95},
+    "stored, min-p": {"num_stored": 4, "min_p": 0.001},
+    "stored, greedy": {"num_stored": 3, "temperature": 0.0},
+}
+
+
+def make_rows(num_rows: int, vocab_size: int, dtype, device: str, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed + vocab_size)
+    logits_BV = 3 * torch.randn(num_rows, vocab_size, generator=generator)
+    uniforms_B = torch.rand(num_rows, generator=generator)
+    return logits_BV.to(device, dtype), uniforms_B.to(device)
+
+
+def launch(logits_BV, uniforms_B, *, restricted: bool = True, **rules):
+    rules = OFF | rules
+    return sample_triton(logits_BV, uniforms_B, make_rules(logits_BV, **rules), rules["num_stored"], restricted)
+
+
+def assert_same(sampled, expected, rows_B=slice(None)) -> None:
+    assert torch.equal(sampled.tokens_B[rows_B], expected.tokens_B[rows_B])
+    for field, other in zip(sampled[1:4], expected[1:4], strict=True):
+        assert field.dtype == torch.float32
+        torch.testing.assert_close(field[rows_B], other[rows_B], atol=5e-6, rtol=1e-5)
+    assert (sampled.kept_BK is None) == (expected.kept_BK is None)
+    if expected.kept_BK is not None:
+        assert torch.equal(sampled.kept_BK[rows_B], expected.kept_BK[rows_B])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [1, 7, 511, 512, 513, 4097, 9 * 512 + 3])
+def test_rows_that_keep_everything(vocab_size, dtype, device):
+    num_rows = 2000 if device == "cuda" else 40
+    for temperature in (1.0, 0.7):
+        logits_BV, uniforms_B = make_rows(num_rows, vocab_size, dtype, device)
+        sampled = launch(logits_BV, uniforms_B, temperature=temperature, restricted=False)
+        twin = sample_ref(logits_BV, uniforms_B, temperature=temperature)
+        distances_B = edge_distances(logits_BV.cpu().float(), uniforms_B.cpu(), twin.tokens_B.cpu(), temperature)
+        sure_B = (distances_B > 1e-6).to(device)
+        assert sure_B.float().mean() > 0.98
+        assert_same(sampled, twin, sure_B)
+        assert (sampled.kept_mass_B == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 40, 513, 5003])
+@pytest.mark.parametrize("name", RULES)
+def test_rows_that_keep_some(name, vocab_size, dtype, device):
+    num_rows = 500 if device == "cuda" else 5
+    rows = make_rows(num_rows, vocab_size, dtype, device, seed=1)
+    twin = sample_ref(*rows, **RULES[name])
+    sampled = launch(*rows, **RULES[name])
+    # where a sum is at the edge of top_p, rounding decides whether a token is kept: the masses then differ
+    same_B = (sampled.kept_mass_B - twin.kept_mass_B).abs() < 4e-6
+    assert same_B.float().mean() > 0.99
+    assert_same(sampled, twin, same_B)
+
+
+def test_rules_of_each_row(device):
+    """One batch, rules row by row; the form for CPUs draws the same."""
+    num_rows = 480 if device == "cuda" else 24
+    logits_BV, uniforms_B = make_rows(num_rows, 1300, torch.float32, device, seed=2)
+    repeats = num_rows // 12
+    rules = {
+        "temperature": torch.tensor([1.0, 0.0, 0.7, 3.0]).repeat(3 * repeats),
+        "top_k": torch.tensor([0, 5, 0]).repeat(4 * repeats),
+        "top_p": torch.tensor([1.0, 0.9]).repeat(6 * repeats),
+        "min_p": torch.tensor([0.0] * 5 + [0.1]).repeat(2 * repeats),
+    }
+    for num_stored in (0, 10):
+        sampled = launch(logits_BV, uniforms_B, **rules, num_stored=num_stored)
+        on_cpu = sample(logits_BV.cpu(), uniforms_B.cpu(), **rules, num_stored=num_stored)
+        assert_same(type(sampled)(*(x if x is None else x.cpu() for x in sampled)), on_cpu)
+
+
+def test_equals_infinities_and_zeros(device):
+    """Equal logits all over, 0 and -0, -inf, rows with nothing or NaN in them; rows that lie apart in memory."""
+    generator = torch.Generator().manual_seed(4)
+    wide_BV = (torch.randint(0, 3, (8, 1500), generator=generator).float() - 1) * 0.4
+    wide_BV[:, ::7] = -0.0
+    wide_BV[3, 100:] = -torch.inf
+    wide_BV[4], wide_BV[5, 9], wide_BV[6, 9] = -torch.inf, torch.nan, torch.inf
+    wide_BV = wide_BV.to(device)
+    logits_BV, uniforms_B = wide_BV[:, :1203], torch.linspace(0, 0.999, 8, device=device)
+    sound_B = torch.tensor([0, 1, 2, 3, 7], device=device)
+    for rules in ({}, {"top_k": 50}, {"top_p": 0.37}, {"min_p": 0.9}, {"num_stored": 9}, {"temperature": 0.0}):
+        sampled, twin = launch(logits_BV, uniforms_B, **rules), sample_ref(logits_BV, uniforms_B, **rules)
+        assert_same(sampled, twin, sound_B)
+        assert ((sampled.tokens_B >= 0) & (sampled.tokens_B < 1203)).all()
+        for field in sampled[1:4]:
+            assert field[4:7].isnan().all()
+
+
+def test_values_of_any_size(device):
+    """The search ends and is exact from the smallest floats to the largest."""
+    exponents = torch.linspace(-44, 38, 700, dtype=torch.float64)
+    logits = torch.cat((-(10.0**exponents), torch.zeros(1, dtype=torch.float64), 10 ** exponents[:350])).float()
+    logits_BV = logits[torch.randperm(len(logits), generator=torch.Generator().manual_seed(5))].expand(6, -1).to(device)
+    uniforms_B = torch.linspace(0, 0.99, 6, device=device)
+    for top_k in (2, 352, 1050):
+        sampled = launch(logits_BV, uniforms_B, top_k=top_k, num_stored=1100)
+        assert torch.equal(sampled.kept_BK, sample_ref(logits_BV, uniforms_B, top_k=top_k, num_stored=1100).kept_BK)
+
+
+def test_dispatch(device):
+    """sample() itself, and an empty batch."""
+    rows = make_rows(4, 600, torch.float32, device)
+    for rules in ({}, {"top_k": 3}, {"temperature": 0.0}, {"top_p": torch.full((4,), 0.5)}):
+        assert_same(sample(*rows, **rules), sample_ref(*rows, **rules))
+    empty = launch(rows[0][:0], rows[1][:0], num_stored=2)
+    assert empty.tokens_B.shape == (0,) and empty.kept_BK.shape == (0, 2)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rlhf_spmd.kernels import sample, stored, threshold
+
+TYPES = {"uniforms": "*fp32", "tokens": "*i64", "total": "*fp64", "top_k": "*i64", "limit": "*i64", "top_p": "*fp64",
+         "order": "*i64", "keys": "*i64", "least": "*i32", "last": "*i32", "restricted": "*i32", "logits": "*bf16"}
+META = {"RESTRICTED": True, "LEAVES": 512, "BLOCK": 512, "BLOCKS": 8, "OVER": 3, "INSIDE": 3, "TILE": 2048, "PIVOTS": 8}
+for kernel in (sample._blocks_kernel, sample._merge_kernel, sample._draw_kernel, threshold._threshold_kernel,
+               stored._collect_kernel):
+    names = kernel.arg_names
+    kinds = {n: TYPES.get(n.removesuffix("_ptr"), "*fp32") if n.endswith("_ptr") else "i32" for n in names}
+    meta = {n: META[n] for n in names if n in META}
+    kinds |= dict.fromkeys(meta, "constexpr")
+    source = ASTSource(kernel, kinds, {(names.index(n),): v for n, v in meta.items()})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    print(kernel.__name__)
+"""
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """The interpreter takes more than the compiler does; that one needs no device."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("_kernel") == 5
