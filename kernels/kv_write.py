@@ -14,8 +14,8 @@ from rlhf_spmd.kernels.backend import tl, triton
 
 
 def heads_of(slots_T: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Where each head of each token goes in a contiguous cache seen as [n * K * s, d]: int64 [T * K]. A CPU finds it once
-    for all layers; no slot may be -1."""
+    """Where each head of each token goes in a contiguous cache seen as [n * K * s, d]: int64 [T * K]. A CPU finds it
+    once for all layers; no slot may be -1."""
     blocks_T = slots_T.div(block_size, rounding_mode="floor")
     first_T = blocks_T * (num_heads * block_size) + slots_T.remainder(block_size)
     return (first_T[:, None] + torch.arange(num_heads) * block_size).flatten()

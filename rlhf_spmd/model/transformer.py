@@ -1,9 +1,9 @@
 """The transformer: one definition for training, scoring and generation, covering Llama, Qwen2, Qwen3 and Mistral.
 
-Training, log-probabilities and decoding run the same code, so that generation and training agree to rounding; where keys
-are cached some steps are `fast`: the same formulas without a backward pass. Parameter names are Hugging Face's without
-the leading `model.`; heads are `lm_head` (absent when tied) and `score`. A shard of a model (parallel.py) keeps the names
-and numbers of the whole one.
+Training, log-probabilities and decoding run the same code, so that generation and training agree to rounding; where
+keys are cached some steps are `fast`: the same formulas without a backward pass. Parameter names are Hugging Face's
+without the leading `model.`; heads are `lm_head` (absent when tied) and `score`. A shard of a model (parallel.py) keeps
+the names and numbers of the whole one.
 """
 
 # B sequences, T tokens at hand, N tokens of packed sequences, V vocabulary, D hidden, H heads, K key-value heads,

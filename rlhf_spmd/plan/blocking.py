@@ -110,8 +110,8 @@ class _Transfers:
 
 
 def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
-    """Runs all lists under blocking semantics; whoever is left standing is a finding. in_order: transfers are carried out
-    one after another, as posted."""
+    """Runs all lists under blocking semantics; whoever is left standing is a finding. in_order: transfers are carried
+    out one after another, as posted."""
     lists = program.instructions
     position = [0] * len(lists)
     transfers = _Transfers(program, in_order)
