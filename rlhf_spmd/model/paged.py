@@ -1,10 +1,11 @@
-"""Attention over a paged KV cache: the contexts of a prefill (packed prompts) and of a decode step."""
+"""Attention over a paged KV cache: the context of a round of generation, of prompts and new tokens."""
 
 # B rows, N tokens of packed sequences, H heads, K key-value heads, d head_dim, n blocks of s tokens
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
@@ -20,26 +21,20 @@ class Cache(Protocol):
 
 
 class Prefill(Packed):
-    """Packed sequences that begin at position 0 and whose keys and values are stored."""
+    """Packed sequences that begin at position 0 and whose keys and values are stored; a part of a Round."""
 
-    cached: ClassVar[bool] = True
-
-    def __init__(self, lengths: Sequence[int], cache: Cache, slots_N: Tensor, *, multiple: int = 1):
+    def __init__(self, lengths: Sequence[int], cache: Cache, slots_N: Tensor):
         """slots_N: where each token goes, int64 (block * s + offset)."""
-        super().__init__(lengths, device=slots_N.device, multiple=multiple)
+        super().__init__(lengths, device=slots_N.device)
         self._cache, self._slots_N = cache, slots_N
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        num = len(self._slots_N)  # without what fills up the tokens for tp
-        kv_write(k[:num], v[:num], *self._cache.layer(layer), self._slots_N)
+        kv_write(k, v, *self._cache.layer(layer), self._slots_N)
         return super().attend(layer, q, k, v, window)
 
 
 class DecodeStep:
-    """One new token per row, [B]; it is stored, and attends to all tokens of its row."""
-
-    packed: ClassVar[bool] = False
-    cached: ClassVar[bool] = True
+    """One new token per row, [B]; it is stored, and attends to all tokens of its row; a part of a Round."""
 
     def __init__(self, cache: Cache, positions_B: Tensor, slots_B: Tensor, decode: Decode):
         """positions_B: tokens before this one. slots_B: where it goes. decode: what all layers share."""
@@ -52,3 +47,22 @@ class DecodeStep:
             self._heads = heads_of(self._slots_B, *keys_nKsd.shape[1:3])
         kv_write(k, v, keys_nKsd, values_nKsd, self._slots_B, self._heads)
         return decode_attention(q, keys_nKsd, values_nKsd, self._decode, window=window)
+
+
+class Round:
+    """The context of one pass of generation: a token for each row, then the prompts of newcomers; either may be
+    missing. They share every product, and only attention takes them apart."""
+
+    packed: ClassVar[bool] = False
+    cached: ClassVar[bool] = True
+
+    def __init__(self, step: DecodeStep | None, prefill: Prefill | None):
+        self._parts = [part for part in (step, prefill) if part is not None]
+        self._sizes = [len(part.positions) for part in self._parts]
+        self.positions = torch.cat([part.positions for part in self._parts])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        if len(self._parts) == 1:
+            return self._parts[0].attend(layer, q, k, v, window)
+        cuts = [x.split(self._sizes) for x in (q, k, v)]
+        return torch.cat([part.attend(layer, *qkv, window) for part, *qkv in zip(self._parts, *cuts, strict=True)])

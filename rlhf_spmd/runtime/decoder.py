@@ -1,6 +1,6 @@
-"""The forward passes of generation on one rank: prefill of packed prompts and the decode step, through all stages."""
+"""The forward passes of generation on one rank, through all stages: a token for each row, and prompts of newcomers."""
 
-# A prompts, N their tokens, B rows, M blocks of a row's table, D hidden
+# A prompts, B rows, N tokens of both, M blocks of a row's table, D hidden
 
 from collections.abc import Sequence
 
@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
-from rlhf_spmd.model.paged import DecodeStep, Prefill
-from rlhf_spmd.model.parallel import gather_tokens
+from rlhf_spmd.model.paged import DecodeStep, Prefill, Round
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.blocks import Scheduler
 from rlhf_spmd.runtime.graphs import Graphs
@@ -31,38 +30,49 @@ class Decoder:
         self._version = -1
         self._graphs = Graphs(self._compute) if Graphs.can_capture(model) else None
 
-    def prefill(self, tokens: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]) -> Tensor:
-        """Stores the keys and values of these sequences -> hidden_AD of their last tokens (on the last stage)."""
-        model, lengths = self.model, [len(sequence) for sequence in tokens]
-        slots_N = slots_of(blocks, lengths, self.cache.block_size).to(self.device)
-        context = Prefill(lengths, self.cache, slots_N, multiple=model.parallel.shard.tp)
-        tokens_N = torch.tensor([token for sequence in tokens for token in sequence], device=self.device)
-        output = self._through_stages(tokens_N, context, model.passes_on(len(tokens_N)))
-        if not model.parallel.is_last:
-            return output
-        last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        return gather_tokens(output, group=model.parallel.group)[last_A]
+    def round(
+        self, tokens_B: Tensor, cached_B: Tensor, prompts: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
+    ) -> Tensor | None:
+        """One more token for each of the first B rows, and the prompts of newcomers with the blocks that they get, in
+        one pass -> hidden of the rows, then of the prompts' last tokens, [B + A, D]; None on all stages but the last.
 
-    def step(self, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
-        """One more token for every row -> hidden_BD of it. cached_B: tokens before it."""
-        num_rows, size = len(tokens_B), self.cache.block_size
+        cached_B: tokens before those at hand.
+        """
+        num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
+        rows = self._looked_up(cached_B) if num_rows else None
+        if not prompts and self._graphs is not None:
+            return self._graphs(tokens_B, cached_B, *rows)
+        step = self._step(cached_B, cached_B + 1, *rows) if num_rows else None
+        prefill = None
+        if prompts:
+            slots_N = slots_of(blocks, lengths, self.cache.block_size).to(self.device)
+            prefill = Prefill(lengths, self.cache, slots_N)
+            new_N = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+            tokens_B = torch.cat((tokens_B, new_N))
+        hidden = self._through_stages(tokens_B, Round(step, prefill))
+        if not self.model.parallel.is_last or not prompts:
+            return hidden if self.model.parallel.is_last else None
+        last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows
+        return torch.cat((hidden[:num_rows], hidden[last_A]))
+
+    def _looked_up(self, cached_B: Tensor) -> tuple[Tensor, Tensor]:
+        """slots_B of the tokens at hand, and tables_BM."""
+        num_rows, size = len(cached_B), self.cache.block_size
         tables_BM = self._tables()[:num_rows]
         if self.scheduler.one_block:
-            slots_B = torch.arange(num_rows, device=self.device) * size + cached_B
-        else:
-            blocks_B1 = tables_BM.gather(1, (cached_B // size)[:, None])
-            slots_B = blocks_B1[:, 0].long() * size + cached_B % size
-        if self._graphs is not None:
-            return self._graphs(tokens_B, cached_B, slots_B, tables_BM)
-        return self._compute(tokens_B, cached_B, cached_B + 1, slots_B, tables_BM)
+            return torch.arange(num_rows, device=self.device) * size + cached_B, tables_BM
+        blocks_B1 = tables_BM.gather(1, (cached_B // size)[:, None])
+        return blocks_B1[:, 0].long() * size + cached_B % size, tables_BM
+
+    def _step(self, cached_B: Tensor, lengths_B: Tensor, slots_B: Tensor, tables_BM: Tensor) -> DecodeStep:
+        attended = Decode.prepare(tables_BM, lengths_B, self.cache.block_size, self.model.dtype)
+        return DecodeStep(self.cache, cached_B, slots_B, attended)
 
     def _compute(
         self, tokens_B: Tensor, cached_B: Tensor, lengths_B: Tensor, slots_B: Tensor, tables_BM: Tensor
     ) -> Tensor:
         """A decode step whose rows have been looked up; lengths count the token at hand."""
-        attended = Decode.prepare(tables_BM, lengths_B, self.cache.block_size, self.model.dtype)
-        context = DecodeStep(self.cache, cached_B, slots_B, attended)
-        return self._through_stages(tokens_B, context, (len(tokens_B), self.model.config.hidden_size))
+        return self._through_stages(tokens_B, Round(self._step(cached_B, lengths_B, slots_B, tables_BM), None))
 
     def _tables(self) -> Tensor:
         """Every row's blocks, sent to the device when they have changed."""
@@ -74,13 +84,14 @@ class Decoder:
             self._tables_BM[: len(tables)] = tables.to(self.device)
         return self._tables_BM
 
-    def _through_stages(self, tokens: Tensor, context: Prefill | DecodeStep, shape: tuple[int, int]) -> Tensor:
-        """Runs this rank's stage between its neighbours -> its output. shape: of what stages pass on."""
-        parallel, hidden = self.model.parallel, None
+    def _through_stages(self, tokens_N: Tensor, context: Round) -> Tensor:
+        """Runs this rank's stage between its neighbours -> its output_ND."""
+        parallel, hidden_ND = self.model.parallel, None
         if parallel.previous is not None:
-            hidden = torch.empty(shape, dtype=self.model.dtype, device=self.device)
-            dist.recv(hidden, src=parallel.previous)
-        hidden = self.model(tokens, context=context, hidden=hidden)
+            shape = (len(tokens_N), self.model.config.hidden_size)
+            hidden_ND = torch.empty(shape, dtype=self.model.dtype, device=self.device)
+            dist.recv(hidden_ND, src=parallel.previous)
+        hidden_ND = self.model(tokens_N, context=context, hidden=hidden_ND)
         if parallel.next is not None:
-            dist.send(hidden.contiguous(), dst=parallel.next)
-        return hidden
+            dist.send(hidden_ND.contiguous(), dst=parallel.next)
+        return hidden_ND

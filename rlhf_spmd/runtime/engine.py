@@ -5,15 +5,15 @@
     engine.run(requests)                          # works ahead on later requests where places are free
     responses_RG, logprobs_RG, kept_RGK = engine.results(requests)
 
-Each round gives free places to the next in line (a prefill of packed prompts, and their first tokens), then decodes one
-token for every row. A token depends on its own uniform number and on nothing else: not on the rows it is decoded with,
-nor on block sizes, preemption or ranks.
+Each round gives free places to the next in line, and computes their prompts and a token for every row in one pass. A
+token depends on its own uniform number and on nothing else: not on the rows it is decoded with, nor on block sizes,
+preemption or ranks.
 
 The ranks of one copy do the same bookkeeping: those of a stage draw alike, hidden states go from stage to stage, and
 the tokens from the last stage back to all.
 """
 
-# R requests, B rows, A rows just admitted, G longest response, K largest kept set, V vocabulary, D hidden
+# R requests, B rows, G longest response, K largest kept set, V vocabulary, D hidden
 
 import math
 from collections.abc import Callable, Sequence
@@ -118,64 +118,59 @@ class Engine:
         return responses_RG, logprobs_RG, kept_RGK
 
     def _round(self) -> tuple[list[int], int]:
-        """One prefill, if there is place, and one decode step -> the requests that ended, and how many tokens."""
-        ended: list[int] = []
-        num_tokens, admitted = 0, self.scheduler.admit()
+        """One pass: a token for every row, the first of newcomers -> the requests that ended, and how many tokens."""
+        preempted = self.scheduler.grow()
+        if preempted:
+            self.num_preempted += len(preempted)
+            self._batch = Batch(self._batch.rows_FB[:, : len(self.scheduler.rows)])
+        crowded = preempted and self.scheduler.rows  # whoever has just left would come back at once
+        admitted = [] if crowded else self.scheduler.admit()
+        hidden_BD = self._forward(admitted)
+        self._batch.cached_B += 1
         if admitted:
-            hidden_AD = self._prefill(admitted)
-            num_old = len(self._batch)
             self._batch = self._batch.with_admitted(admitted, self.requests)
-            num_tokens += len(admitted)
-            ended += self._draw(hidden_AD, num_old)
-        if self.scheduler.rows:
-            if self.scheduler.grow():
-                self.num_preempted += len(self._batch) - len(self.scheduler.rows)
-                self._batch = Batch(self._batch.rows_FB[:, : len(self.scheduler.rows)])
-            hidden_BD = self.decoder.step(self._batch.token_B, self._batch.cached_B)
-            self._batch.cached_B += 1
-            num_tokens += len(self._batch)
-            ended += self._draw(hidden_BD, 0)
-        return ended, num_tokens
+        num_tokens = len(self._batch)
+        return self._draw(hidden_BD), num_tokens
 
-    def _prefill(self, admitted: Sequence[Admission]) -> Tensor | None:
-        """Fills the blocks of new rows -> hidden_AD of their last tokens on the last stage. A prompt that is in the
-        cache already is not computed again."""
+    def _forward(self, admitted: Sequence[Admission]) -> Tensor | None:
+        """Fills the blocks of newcomers and decodes the rows before them -> hidden_BD of all, on the last stage. A
+        prompt that is in the cache already is not computed again."""
         fresh = [one for one in admitted if one.donor is None]
-        hidden_FD = None
-        if fresh:
-            drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
-            tokens = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
-            hidden_FD = self.decoder.prefill(tokens, [one.row.blocks for one in fresh])
-            self._last_hidden |= {one.row.key: (hidden_FD, i) for i, one in enumerate(fresh) if not drawn[i]}
-            if len(fresh) == len(admitted):
-                return hidden_FD
+        drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
+        prompts = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
+        batch = self._batch
+        hidden = self.decoder.round(batch.token_B, batch.cached_B, prompts, [one.row.blocks for one in fresh])
+        place = {one.row.request: (hidden, len(batch) + i) for i, one in enumerate(fresh)}
+        self._last_hidden |= {one.row.key: place[one.row.request] for i, one in enumerate(fresh) if not drawn[i]}
+        if len(fresh) == len(admitted):
+            return hidden
         self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
-        place = {one.row.request: (hidden_FD, i) for i, one in enumerate(fresh)}
+        if hidden is None:
+            return None
         found = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
-        return torch.stack([hidden_FD[i] for hidden_FD, i in found]) if self.parallel.is_last else None
+        return torch.cat((hidden[: len(batch)], torch.stack([hidden_ND[i] for hidden_ND, i in found])))
 
-    def _draw(self, hidden_AD: Tensor | None, first: int) -> list[int]:
-        """Draws a token for the rows from `first` on -> the requests that have ended, whose places are free again."""
+    def _draw(self, hidden_BD: Tensor | None) -> list[int]:
+        """Draws a token for every row -> the requests that have ended, whose places are free again."""
         batch, requests = self._batch, self.requests
-        part = Batch(batch.rows_FB[:, first:]) if first else batch
-        index_A = part.request_B - requests.first
-        tokens_A = torch.empty_like(part.token_B)
+        index_B = batch.request_B - requests.first
+        tokens_B = torch.empty_like(batch.token_B)
         if self.parallel.is_last:
-            drawn = self._sample(self.model.logits(hidden_AD), part, index_A)
-            tokens_A = drawn.tokens_B
-            requests.logprobs_RG[index_A, part.drawn_B] = drawn.logprobs_B.float()
+            drawn = self._sample(self.model.logits(hidden_BD), batch, index_B)
+            tokens_B = drawn.tokens_B
+            requests.logprobs_RG[index_B, batch.drawn_B] = drawn.logprobs_B.float()
             if drawn.kept_BK is not None:
-                requests.kept_RGK[index_A, part.drawn_B, : drawn.kept_BK.shape[1]] = drawn.kept_BK
-        self._from_last_stage(tokens_A)
-        requests.responses_RG[index_A, part.drawn_B] = tokens_A
-        part.token_B.copy_(tokens_A)
-        part.drawn_B += 1
-        ended_A = torch.isin(tokens_A, self._eos_E) | (part.drawn_B >= part.most_B)
+                requests.kept_RGK[index_B, batch.drawn_B, : drawn.kept_BK.shape[1]] = drawn.kept_BK
+        self._from_last_stage(tokens_B)
+        requests.responses_RG[index_B, batch.drawn_B] = tokens_B
+        batch.token_B.copy_(tokens_B)
+        batch.drawn_B += 1
+        ended_B = torch.isin(tokens_B, self._eos_E) | (batch.drawn_B >= batch.most_B)
         if requests.has_stops:
-            ended_A |= self._stopped(part)
-        if not bool(ended_A.any()):
+            ended_B |= self._stopped(batch)
+        if not bool(ended_B.any()):
             return []
-        rows = (ended_A.nonzero()[:, 0] + first).tolist()
+        rows = ended_B.nonzero()[:, 0].tolist()
         ended = [self.scheduler.rows[row].request for row in rows]
         for number, length in zip(ended, batch.drawn_B[rows].tolist(), strict=True):
             requests.lengths[number - requests.first] = length
@@ -188,27 +183,27 @@ class Engine:
             self._last_hidden = {key: place for key, place in self._last_hidden.items() if key in under_way}
         return ended
 
-    def _sample(self, logits_AV: Tensor, part: Batch, index_A: Tensor) -> Sampled:
-        """Tokens of these rows, alike on all tp ranks."""
+    def _sample(self, logits_BV: Tensor, batch: Batch, index_B: Tensor) -> Sampled:
+        """Tokens of all rows, alike on all tp ranks."""
         requests = self.requests
         if requests.has_minimum and self._banned:
-            early_A1 = (part.drawn_B < part.least_B)[:, None]
-            logits_AV[:, self._banned] = logits_AV[:, self._banned].masked_fill(early_A1, -math.inf)
-        options = requests.limits(index_A) | {"num_stored": requests.num_stored}
-        uniforms_A = requests.uniforms_RG[index_A, part.drawn_B]
+            early_B1 = (batch.drawn_B < batch.least_B)[:, None]
+            logits_BV[:, self._banned] = logits_BV[:, self._banned].masked_fill(early_B1, -math.inf)
+        options = requests.limits(index_B) | {"num_stored": requests.num_stored}
+        uniforms_B = requests.uniforms_RG[index_B, batch.drawn_B]
         if self.parallel.group is None:
-            return sample(logits_AV, uniforms_A, **options)
+            return sample(logits_BV, uniforms_B, **options)
         config = self.model.config
         mine = vocabulary_of(config, self.parallel.shard)
         return sample_shard(
-            logits_AV, uniforms_A, vocabulary=mine, vocab_size=config.vocab_size, group=self.parallel.group, **options
+            logits_BV, uniforms_B, vocabulary=mine, vocab_size=config.vocab_size, group=self.parallel.group, **options
         )
 
-    def _stopped(self, part: Batch) -> Tensor:
-        """Which rows have just completed one of their stop texts: bool [A]."""
+    def _stopped(self, batch: Batch) -> Tensor:
+        """Which rows have just completed one of their stop texts: bool [B]."""
         assert self.decode is not None, "stop texts need a tokenizer"
         requests, found = self.requests, []
-        for number, drawn in zip(part.request_B.tolist(), part.drawn_B.tolist(), strict=True):
+        for number, drawn in zip(batch.request_B.tolist(), batch.drawn_B.tolist(), strict=True):
             stop = requests.sampling[number - requests.first].stop
             if stop:
                 # a character takes at most 4 tokens (a byte each); some decoders change the first ones of a text

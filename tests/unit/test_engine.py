@@ -89,10 +89,13 @@ def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
     prompts, uniforms_RG = [three[i % 3] for i in range(num)], draws(num)
     engine = make_engine(model, max_sequences=7, block_size=block_size)
     prefilled: list[list[int]] = []
-    original = engine.decoder.prefill
-    monkeypatch.setattr(
-        engine.decoder, "prefill", lambda tokens, blocks: (prefilled.extend(tokens), original(tokens, blocks))[1]
-    )
+    original = engine.decoder.round
+
+    def noted(tokens_B, cached_B, prompts, blocks):
+        prefilled.extend(prompts)
+        return original(tokens_B, cached_B, prompts, blocks)
+
+    monkeypatch.setattr(engine.decoder, "round", noted)
     found, logprobs_RG = run(engine, prompts, uniforms_RG, Sampling(MAX_NEW, min_new_tokens=5))
     # a place that becomes free is given to the next sample of a prompt, which is often still there
     assert 3 <= len(prefilled) <= 5

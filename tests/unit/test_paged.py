@@ -5,7 +5,7 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.decode_attention import Decode
-from rlhf_spmd.model.paged import DecodeStep, Prefill
+from rlhf_spmd.model.paged import DecodeStep, Prefill, Round
 from rlhf_spmd.runtime.kvcache import KVCache, slots_of
 from tests.unit.test_transformer import ours, some_tokens, theirs
 
@@ -31,7 +31,7 @@ def test_equals_the_full_forward(case, block_size):
     prompts = [row[:length] for row, length in zip(tokens_BT, LENGTHS, strict=True)]
     with torch.no_grad():
         slots_N = slots_of(tables, LENGTHS, block_size)
-        parts = model(torch.cat(prompts), context=Prefill(LENGTHS, cache, slots_N)).split(LENGTHS)
+        parts = model(torch.cat(prompts), context=Round(None, Prefill(LENGTHS, cache, slots_N))).split(LENGTHS)
         found = [[part] for part in parts]
         for t in range(NUM_NEW):
             cached_B = torch.tensor(LENGTHS) + t
@@ -49,13 +49,13 @@ def decode(model, cache, tables, tokens_B, cached_B):
     size = cache.block_size
     slots_B = tables_BM.gather(1, (cached_B // size)[:, None])[:, 0] * size + cached_B % size
     attended = Decode.prepare(tables_BM, cached_B + 1, size, model.dtype)
-    return model(tokens_B, context=DecodeStep(cache, cached_B, slots_B.long(), attended))
+    return model(tokens_B, context=Round(DecodeStep(cache, cached_B, slots_B.long(), attended), None))
 
 
 def test_dynamic_rope_refuses_to_decode_beyond_its_length():
     model = ours(theirs("dynamic beyond"))
     cache = KVCache(model, 1, 32)
     with torch.no_grad():
-        model(some_tokens(1, 16, 61)[0], context=Prefill([16], cache, torch.arange(16)))
+        model(some_tokens(1, 16, 61)[0], context=Round(None, Prefill([16], cache, torch.arange(16))))
         with pytest.raises(UserError, match="dynamic rope"):
-            model(some_tokens(1, 17, 61)[0], context=Prefill([17], cache, torch.arange(17)))
+            model(some_tokens(1, 17, 61)[0], context=Round(None, Prefill([17], cache, torch.arange(17))))
