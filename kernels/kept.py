@@ -13,6 +13,7 @@ token always stays, a banned one (-inf) never. A temperature of 0 is the limit 1
 Legend: B sequences, V vocabulary, C candidates (the largest logits of a row), K stored tokens.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -61,14 +62,22 @@ class Rules(NamedTuple):
 
 def make_rules(logits_BV: Tensor, temperature, top_k, top_p, min_p, num_stored: int) -> Rules:
     """Numbers or tensors [B] -> Rules on the device of the logits."""
-    num_rows, vocab_size = logits_BV.shape
+    values = [x.item() if isinstance(x, Tensor) and not x.dim() else x for x in (temperature, top_k, top_p, min_p)]
     z_type = torch.promote_types(logits_BV.dtype, torch.float32)
+    made = _made if any(isinstance(value, Tensor) for value in values) else _made_before
+    return made(tuple(logits_BV.shape), z_type, logits_BV.device, *values, num_stored)
+
+
+def _made(
+    shape: tuple[int, int], z_type: torch.dtype, device: torch.device, temperature, top_k, top_p, min_p, num_stored: int
+) -> Rules:
+    num_rows, vocab_size = shape
 
     def rows(value, dtype: torch.dtype) -> Tensor:
-        if isinstance(value, Tensor) and value.dim():
+        if isinstance(value, Tensor):
             assert value.shape == (num_rows,), f"{tuple(value.shape)} parameters for {num_rows} rows"
-            return value.to(logits_BV.device, dtype)
-        return torch.full((num_rows,), float(value), dtype=dtype, device=logits_BV.device)
+            return value.to(device, dtype)
+        return torch.full((num_rows,), float(value), dtype=dtype, device=device)
 
     temperature_B, top_k_B = rows(temperature, z_type), rows(top_k, torch.int64)
     top_p_B, min_p_B = rows(top_p, torch.float64), rows(min_p, torch.float64)
@@ -83,6 +92,9 @@ def make_rules(logits_BV: Tensor, temperature, top_k, top_p, min_p, num_stored: 
         torch.where(greedy_B, -torch.inf, min_p_B.log()).to(z_type),
         torch.where(greedy_B, 1, limit),
     )
+
+
+_made_before = functools.lru_cache(maxsize=256)(_made)  # of numbers: the next step's are the same
 
 
 def kept_ref(z_BV: Tensor, rules: Rules) -> Tensor:

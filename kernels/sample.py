@@ -231,11 +231,9 @@ def sample(
     """
     rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
     uniforms_B = torch.as_tensor(uniforms_B, device=logits_BV.device)
+    # a tensor is not looked into, since that would wait for a GPU
+    numbers = not any(isinstance(value, Tensor) for value in (temperature, top_k, top_p, min_p))
+    is_open = numbers and temperature != 0 and (top_k, top_p, min_p, num_stored) == (0, 1, 0, 0)
     if logits_BV.is_cuda and logits_BV.dtype != torch.float64:
-        parameters = ((temperature, 1), (top_k, 0), (top_p, 1), (min_p, 0))
-        # 1 and 1.0 are off; a tensor is not looked into, since that would wait for the device
-        maybe = any(
-            isinstance(value, Tensor) or (value != off and name) for name, (value, off) in enumerate(parameters)
-        )
-        return sample_triton(logits_BV, uniforms_B, rules, num_stored, maybe)
-    return sample_cpu(logits_BV, uniforms_B, rules, num_stored)
+        return sample_triton(logits_BV, uniforms_B, rules, num_stored, not is_open)
+    return sample_cpu(logits_BV, uniforms_B, rules, num_stored, not is_open)

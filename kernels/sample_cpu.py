@@ -17,10 +17,15 @@ CHUNK = 2**17  # logits that are worked on at a time: their float32 copy stays i
 LOWEST = torch.finfo(torch.float32).min
 
 
-def sample_cpu(logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_stored: int) -> Sampled:
-    restricted_B = rules.restricted(logits_BV.shape[1])
+def sample_cpu(
+    logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
+) -> Sampled:
+    """any_restricted: whether any row may keep less than all."""
     if len(logits_BV) == 0:
         return empty(logits_BV, rules, num_stored)
+    if not any_restricted:
+        return _draw_open(logits_BV, uniforms_B, rules)
+    restricted_B = rules.restricted(logits_BV.shape[1])
     if num_stored or restricted_B.all():
         return _draw_restricted(logits_BV, uniforms_B, rules, num_stored)
     if not restricted_B.any():
@@ -114,11 +119,10 @@ def draw_inside(
 
 def _told(tokens_B: Tensor, shifted_B: Tensor, kept_B: Tensor, total_B: Tensor | None) -> Sampled:
     """Tokens with z - max z, from a kept set of mass kept_B of total_B (None: of all)."""
-    logprobs_B = torch.where(kept_B > 0, shifted_B.double() - kept_B.log(), torch.nan)
     if total_B is None:
-        logprobs_B = logprobs_B.to(shifted_B.dtype)
-        share_B = torch.ones_like(logprobs_B).masked_fill_(logprobs_B.isnan(), torch.nan)
-        return Sampled(tokens_B, logprobs_B, logprobs_B, share_B)
+        logprobs_B = (shifted_B - kept_B.log()).to(shifted_B.dtype)
+        return Sampled(tokens_B, logprobs_B, logprobs_B, logprobs_B * 0 + 1)  # 1 or NaN
+    logprobs_B = torch.where(kept_B > 0, shifted_B.double() - kept_B.log(), torch.nan)
     numbers = torch.stack((logprobs_B, shifted_B - total_B.log(), kept_B / total_B))
     return Sampled(tokens_B, *numbers.masked_fill(~(total_B > 0), torch.nan).to(shifted_B.dtype).unbind())
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.model.linear import Joined
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # old torch
@@ -32,6 +34,7 @@ class Context(Protocol):
 
     packed: ClassVar[bool]
     cached: ClassVar[bool]  # whether keys are stored for later tokens
+    joined: Joined | None  # matrices to use instead of the layers' own, if any
 
     @property
     def positions(self) -> Tensor:
@@ -48,6 +51,7 @@ class Rows:
     positions: Tensor  # [1, T]
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = False
+    joined: ClassVar[None] = None
 
     @classmethod
     def of(cls, num_tokens: int, device: torch.device) -> "Rows":
@@ -63,6 +67,7 @@ class Packed:
 
     packed: ClassVar[bool] = True
     cached: ClassVar[bool] = False
+    joined: ClassVar[None] = None
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", multiple: int = 1):
         """lengths: at least 1 each. multiple: fills N up to a multiple of this with a last sequence of padding."""

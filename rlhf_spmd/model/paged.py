@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
 from rlhf_spmd.kernels.kv_write import heads_of, kv_write
 from rlhf_spmd.model.attention import Packed
+from rlhf_spmd.model.linear import Joined
 
 
 class Cache(Protocol):
@@ -56,7 +57,8 @@ class Round:
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = True
 
-    def __init__(self, step: DecodeStep | None, prefill: Prefill | None):
+    def __init__(self, step: DecodeStep | None, prefill: Prefill | None, joined: Joined | None = None):
+        self.joined = joined
         self._parts = [part for part in (step, prefill) if part is not None]
         self._sizes = [len(part.positions) for part in self._parts]
         self.positions = torch.cat([part.positions for part in self._parts])

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels.rope import doubled
 from rlhf_spmd.kernels.rope import rope as kernel
 from rlhf_spmd.model.config import ModelConfig
 
@@ -37,10 +38,14 @@ def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = to
     return _llama3(config, scaling, dtype), 1.0
 
 
-def cos_sin(positions_BT: Tensor, frequencies_f: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the frequencies' own precision."""
+def cos_sin(
+    positions_BT: Tensor, frequencies_f: Tensor, factor: float, dtype: torch.dtype, *, fast: bool = False
+) -> tuple[Tensor, Tensor]:
+    """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the frequencies' own precision. fast: as the fast
+    rotate_both takes them, on a CPU `doubled`."""
     angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
-    return (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
+    cos_BTf, sin_BTf = (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
+    return doubled(cos_BTf, sin_BTf) if fast and not cos_BTf.is_cuda else (cos_BTf, sin_BTf)
 
 
 def rotate(x_BTHd: Tensor, cos_BTf: Tensor, sin_BTf: Tensor) -> Tensor:

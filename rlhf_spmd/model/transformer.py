@@ -25,7 +25,7 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import Context, Rows
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Linear, linear
+from rlhf_spmd.model.linear import Linear, laid_out, linear
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -121,6 +121,7 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
         self.group = parallel.group
         queries, keys = (len(extent(config, what, parallel.shard)) for what in ("queries", "keys"))
+        self.sizes = [queries, keys, keys]
         self.q_proj = Linear(config.hidden_size, queries, bias=config.attention_bias)
         self.k_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = Linear(config.hidden_size, keys, bias=config.attention_bias)
@@ -129,13 +130,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
-        """x [..., D] -> [..., D]; cos, sin [..., f] of all tokens."""
+        """x [..., D] -> [..., D]; cos, sin of all tokens, by rope.cos_sin."""
         fast = context.cached
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        q = self.q_norm(self.q_proj(x, fast=fast).unflatten(-1, (-1, self.head_dim)))
-        k = self.k_norm(self.k_proj(x, fast=fast).unflatten(-1, (-1, self.head_dim)))
-        v = self.v_proj(x, fast=fast).unflatten(-1, (-1, self.head_dim))
+        if context.joined is None:
+            parts = self.q_proj(x, fast=fast), self.k_proj(x, fast=fast), self.v_proj(x, fast=fast)
+        else:
+            parts = linear(x, *context.joined.qkv[self.layer], fast=fast).contiguous().split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
         return self.o_proj(mixed.flatten(-2), packed=context.packed, fast=fast)
@@ -144,9 +148,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, config: ModelConfig, parallel: Parallel):
+    def __init__(self, config: ModelConfig, layer: int, parallel: Parallel):
         super().__init__()
-        self.group = parallel.group
+        self.layer, self.group = layer, parallel.group
         inner = len(extent(config, "intermediate", parallel.shard))
         self.gate_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
@@ -156,8 +160,12 @@ class MLP(nn.Module):
         """x [..., D] -> [..., D]."""
         if context.packed:
             x = gather_tokens(x, group=self.group)
-        gate, up = self.gate_proj(x, fast=context.cached), self.up_proj(x, fast=context.cached)
-        inner = silu_mul(gate, up) if context.cached else F.silu(gate) * up
+        if context.joined is not None:
+            inner = silu_mul(linear(x, *context.joined.gate_up[self.layer], fast=context.cached))
+        elif context.cached:
+            inner = silu_mul(self.gate_proj(x, fast=True), self.up_proj(x, fast=True))
+        else:
+            inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(inner, packed=context.packed, fast=context.cached)
 
 
@@ -169,7 +177,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, parallel)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, parallel)
+        self.mlp = MLP(config, layer, parallel)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
         """x [..., D] -> [..., D]."""
@@ -270,7 +278,8 @@ class Transformer(nn.Module):
         else:
             x = hidden
         frequencies_f, factor = self._rope(context.positions, x.dtype, decoding=context.cached)
-        cos, sin = rope.cos_sin(context.positions, frequencies_f, factor, x.dtype)
+        cos, sin = rope.cos_sin(context.positions, frequencies_f, factor, x.dtype, fast=context.cached)
+        x = laid_out(x) if context.cached else x
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)

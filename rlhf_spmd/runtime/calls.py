@@ -32,6 +32,8 @@ from rlhf_spmd.runtime.scorer import Scorer
 from rlhf_spmd.runtime.training import Step, Training, summed
 from rlhf_spmd.runtime.world import World
 
+MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side: steps of few rows cost little less than of more
+
 Place = tuple[slice, slice]  # of a tensor [M, C, ...]
 
 
@@ -178,8 +180,9 @@ class Calls:
         """All that this rank generates in an iteration, in the order in which it will be asked for."""
         generation, num_rows = self.config.generation, columns.stop - columns.start
         places = generation.max_sequences
-        if step.mini_batch is not None:  # streaming: the first mini-batch must not wait for the others
-            places = min(places, num_rows)
+        if step.mini_batch is not None:
+            # streaming: the first mini-batch must not wait for all others
+            places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
         return Generation(
             model,
             data.store["prompts"][:, columns],

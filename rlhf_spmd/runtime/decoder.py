@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
+from rlhf_spmd.model.linear import Joined
 from rlhf_spmd.model.paged import DecodeStep, Prefill, Round
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.blocks import Scheduler
@@ -28,6 +29,7 @@ class Decoder:
         if scheduler.one_block:
             self._tables_BM[:, 0] = torch.arange(num_rows)
         self._version = -1
+        self._joined = Joined.of(model)
         self._graphs = Graphs(self._compute) if Graphs.can_capture(model) else None
 
     def round(
@@ -49,7 +51,7 @@ class Decoder:
             prefill = Prefill(lengths, self.cache, slots_N)
             new_N = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
             tokens_B = torch.cat((tokens_B, new_N))
-        hidden = self._through_stages(tokens_B, Round(step, prefill))
+        hidden = self._through_stages(tokens_B, Round(step, prefill, self._joined))
         if not self.model.parallel.is_last or not prompts:
             return hidden if self.model.parallel.is_last else None
         last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows
