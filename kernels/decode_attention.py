@@ -33,6 +33,7 @@ MAX_TOKENS = 2048  # nor is planned to take more: one long row must not hold up 
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight to fill the memory bus
 TILE_BYTES = 16384  # of keys (and of values) that a program loads at once
+TOGETHER_TOKENS = 256  # longest rows whose grouped queries a CPU reads together in half precision
 WITHOUT = 2**31 - 1  # a window that hides nothing
 
 
@@ -123,12 +124,12 @@ def decode_attention(
 def _on_cpu(q_BHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B11S: Tensor | None, empty_B: Tensor | None) -> Tensor:
     """torch's attention without repeating anything: the heads of a group are the queries of one key-value head.
 
-    But for one thread in half precision: there torch packs the keys for several queries, which costs more than it saves
-    (a third at 32 rows and 8/4 heads of 64; with two threads, or in float32, it is the other way round).
+    But for one thread, or long rows, in half precision: there torch packs the keys for several queries, which costs more
+    than it saves (a third at 32 rows and 8/4 heads of 64; elsewhere it is the other way round).
     """
     num_rows, num_heads, head_dim = q_BHd.shape
     num_kv_heads = k_BKSd.shape[1]
-    together = q_BHd.dtype.itemsize > 2 or torch.get_num_threads() > 1
+    together = q_BHd.dtype.itemsize > 2 or (torch.get_num_threads() > 1 and k_BKSd.shape[2] <= TOGETHER_TOKENS)
     q = q_BHd.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim) if together else q_BHd[:, :, None]
     out = F.scaled_dot_product_attention(q, k_BKSd, v_BKSd, attn_mask=mask_B11S, enable_gqa=not together)
     out_BHd = out.reshape(num_rows, num_heads, head_dim)

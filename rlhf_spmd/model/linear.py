@@ -6,7 +6,7 @@ transposed view, which the next such product takes as it is. In half precision, 
 starting it, matrices that read the same input are joined, and the residual stream is laid out like the results.
 """
 
-# N rows, I inputs, O outputs, D hidden
+# N rows, I inputs, O outputs, D hidden, V vocabulary
 
 from collections.abc import Iterable
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FEWEST_ROWS, MOST_ROWS = 8, 64  # between them it pays, in float32 and bfloat16, with one thread and with two
+FEWEST_LOGITS, MOST_LOGITS = 2**17, 2**19  # between them it pays to turn the product back, row by row
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, fast: bool = False) -> Tensor:
@@ -27,6 +28,12 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, fast: 
 
 def _turns(x: Tensor) -> bool:
     return x.device.type == "cpu" and FEWEST_ROWS <= len(x) <= MOST_ROWS
+
+
+def logits_of(x_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """-> logits_NV of decode rows, contiguous, as sampling reads them."""
+    fast = FEWEST_LOGITS <= len(x_ND) * len(weight_VD) < MOST_LOGITS
+    return linear(x_ND, weight_VD, fast=fast).contiguous()
 
 
 def laid_out(x_ND: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
+from rlhf_spmd.model.linear import logits_of
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.blocks import Admission, Blocks, Scheduler, Waiting
@@ -156,7 +157,7 @@ class Engine:
         index_B = batch.request_B - requests.first
         tokens_B = torch.empty_like(batch.token_B)
         if self.parallel.is_last:
-            drawn = self._sample(self.model.logits(hidden_BD), batch, index_B)
+            drawn = self._sample(self.model.logits(hidden_BD, head=logits_of), batch, index_B)
             tokens_B = drawn.tokens_B
             requests.logprobs_RG[index_B, batch.drawn_B] = drawn.logprobs_B.float()
             if drawn.kept_BK is not None:
