@@ -134,7 +134,7 @@ def on_cpu(folder: Path | None, ceilings: dict, *, quick: bool) -> list[dict]:
         theirs = peers.without_ends(theirs)
         mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
         works = {
-            "limit": peers.to_the_limit(vocab_size, num=PLACES, new=64 if folder or quick else 128),
+            "limit": peers.to_the_limit(vocab_size, num=PLACES, new=limit),
             "spread": peers.spread(vocab_size, num=num, places=PLACES, limit=limit),
         }
         for kind, work in works.items():

@@ -124,7 +124,7 @@ def decode_attention(
 def _on_cpu(q_BHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B11S: Tensor | None, empty_B: Tensor | None) -> Tensor:
     """torch's attention without repeating anything: the heads of a group are the queries of one key-value head.
 
-    But for one thread, or long rows, in half precision: there torch packs the keys for several queries, which costs more
+    But for one thread, or long rows, in half precision: there torch packs keys for several queries, which costs more
     than it saves (a third at 32 rows and 8/4 heads of 64; elsewhere it is the other way round).
     """
     num_rows, num_heads, head_dim = q_BHd.shape
