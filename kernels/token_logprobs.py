@@ -33,7 +33,7 @@ from rlhf_spmd.kernels.softmax_chunk import (
     statistics_triton,
 )
 
-CHUNK_BYTES = 48 * 2**20  # of a chunk's logits, if they were float32; see chunk_columns
+CHUNK_BYTES = 32 * 2**20  # of a chunk's logits, if they were float32; see chunk_columns
 MOST_CHUNKS = 24  # fewer columns than V / 24 would cost more in sums over chunks than they save
 MULTIPLE = 128  # of a chunk's columns: whole tiles of the matrix product
 

@@ -21,7 +21,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
 WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
-CHUNK_BYTES, MOST_CHUNKS = 48 * 2**20, 24  # of kernels/token_logprobs.py
+CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # of kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
 

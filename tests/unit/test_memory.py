@@ -91,7 +91,7 @@ def test_a_reward_function_has_no_bytes_and_a_cpu_no_limit():
 def test_logits_are_counted_by_the_chunk():
     """Logits and gradients of few tokens whole; of many, one chunk and the float32 sums of the hidden states'."""
     assert logits_bytes(96, 49152, 576, 2) == 2 * 2 * 96 * 49152
-    assert logits_bytes(4096, 49152, 576, 4) == 4096 * (4 * 4096 + 4 * 576)
+    assert logits_bytes(4096, 49152, 576, 4) == 4096 * (4 * 2048 + 4 * 576)
     assert logits_bytes(8192, 128_256, 4096, 2) == 8192 * (2 * 5376 + 4 * 4096)
     config = load("llama-7b")
     workload = replace(workload_of(config), micro_batch=16)  # 16 x 256 response tokens
@@ -101,4 +101,4 @@ def test_logits_are_counted_by_the_chunk():
         actor = replace(workload.models["actor"], vocab_size=vocab_size)
         wide = replace(workload, models={**workload.models, "actor": actor})
         found.append(activation_bytes(wide, call, Layout.data_parallel(range(8)), 0))
-    assert found[0] == found[1] > logits_bytes(4096, 32000, 4096, 2) == 4096 * (2 * 4096 + 4 * 4096)
+    assert found[0] == found[1] > logits_bytes(4096, 32000, 4096, 2) == 4096 * (2 * 2048 + 4 * 4096)

@@ -254,7 +254,7 @@ def test_logits_never_exist_at_once(monkeypatch, device, kept):
 def test_size_of_a_chunk():
     """What the budget holds for few rows, V / 24 for many; and the forecast of bytes knows the same rule."""
     assert token_logprobs.chunk_columns(2048, 1024) == 1024
-    assert token_logprobs.chunk_columns(4096, 49152) == 4096
+    assert token_logprobs.chunk_columns(4096, 49152) == 2048
     assert token_logprobs.chunk_columns(100_000, 128_256) == 5376
     for num_rows in (0, 1, 100, 3000, 8192, 65536):
         for vocab_size in (1, 100, 32000, 49152, 151_936):
