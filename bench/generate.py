@@ -125,7 +125,7 @@ def on_cpu(folder: Path | None, ceilings: dict, *, quick: bool) -> list[dict]:
     """Rows of the small model, or of the one in a folder."""
     device, rows = torch.device("cpu"), []
     repeats = 1 if quick else REPEATS
-    limit, num = (256, 128) if folder is None and not quick else (128, 64)
+    limit, num = (128, 64) if quick else (256, 128)
     for dtype in DTYPES:
         if folder is None:
             theirs = peers.random_model(peers.SMALL, dtype, device)
