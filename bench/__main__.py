@@ -12,6 +12,7 @@ BENCHES = {
     "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
     "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; floors",
     "kernels": "sampling, logprobs, attention and the small kernels against their peers and the ceilings of the device",
+    "validate": "the simulator against published measurements of PPO iterations: error per row",
     "tables": "the tables of README.md, written anew from bench/results/",
 }
 

@@ -94,7 +94,7 @@ def _made(
     )
 
 
-_made_before = functools.lru_cache(maxsize=256)(_made)  # of numbers: the next step's are the same
+_made_before = functools.lru_cache(maxsize=1)(_made)  # of numbers: the next step's are mostly the same
 
 
 def kept_ref(z_BV: Tensor, rules: Rules) -> Tensor:

@@ -21,6 +21,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
     "rlhf_spmd.algorithms": ("plan",),
     "rlhf_spmd.algorithms.order": (),
+    "rlhf_spmd.calibration_file": ("plan",),
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": ("plan", "algorithms", "model.config", "embedded"),
     "rlhf_spmd.embedded": (),
@@ -39,6 +40,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.__main__": None,
     "rlhf_spmd.algorithms": ("pydantic",),
     "rlhf_spmd.algorithms.order": ("numpy",),
+    "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),
     "rlhf_spmd.embedded.make": None,
