@@ -106,6 +106,15 @@ COLUMNS: dict[str, Columns] = {
         "of matrix rate": lambda row: _percent(row.get("share_of_matrix")),
         "extra memory, of full logits": lambda row: _percent(row.get("peak_share")),
     },
+    "validate": {
+        "system": lambda row: row["system"],
+        "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",
+        "GPUs": lambda row: row["n_gpus"],
+        "new tokens": lambda row: row["gen_len"],
+        "forecast, s": lambda row: f"{row['forecast_s']:.1f}",
+        "published, s": lambda row: f"{float(row['sec_per_iter']):.1f}",
+        "error": lambda row: f"{row['error']:+.1%}",
+    },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),
         "reward, first iteration": lambda row: f"{row['reward_first']:+.3f}",
