@@ -1,7 +1,7 @@
 """The machines: nodes of devices, and what a device holds. A layout string `NxG` is N nodes of G devices each."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf_spmd.errors import UserError
 
@@ -31,6 +31,11 @@ class Cluster:
     """Nodes in rank order: rank r is the r-th device, counted through the nodes."""
 
     nodes: tuple[Node, ...]
+    _node_of: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each rank
+
+    def __post_init__(self) -> None:
+        index = tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
+        object.__setattr__(self, "_node_of", index)
 
     @classmethod
     def parse(cls, layout: str, device: str = "cpu") -> "Cluster":
@@ -65,11 +70,8 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """Index of the node that rank lives on."""
-        for index, node in enumerate(self.nodes):
-            if rank < node.num_devices:
-                return index
-            rank -= node.num_devices
-        raise AssertionError("rank outside the cluster")
+        assert 0 <= rank < len(self._node_of), "rank outside the cluster"
+        return self._node_of[rank]
 
     def device_bytes(self, rank: int) -> int | None:
         """Memory of the rank's device, None if no limit is known."""

@@ -57,8 +57,8 @@ class Cost:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link within a group."""
-        nodes = {self.program.cluster.node_of(rank) for rank in ranks}
-        return self.calibration.between if len(nodes) > 1 else self.calibration.inside
+        first, last = (self.program.cluster.node_of(edge(ranks)) for edge in (min, max))
+        return self.calibration.between if first != last else self.calibration.inside
 
     def message_s(self, message: Message) -> float:
         """Seconds of a message on the wire."""

@@ -6,7 +6,7 @@ evenly, and two layouts of different dp exchange plain column ranges.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ class Layout:
     tokens: int | None = None
     recompute: bool = False
     offload: bool = False
+    _places: dict[int, int] = field(init=False, repr=False, compare=False)  # rank -> its place in `ranks`
 
     def __post_init__(self) -> None:
         try:  # lists, ranges and numpy integers are welcome, but ranks must agree on one spelling
@@ -62,6 +63,7 @@ class Layout:
                 object.__setattr__(self, name, index(getattr(self, name)))
         except TypeError as error:
             raise UserError(f"a layout is made of whole numbers ({error}): {self}, ranks {self.ranks!r}") from error
+        object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
 
     @classmethod
     def data_parallel(cls, ranks, **options) -> "Layout":
@@ -94,7 +96,7 @@ class Layout:
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Indices of a world rank in the grid: dp, stage, tp."""
-        dp_index, rest = divmod(self.ranks.index(rank), self.pp * self.tp)
+        dp_index, rest = divmod(self._places[rank], self.pp * self.tp)
         return dp_index, *divmod(rest, self.tp)
 
     def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
