@@ -35,7 +35,7 @@ SHAPES = {  # billions of parameters -> LLaMA-2 and CodeLLaMA as ReaL counts the
 }
 MODELS = {"actor": "actor_b", "critic": "critic_b", "reference": "ref_b", "reward": "reward_b"}  # their columns
 COLUMNS = (*MODELS.values(), "prompt_len", "gen_len", "batch", "n_gpus", "system", "sec_per_iter")
-MINI_BATCHES = 4
+MINI_BATCHES, DEVICES = 4, 8  # of an iteration, of a node
 MEAN_ERROR, WORST_ERROR = 0.06, 0.12  # promised
 
 
@@ -80,7 +80,7 @@ SYSTEMS = {"ReaL-Heuristic": real_heuristic}
 
 def forecast_s(row: Mapping[str, str], calibration: Calibration) -> float:
     """Seconds of one iteration of a row with a known system."""
-    workload, cluster = workload_of(row), Cluster.parse(f"{int(row['n_gpus']) // 8}x8", "a100-80g")
+    workload, cluster = workload_of(row), Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", "a100-80g")
     program = compile_program(workload, SYSTEMS[row["system"]](workload, cluster), cluster)
     cost = Cost(calibration, program)
     return simulate(program, cost.run_s, cost.message_s, load_s=cost.load_s).makespan_s
@@ -100,6 +100,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         unknown = [row[name] for name in COLUMNS[:4] if row[name] not in SHAPES]
         if unknown:
             raise UserError(f"{path}, line {number}: no model of {unknown[0]} billion; known: {', '.join(SHAPES)}")
+        try:
+            whole = [int(row[name]) for name in ("prompt_len", "gen_len", "batch", "n_gpus")]
+            positive = min(*whole, 1 if row["sec_per_iter"] == "NA" else float(row["sec_per_iter"])) > 0
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+        if not positive or whole[3] % DEVICES or whole[2] % MINI_BATCHES:
+            raise UserError(
+                f"{path}, line {number}: lengths and seconds must be positive, n_gpus a multiple of {DEVICES}, batch one "
+                f"of {MINI_BATCHES}"
+            )
     return [row for row in rows if row["sec_per_iter"] != "NA"]
 
 

@@ -167,6 +167,24 @@ def test_bad_calibrations_are_refused_by_name(tmp_path, content, says):
         read_calibration(str(tmp_path / "nowhere.json"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("actor_b,", "actors,", "lacks columns: actor_b"),
+        ("scale_actor,13,", "scale_actor,12,", "line 6: no model of 12 billion"),
+        (",31.3\n", ",soon\n", "line 4: could not convert"),
+        ("512,8,ReaL-Heuristic", "512,12,ReaL-Heuristic", "line 4: .* multiple of 8"),
+    ],
+)
+def test_bad_rows_are_refused_by_line(tmp_path, old, new, says):
+    from bench.validate import DATA, read_rows
+
+    path = tmp_path / "rows.csv"
+    path.write_text((DATA / "realhf_v1_scale_actor.csv").read_text().replace(old, new))
+    with pytest.raises(UserError, match=rf"rows\.csv.*{says}"):
+        read_rows(path)
+
+
 def test_the_published_rows_come_out():
     """The smallest and a large one of ReaL-Heuristic, within the promised 12%."""
     from bench.validate import DATA, forecast_s, read_rows
