@@ -107,8 +107,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             raise UserError(f"{path}, line {number}: {error}") from None
         if not positive or whole[3] % DEVICES or whole[2] % MINI_BATCHES:
             raise UserError(
-                f"{path}, line {number}: lengths and seconds must be positive, n_gpus a multiple of {DEVICES}, batch one "
-                f"of {MINI_BATCHES}"
+                f"{path}, line {number}: lengths and seconds must be positive, n_gpus a multiple of {DEVICES}, "
+                f"batch one of {MINI_BATCHES}"
             )
     return [row for row in rows if row["sec_per_iter"] != "NA"]
 
