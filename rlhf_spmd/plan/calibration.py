@@ -14,9 +14,8 @@ class Device:
     """One type of device.
 
     matrix_flops: what large products reach per second in the compute precision. memory_bytes_per_s: what a long read
-    reaches. host_bytes_per_s: between host and device memory. layer_s: the least that one layer of a forward pass takes
-    however few its tokens are (starting its kernels, waiting for its small messages); decode_layer_s: the same for a
-    decode step.
+    reaches. host_bytes_per_s: between host and device memory. layer_s: what a layer of a forward pass takes besides its
+    products and messages (starting its kernels). decode_layer_s: the least that a layer of a decode step takes.
     """
 
     matrix_flops: float

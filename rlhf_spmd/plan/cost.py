@@ -3,8 +3,8 @@
 A layer's products take 2 FLOPs per weight and token, its causal attention 4 per pair of tokens and number of a head, of
 which half is masked. Under tensor parallelism with sequence parallelism each block gathers its tokens before and
 scatters their sum behind (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass,
-which no product hides. A backward pass takes two forwards, and one more where activations are computed again. A decode
-step reads all weights and all keys and values, but takes no less than starting its layers does.
+which no product hides, nor the time to start it. A backward pass takes two forwards, and one more where activations
+are computed again. A decode step reads all weights and all keys and values, but takes no less than starting its layers.
 """
 
 from collections.abc import Sequence
