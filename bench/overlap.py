@@ -22,7 +22,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program import Program, Run
-from rlhf_spmd.plan.simulate import simulate
+from rlhf_spmd.plan.simulate import Times, simulate
 from rlhf_spmd.strategy import load_strategy
 
 SLOW_S = {  # of a call in an iteration; a train call's is that of one optimizer step
@@ -123,8 +123,10 @@ def measure(world, name: str, folder: Path, with_groups: Callable, extra_s: dict
         "bench": "overlap",
         "strategy": name,
         "ranks": world.size,
-        "slowed_s": simulate(program, lambda rank, step: slow_s(program, step)).makespan_s,
-        "forecast_s": simulate(program, lambda rank, step: slow_s(program, step) + extra_s[step.call]).makespan_s,
+        "slowed_s": simulate(program, Times(lambda rank, step: slow_s(program, step))).makespan_s,
+        "forecast_s": simulate(
+            program, Times(lambda rank, step: slow_s(program, step) + extra_s[step.call])
+        ).makespan_s,
         "measured_s": statistics.median(max(total_s for total_s, _ in ranks) for ranks in zip(*everyone, strict=True)),
         "extra_s": extra_s,
     }

@@ -20,10 +20,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.cost import Cost
+from rlhf_spmd.plan.forecast import forecast
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.simulate import simulate
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 DATA = Path(__file__).parent / "data"
@@ -82,8 +81,7 @@ def forecast_s(row: Mapping[str, str], calibration: Calibration) -> float:
     """Seconds of one iteration of a row with a known system."""
     workload, cluster = workload_of(row), Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", "a100-80g")
     program = compile_program(workload, SYSTEMS[row["system"]](workload, cluster), cluster)
-    cost = Cost(calibration, program)
-    return simulate(program, cost.run_s, cost.message_s, load_s=cost.load_s).makespan_s
+    return forecast(program, calibration).makespan_s
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -1,9 +1,10 @@
 """Reads a calibration, the measured constants of a machine (plan/calibration.py), from a JSON file."""
 
+import difflib
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calibration import VERSION, Calibration, Device, Link
@@ -17,6 +18,7 @@ class _Device(BaseModel):
     host_bytes_per_s: PositiveFloat
     layer_s: NonNegativeFloat
     decode_layer_s: NonNegativeFloat
+    num_workers: PositiveInt | None = None
 
 
 class _Link(BaseModel):
@@ -35,6 +37,21 @@ class _File(BaseModel):
     inside: _Link
     between: _Link
     pipelined_prefill: bool = False
+
+
+SHIPPED = Path(__file__).parent / "calibrations"
+
+
+def load_calibration(name: str) -> Calibration:
+    """By name (`a100-80g`) or by file (`path/to/mine.json`). Raises UserError naming what is wrong with it."""
+    if name.endswith(".json"):
+        return read_calibration(name)
+    known = sorted(path.stem for path in SHIPPED.glob("*.json"))
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise UserError(f"unknown calibration {name!r}{hint}; known: {', '.join(known)}, or give a file mine.json")
+    return read_calibration(str(SHIPPED / f"{name}.json"))
 
 
 def read_calibration(path: str) -> Calibration:

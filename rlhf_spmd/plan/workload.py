@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
@@ -61,6 +62,8 @@ class Workload:
     whiten: str = "mini_batch"
     max_kept: int = 0  # largest set that a token is drawn from, if sampling is restricted
     max_sequences: int = 256  # decoded at the same time by one copy of a model
+    prompt_lengths: tuple[int, ...] = ()  # equally frequent, for forecasts; empty: all are max_prompt tokens
+    response_lengths: tuple[int, ...] = ()  # the same of responses
 
     @property
     def num_sequences(self) -> int:
@@ -70,6 +73,19 @@ class Workload:
     @property
     def num_mini_batches(self) -> int:
         return exact_div(self.num_sequences, self.mini_batch, "rollout_batch * samples_per_prompt by mini_batch")
+
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether rows are forecast to be of different lengths."""
+        return bool(self.prompt_lengths or self.response_lengths)
+
+    def lengths(self, row: int) -> tuple[int, int]:
+        """Tokens of the prompt and the response that are forecast for a row: drawn from the given lengths, always the
+        same for one row."""
+        draw = Random(row)
+        prompt = draw.choice(self.prompt_lengths) if self.prompt_lengths else self.max_prompt
+        response = draw.choice(self.response_lengths) if self.response_lengths else self.max_response
+        return prompt, response
 
     def row_bytes(self, key: str) -> int:
         """Bytes of one sequence's value of a data key on the wire: fixed width, int32 or float32."""

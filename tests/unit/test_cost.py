@@ -1,6 +1,7 @@
 """Seconds against closed forms, with constants that are easy to divide by."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -9,18 +10,24 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.cost import STATE_BYTES, Cost, all_gather_s, head_flops, layer_flops
+from rlhf_spmd.plan.cost import STATE_BYTES, all_gather_s, decode_steps, head_flops, layer_flops
+from rlhf_spmd.plan.forecast import forecast, times_of
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.memory import num_params
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Load, Run
+from rlhf_spmd.plan.program import Load, Program, Run
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.simulate import simulate
+from rlhf_spmd.plan.simulate import Times, simulate
 from rlhf_spmd.plan.workload import ModelShape
 from tests.programs import make_workload
 
 SHAPE = ModelShape(8, 64, 176, 8, 4, 8, 512)
 LENGTH = 12  # 5 + 7 tokens
+
+
+class Case(NamedTuple):
+    program: Program
+    times: Times
 
 
 def machine(**constants) -> Calibration:
@@ -31,7 +38,9 @@ def machine(**constants) -> Calibration:
     return Calibration("test", {"cpu": replace(device, **names)}, provenance="made up", **options)
 
 
-def cost_of(calibration: Calibration, size: int = 1, cluster: str = "", train=None, **layout) -> Cost:
+def cost_of(
+    calibration: Calibration, size: int = 1, cluster: str = "", train=None, device: str = "cpu", **layout
+) -> "Case":
     """Every call in one layout on all ranks; train: other options of the calls that train."""
     workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
     grid = Layout.grid_of(range(size), **layout)
@@ -39,7 +48,8 @@ def cost_of(calibration: Calibration, size: int = 1, cluster: str = "", train=No
         call.name: replace(grid, **train) if train and call.kind == "train" else grid
         for call in workload.workflow.placed_calls
     }
-    return Cost(calibration, compile_program(workload, Placement(layouts), Cluster.parse(cluster or f"1x{size}")))
+    program = compile_program(workload, Placement(layouts), Cluster.parse(cluster or f"1x{size}", device))
+    return Case(program, times_of(program, calibration))
 
 
 def forward_s(tokens: float, shape: ModelShape = SHAPE) -> float:
@@ -65,33 +75,35 @@ def test_all_gather():
 def test_inference_and_training_on_one_device(recompute):
     cost = cost_of(machine(memory_bytes_per_s=1e9), train={"recompute": recompute})
     rows = 16
-    assert cost.run_s(0, Run("reference_infer")) == pytest.approx(forward_s(rows * LENGTH))
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward_s(rows * LENGTH))
     again_s = SHAPE.num_layers * layer_flops(SHAPE, 8 * LENGTH, LENGTH / 2) / 1e9 if recompute else 0
     expected = 3 * forward_s(8 * LENGTH) + again_s + STATE_BYTES * SHAPE.num_params / 1e9
-    assert cost.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(expected)
+    assert cost.times.run_s(0, Run("actor_train", mini_batch=0)) == pytest.approx(expected)
 
 
 def test_each_pass_starts_its_layers():
     cost = cost_of(machine(layer_s=0.5), micro_batch=2)
-    assert cost.run_s(0, Run("reference_infer")) == pytest.approx(forward_s(16 * LENGTH) + 8 * SHAPE.num_layers * 0.5)
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(
+        forward_s(16 * LENGTH) + 8 * SHAPE.num_layers * 0.5
+    )
 
 
 def test_tensor_parallelism_divides_products_and_adds_messages():
     cost = cost_of(machine(inside=Link(1e6, 0.0), between=Link(1e3, 0.0)), 2, tp=2, micro_batch=16)
     moved = 4 * SHAPE.num_layers * (1 / 2) * 16 * LENGTH * 64 * 2
     run = Run("reference_infer")
-    assert cost.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e6)
+    assert cost.times.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e6)
     apart = cost_of(machine(inside=Link(1e6, 0.0), between=Link(1e3, 0.0)), 2, "2x1", tp=2, micro_batch=16)
-    assert apart.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e3)
+    assert apart.times.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e3)
 
 
 def test_generation_is_bound_by_its_layers_or_by_memory():
     run, prompts_s = Run("actor_generate"), 0.0
     slow_start = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25))
-    assert slow_start.run_s(0, run) == pytest.approx(prompts_s + 7 * SHAPE.num_layers * 0.25)
+    assert slow_start.times.run_s(0, run) == pytest.approx(prompts_s + 7 * SHAPE.num_layers * 0.25)
     cached = 16 * (5 + 3.5) * 2 * 8 * 4 * 8 * 2  # rows, tokens half-way, keys and values, layers, heads, size, bytes
     slow_memory = cost_of(machine(matrix_flops=1e30, memory_bytes_per_s=1e6))
-    assert slow_memory.run_s(0, run) == pytest.approx(7 * (2 * SHAPE.num_params + cached) / 1e6)
+    assert slow_memory.times.run_s(0, run) == pytest.approx(7 * (2 * SHAPE.num_params + cached) / 1e6)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -102,14 +114,14 @@ def test_prompts_pass_the_stages(pipelined):
     expected = 4 * layers_s + head_s
     if pipelined:  # quarters; the last stage, which has the head, takes longest
         expected = (expected + 3 * (layers_s + head_s)) / 4
-    assert cost.run_s(0, Run("actor_generate")) == pytest.approx(expected)
+    assert cost.times.run_s(0, Run("actor_generate")) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("num_stages", "size"), [(2, 1), (4, 2), (4, 8)])
 def test_bubbles_come_out_of_the_schedule(num_stages, size):
     """1F1B of m micro-batches through p equal stages takes (m + p - 1) forwards and backwards of a stage."""
     cost = cost_of(machine(layer_s=1.0, matrix_flops=1e30), num_stages, pp=num_stages, micro_batch=size)
-    found = simulate(cost.program, cost.run_s, cost.message_s, load_s=cost.load_s)
+    found = simulate(cost.program, cost.times)
     spans = [
         span
         for steps, times in zip(found.program.instructions, found.times, strict=True)
@@ -126,13 +138,13 @@ def test_zero_3_gathers_and_gradients_are_summed():
     half_s = 2 * params / 2 / 1e6  # half of the weights come from the other rank
     sum_s = 2 * 4 * params / 2 / 1e6
     one = cost_of(machine(**free), 2, micro_batch=2)
-    assert one.run_s(0, Run("reference_infer")) == pytest.approx(0.0, abs=1e-20)
-    assert one.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(sum_s, rel=1e-6)
+    assert one.times.run_s(0, Run("reference_infer")) == pytest.approx(0.0, abs=1e-20)
+    assert one.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(sum_s, rel=1e-6)
     three = cost_of(machine(**free), 2, zero=3, micro_batch=2)
-    assert three.run_s(0, Run("reference_infer")) == pytest.approx(half_s)
-    assert three.run_s(0, Run("actor_generate")) == pytest.approx(half_s)
+    assert three.times.run_s(0, Run("reference_infer")) == pytest.approx(half_s)
+    assert three.times.run_s(0, Run("actor_generate")) == pytest.approx(half_s)
     passes = 2 * 2  # 4 rows in micro-batches of 2, forward and backward
-    assert three.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(passes * half_s + sum_s, rel=1e-6)
+    assert three.times.run_s(0, Run("actor_train", mini_batch=1)) == pytest.approx(passes * half_s + sum_s, rel=1e-6)
 
 
 def test_weights_from_host_memory():
@@ -141,12 +153,35 @@ def test_weights_from_host_memory():
     placement = Placement.by_model(
         workload, actor=everyone, critic=everyone, reference=replace(everyone, offload=True), reward=everyone
     )
-    cost = Cost(
-        machine(matrix_flops=1e30, host_bytes_per_s=1e6), compile_program(workload, placement, Cluster.parse("1x1"))
-    )
-    assert cost.load_s(0, Load("reference")) == pytest.approx(2 * SHAPE.num_params / 1e6)
-    found = simulate(cost.program, cost.run_s, cost.message_s, load_s=cost.load_s)
+    program = compile_program(workload, placement, Cluster.parse("1x1"))
+    cost = Case(program, times_of(program, machine(matrix_flops=1e30, host_bytes_per_s=1e6)))
+    assert cost.times.load_s(0, Load("reference")) == pytest.approx(2 * SHAPE.num_params / 1e6)
+    found = simulate(cost.program, cost.times)
     assert found.makespan_s == pytest.approx(2 * SHAPE.num_params / 1e6)
+
+
+def test_places_are_refilled():
+    """Rows 0 and 1 begin; row 2 takes the place of the shorter one."""
+    assert list(decode_steps([2, 5, 4], places=2)) == [(2, 2, [0]), (3, 2, [1]), (1, 1, [2])]
+    assert list(decode_steps([3, 3, 3], places=2)) == [(3, 2, [0, 1]), (3, 1, [2])]
+    assert list(decode_steps([], places=2)) == []
+
+
+def test_stragglers_come_from_a_distribution_of_lengths():
+    """Two ranks with the same number of rows: the longest response of all decides."""
+    cost = cost_of(machine(matrix_flops=1e30, decode_layer_s=0.25), 2)
+    workload = replace(cost.program.workload, response_lengths=(1, 2, 7))
+    program = replace(cost.program, workload=workload)
+    longest = max(workload.lengths(row)[1] for row in range(16))
+    assert forecast(program, machine(matrix_flops=1e30, decode_layer_s=0.25)).makespan_s == pytest.approx(
+        longest * SHAPE.num_layers * 0.25
+    )
+    assert {workload.lengths(row)[1] for row in range(16)} == {1, 2, 7}
+
+
+def test_an_unknown_type_of_device_is_refused():
+    with pytest.raises(UserError, match="calibration test does not know devices of type h100-80g, only cpu"):
+        cost_of(machine(), 1, device="h100-80g")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.pipeline import bodies, expand, global_order, largest_number, order_of_passes
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Post, Program, Run, Wait
-from rlhf_spmd.plan.simulate import simulate
+from rlhf_spmd.plan.simulate import Times, simulate
 from tests.programs import SHAPE, make_workload
 
 GRIDS = [(stages, m) for stages in (2, 3, 4, 6) for m in (1, 2, 3, 5, 8)]
@@ -64,7 +64,7 @@ def test_a_step_takes_as_long_as_the_closed_form(stages, m):
     forward_s, backward_s = 1.0, 2.0
     found = simulate(
         alone,
-        lambda rank, run: {"forward": forward_s, "backward": backward_s}.get(run.phase, 0.0),
+        Times(lambda rank, run: {"forward": forward_s, "backward": backward_s}.get(run.phase, 0.0)),
         num_micro_batches=lambda run: m,
     )
     assert found.makespan_s == pytest.approx((m + stages - 1) * (forward_s + backward_s))

@@ -7,7 +7,7 @@ import pytest
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.program import Run
-from rlhf_spmd.plan.simulate import simulate
+from rlhf_spmd.plan.simulate import Times, simulate
 from rlhf_spmd.strategies import flattening, interleaving2, separation
 from tests.programs import make_workload, random_program
 
@@ -40,7 +40,7 @@ def seconds(program):
 
 def forecast(place, size: int, **options) -> float:
     program = program_of(place, size, **options)
-    return simulate(program, seconds(program)).makespan_s
+    return simulate(program, Times(seconds(program))).makespan_s
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -66,20 +66,49 @@ def test_separation_on_own_ranks_is_a_pipeline():
 def test_messages_take_their_time_and_slow_ranks_hold_up_their_group():
     program = program_of(separation.place, 2)
     weights = sum(1 for transfer in program.transfers if transfer.model)
-    slow = simulate(program, seconds(program), lambda message: 0.0 if message.keys else 10.0)
+    slow = simulate(program, Times(seconds(program), lambda message: 0.0 if message.keys else 10.0))
     assert weights == 2
-    assert slow.makespan_s == pytest.approx(simulate(program, seconds(program)).makespan_s + 10.0 * weights)
+    assert slow.makespan_s == pytest.approx(simulate(program, Times(seconds(program))).makespan_s + 10.0 * weights)
     program = program_of(flattening.place, 2)
-    late = simulate(program, lambda rank, step: float(rank == 1 and step.call == "actor_generate"))
+    late = simulate(program, Times(lambda rank, step: float(rank == 1 and step.call == "actor_generate")))
     assert late.makespan_s == 1.0 and late.times[0][0] == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_any_program_ends_and_takes_between_the_longest_rank_and_the_sum(seed):
     program = random_program(random.Random(seed).choice)
-    found = simulate(program, lambda rank, step: 1.0)
+    found = simulate(program, Times(lambda rank, step: 1.0))
     work = [sum(isinstance(step, Run) for step in steps) for steps in program.instructions]
     assert max(work) <= found.makespan_s <= sum(work)
     for spans in found.times:
         assert all(begin <= end for begin, end in spans)
         assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_ranks_share_the_cores_of_their_node(workers):
+    """Four ranks compute alone; with c cores for them, each gets c / 4."""
+    program = program_of(flattening.place, 4)
+    found = simulate(
+        program, Times(lambda rank, step: float(step.call == "actor_generate"), num_workers=lambda n: workers)
+    )
+    assert found.makespan_s == pytest.approx(4 / workers)
+
+
+def test_whoever_is_alone_on_the_cores_is_faster():
+    """Ranks 0 and 1 work 1 s and 3 s on one core: both at half speed until 2 s, then rank 1 alone."""
+    program = program_of(flattening.place, 2)
+    work_s = {0: 1.0, 1: 3.0}
+    times = Times(lambda rank, step: work_s[rank] * (step.call == "actor_generate"), num_workers=lambda node: 1)
+    found = simulate(program, times)
+    ends = [spans[0][1] for spans in found.times]
+    assert ends == [pytest.approx(2.0), pytest.approx(4.0)]
+
+
+def test_a_rank_sends_one_message_after_the_other():
+    """Under separation on two ranks every mini-batch's messages leave from the same rank."""
+    program = program_of(separation.place, 2)
+    none = {"actor_generate": 0.0}
+    found = simulate(program, Times(lambda rank, step: none.get(step.call, 0.0), lambda m: 1.0 if m.keys else 0.0))
+    messages = sum(len(transfer.messages) for transfer in program.transfers if not transfer.model)
+    assert found.makespan_s == pytest.approx(messages)
