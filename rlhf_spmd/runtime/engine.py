@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
+from rlhf_spmd.model.bound import bound
 from rlhf_spmd.model.linear import logits_of
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
@@ -103,11 +104,12 @@ class Engine:
         """Advances until these requests (None: all) have ended. progress: told of each round how many requests ended
         and how many tokens were drawn."""
         missing = {number for number in until or () if not self.requests.is_ended(number)}
-        while missing or (until is None and not self.is_idle):
-            ended, num_tokens = self._round()
-            missing.difference_update(ended)
-            if progress is not None:
-                progress(len(ended), num_tokens)
+        with bound(self.model):
+            while missing or (until is None and not self.is_idle):
+                ended, num_tokens = self._round()
+                missing.difference_update(ended)
+                if progress is not None:
+                    progress(len(ended), num_tokens)
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
         """responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end) and, if
