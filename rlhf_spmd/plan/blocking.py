@@ -120,7 +120,7 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
 
     runnable = set(range(len(lists)))
-    waiting_for: dict[int, set[int]] = {}  # rank -> ranks that may release it
+    waiters: dict[int, set[int]] = {}  # rank -> ranks that it may release
     while runnable:
         rank = runnable.pop()
         step = current(rank)
@@ -128,15 +128,15 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
             continue
         late, together = _late(program, rank, step, current, transfers)
         if late:
-            waiting_for[rank] = late
+            for peer in late:
+                waiters.setdefault(peer, set()).add(rank)
             continue
         for member in together:
             position[member] += 1
-            waiting_for.pop(member, None)
             runnable.add(member)
         if isinstance(step, Post):
             changed = transfers.post(rank, step.transfer)
-            runnable |= {r for r, peers in waiting_for.items() if r in changed or rank in peers or changed & peers}
+            runnable |= changed.union(*(waiters.pop(one, ()) for one in changed | {rank}))
     stuck = [rank for rank in range(len(lists)) if current(rank) is not None]
     return [_deadlock(program, rank, current, position, transfers) for rank in stuck]
 

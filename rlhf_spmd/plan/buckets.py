@@ -6,6 +6,7 @@ the parameter's own memory; small ones are packed together. A bucket is what one
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rlhf_spmd.plan.tensors import Piece, Range
 
@@ -57,6 +58,18 @@ def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: i
                 buckets[-1].append([block])
             open_message, room, block = not large, room - block.num_numbers, rest
     return tuple(tuple(tuple(message) for message in bucket) for bucket in buckets)
+
+
+def num_messages(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> int:
+    """How many messages these pieces make; it follows from their sizes, which many routes have in common."""
+    sizes = tuple(tuple(last - first for first, last in piece.box) for piece in pieces)
+    return _num_messages(sizes, numbers, direct_numbers)
+
+
+@lru_cache(maxsize=4096)
+def _num_messages(sizes: tuple[tuple[int, ...], ...], numbers: int, direct_numbers: int) -> int:
+    pieces = [Piece("", tuple((0, size) for size in box)) for box in sizes]
+    return sum(map(len, cut_into_buckets(pieces, numbers=numbers, direct_numbers=direct_numbers)))
 
 
 def _blocks(pieces: Iterable[Piece], numbers: int) -> Iterator[Block]:

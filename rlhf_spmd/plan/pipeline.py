@@ -38,15 +38,19 @@ def is_pipelined(call: Call, layout: Layout) -> bool:
 
 def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
     """The most micro-batches that a Run can have on one shard: a budget of tokens may leave one row to each."""
-    rows = -(-workload.mini_batch // layout.dp)
     size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
-    return max(1, -(-rows // size)) * (1 if call.kind == "train" else workload.num_mini_batches)
+    return _number(layout, workload, call, size)
 
 
 def usual_number(program: Program, step: Run) -> int:
     """Micro-batches of a Run, as if each had the usual number of rows where a budget of tokens decides."""
-    call, layout = program.workload.workflow.call(step.call), program.layout_of(step)
-    return largest_number(replace(layout, tokens=None), program.workload, call)
+    workload, layout = program.workload, program.layout_of(step)
+    return _number(layout, workload, workload.workflow.call(step.call), layout.micro_batch or workload.micro_batch)
+
+
+def _number(layout: Layout, workload: Workload, call: Call, size: int) -> int:
+    rows = -(-workload.mini_batch // layout.dp)
+    return max(1, -(-rows // size)) * (1 if call.kind == "train" else workload.num_mini_batches)
 
 
 def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, train: bool) -> list[Pass]:

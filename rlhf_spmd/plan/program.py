@@ -17,7 +17,7 @@ agreed how many micro-batches there are.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
@@ -115,6 +115,18 @@ class Transfer:
     model: str | None = None
     mini_batch: int | None = None
     reallocation: Reallocation | None = None  # of weights
+    ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
+    _peers: dict[int, set[int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        peers: dict[int, set[int]] = {}
+        for message in self.messages:
+            peers.setdefault(message.source, set()).add(message.destination)
+            peers.setdefault(message.destination, set()).add(message.source)
+        moved = self.reallocation
+        local = {moved.targets[copy.target][0] for copy in moved.local} if moved else set()
+        object.__setattr__(self, "ranks", tuple(sorted(local | peers.keys())))
+        object.__setattr__(self, "_peers", peers)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -131,15 +143,7 @@ class Transfer:
 
     def peers(self, rank: int) -> set[int]:
         """Ranks that this rank exchanges something with."""
-        return {m.source for m in self.messages if m.destination == rank} | {
-            m.destination for m in self.messages if m.source == rank
-        }
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        moved = self.reallocation
-        local = {moved.targets[copy.target][0] for copy in moved.local} if moved else set()
-        return tuple(sorted(local | {m.source for m in self.messages} | {m.destination for m in self.messages}))
+        return self._peers.get(rank, set())
 
 
 @dataclass(frozen=True, slots=True)

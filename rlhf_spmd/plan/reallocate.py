@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
-from rlhf_spmd.plan.buckets import DIRECT_BYTES, Bucket, cut_into_buckets
+from rlhf_spmd.plan.buckets import DIRECT_BYTES, Bucket, cut_into_buckets, num_messages
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.tensors import Box, Holding, Piece, Weight, numbers_in, overlap, weights_of
 from rlhf_spmd.plan.workload import ModelShape
@@ -138,8 +138,7 @@ class Reallocation:
         found: dict[tuple[int, int], int] = {}
         numbers, direct_numbers = self.bucket_numbers(bucket_bytes), DIRECT_BYTES // self.bytes_per_number
         for route in self.routes:
-            buckets = cut_into_buckets(route.pieces, numbers=numbers, direct_numbers=direct_numbers)
-            count = sum(len(bucket) for bucket in buckets)
+            count = num_messages(route.pieces, numbers=numbers, direct_numbers=direct_numbers)
             for hop in route.hops:
                 found[hop] = found.get(hop, 0) + count
         return found
@@ -182,8 +181,11 @@ def plan_reallocation(
     for weight in weights_of(shape):
         held = [(box, rank) for rank in sorted(sources) for box in sources[rank].boxes(weight)]
         wanted = [(box, index) for index, (_, shard) in enumerate(targets) if (box := weight.box(shard))]
+        of_rank: dict[int, list[Box]] = {}
+        for own, rank in held:
+            of_rank.setdefault(rank, []).append(own)
         for box, index in wanted:
-            common = [overlap(box, own) for own, rank in held if rank == targets[index][0]]
+            common = [overlap(box, own) for own in of_rank.get(targets[index][0], ())]
             local += [Copy(index, Piece(weight.name, part)) for part in common if part]
         for key, boxes in _lacking(held, wanted, targets).items():
             assert key[0], f"nobody holds {weight.name} {boxes[0]}"
@@ -320,9 +322,12 @@ class _Chains:
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
         """(ranks, (index, parts)): the chain, and which part of what the holders hold goes along it."""
         eligible: dict[tuple[int, ...], list[int]] = {}
+        on_node: dict[int, list[int]] = {}
+        for holder in holders:
+            on_node.setdefault(self.nodes[holder], []).append(holder)
         for rank in sorted(receivers, key=self.place.__getitem__):
-            near = tuple(holder for holder in holders if self.nodes[holder] == self.nodes[rank])
-            eligible.setdefault(near or tuple(holders), []).append(rank)
+            near = on_node.get(self.nodes[rank], holders)
+            eligible.setdefault(tuple(near), []).append(rank)
         for senders, takers in eligible.items():
             senders = sorted(senders, key=self.place.__getitem__)
             if num_bytes >= len(senders) * whole_bytes:

@@ -73,7 +73,6 @@ class _Simulation:
         self.working: dict[tuple[Instruction, int], int] = {}  # a Run, its first rank -> how many still compute
         workers = [times.num_workers(node) for node in range(len(program.cluster.nodes))]
         self.nodes = [None if num is None else _Shared(self, num) for num in workers]
-        self.movers: dict[int, tuple[int, ...]] = {}  # transfer of weights -> its ranks
         self.posted: set[tuple[int, int]] = set()  # rank, transfer
         self.parts: dict[int, dict[int, list[Message]]] = {}  # transfer -> rank -> its messages
         self.left: dict[tuple[int, int], int] = {}  # rank, transfer -> messages that are not under way yet
@@ -129,9 +128,7 @@ class _Simulation:
             return (rank,) if step.group is None else self.program.groups[step.group]
         if isinstance(step, Agree):
             return self.ranks
-        if step.transfer not in self.movers:
-            self.movers[step.transfer] = self.program.transfers[step.transfer].ranks
-        return self.movers[step.transfer]
+        return self.program.transfers[step.transfer].ranks
 
     # ---- what takes its time ----------------------------------------------------------------------------------------
 
