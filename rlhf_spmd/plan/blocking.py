@@ -120,17 +120,25 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
 
     runnable = set(range(len(lists)))
+    standing: dict[Instruction, set[int]] = {}  # what ranks do together -> who stands at it
     waiters: dict[int, set[int]] = {}  # rank -> ranks that it may release
     while runnable:
         rank = runnable.pop()
         step = current(rank)
         if step is None:
             continue
-        late, together = _late(program, rank, step, current, transfers)
+        together = _members(program, rank, step)
+        if len(together) > 1:
+            here = standing.setdefault(step, set())
+            here.add(rank)
+            if len(here) < len(together):
+                continue
+        late = _late(program, rank, step, current, transfers)
         if late:
             for peer in late:
                 waiters.setdefault(peer, set()).add(rank)
             continue
+        standing.pop(step, None)
         for member in together:
             position[member] += 1
             runnable.add(member)
@@ -141,31 +149,33 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
     return [_deadlock(program, rank, current, position, transfers) for rank in stuck]
 
 
-def _late(
-    program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers
-) -> tuple[set[int], tuple[int, ...]]:
-    """Ranks that `step` still waits for, and the ranks that pass it together when there are none."""
+def _members(program: Program, rank: int, step: Instruction) -> tuple[int, ...]:
+    """The ranks that pass an instruction together."""
     if isinstance(step, Run) and step.group is not None:
-        members = program.groups[step.group]
-        return {member for member in members if current(member) != step}, members
+        return program.groups[step.group]
     if isinstance(step, Agree):
-        everyone = range(len(program.instructions))
-        return {member for member in everyone if current(member) != step}, tuple(everyone)
+        return tuple(range(len(program.instructions)))
     if isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
-        members = program.transfers[step.transfer].ranks
-        late = {member for member in members if current(member) != step}
-        if not late and transfers.in_order:
-            late = set().union(*(transfers.missing(member, step.transfer) for member in members))
-        return late, members
-    if isinstance(step, Wait):
-        return transfers.missing(rank, step.transfer), (rank,)
-    return set(), (rank,)
+        return program.transfers[step.transfer].ranks
+    return (rank,)
+
+
+def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
+    """Ranks that `step` still waits for."""
+    moves_weights = isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None
+    if isinstance(step, Wait) and not moves_weights:
+        return transfers.missing(rank, step.transfer)
+    members = _members(program, rank, step)
+    late = {member for member in members if current(member) != step}
+    if moves_weights and not late and transfers.in_order:
+        late = late.union(*(transfers.missing(member, step.transfer) for member in members))
+    return late
 
 
 def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:
     """Says where a rank stands for ever and where those stand that it waits for."""
     step = current(rank)
-    late, _ = _late(program, rank, step, current, transfers)
+    late = _late(program, rank, step, current, transfers)
     culprit = min(late, key=lambda r: (current(r) is not None, r))
     there = current(culprit)
     where = f"stands at instruction {position[culprit]}: {there}" if there is not None else "has ended its list"

@@ -1,5 +1,7 @@
 """Proves that a program cannot deadlock (blocking.py), reads nothing that is not there, and fits the devices."""
 
+from collections import Counter
+
 from rlhf_spmd.plan.blocking import hangs
 from rlhf_spmd.plan.compile import offloaded
 from rlhf_spmd.plan.fit import Finding, memory, waste
@@ -65,8 +67,8 @@ def _structure(program: Program) -> list[Finding]:
         for number, transfer in enumerate(program.transfers):
             if rank not in transfer.ranks:
                 continue
-            peers = format_ranks(tuple(sorted(transfer.peers(rank))))
             if number not in posted:
+                peers = format_ranks(tuple(sorted(transfer.peers(rank))))
                 text = f"never posts transfer {number} ({program.describe(number)}): ranks {peers} would wait for ever"
                 found.append(Finding("error", text, rank))
             elif number not in waited:
@@ -214,9 +216,8 @@ def _data(program: Program) -> list[Finding]:
                             break
             elif isinstance(step, Post):
                 transfer = program.transfers[step.transfer]
-                for message in transfer.messages:
-                    if message.source == rank:
-                        found += _unsent(step, message, program.mini_batches_of(transfer), held, position)
+                for message in transfer.sent_by(rank):
+                    found += _unsent(step, message, program.mini_batches_of(transfer), held, position)
             for key, row, columns in _made(program, step, rank):
                 held.setdefault((key, row), set()).update(columns)
     return found
@@ -230,7 +231,7 @@ def _made(program: Program, step: Instruction, rank: int) -> list[tuple[str, int
     if isinstance(step, Wait):
         transfer = program.transfers[step.transfer]
         rows = program.mini_batches_of(transfer)
-        here = [message for message in transfer.messages if message.destination == rank]
+        here = transfer.received_by(rank)
         return [(key, row, message.columns) for message in here for key in message.keys for row in rows]
     return []
 
@@ -263,10 +264,10 @@ def _weights(program: Program) -> list[Finding]:
     trains = [call for call in workflow.calls if call.kind == "train"]
     for train in trains:
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
-        arrivals = [target for _, move in moves if move.reallocation for target in move.reallocation.targets]
+        arrivals = Counter(target for _, move in moves if move.reallocation for target in move.reallocation.targets)
         for rank in program.cluster.ranks:
             for model, shard in program.copies(rank):
-                times = arrivals.count((rank, shard))
+                times = arrivals[rank, shard]
                 if model == train.model and times != 1:
                     text = f"gets the new weights of {model} ({shard}) {times} times an iteration instead of once"
                     found.append(Finding("error", text, rank))

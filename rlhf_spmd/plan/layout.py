@@ -53,7 +53,11 @@ class Layout:
     tokens: int | None = None
     recompute: bool = False
     offload: bool = False
-    _places: dict[int, int] = field(init=False, repr=False, compare=False)  # rank -> its place in `ranks`
+    _numbers: dict[int, int] = field(init=False, repr=False, compare=False)  # rank -> where it stands in `ranks`
+    _places: dict[int, tuple[int, int, int]] = field(init=False, repr=False, compare=False)  # those asked for
+    _data_ranks: dict[tuple[int, int], tuple[int, ...]] = field(
+        init=False, repr=False, compare=False
+    )  # those asked for
 
     def __post_init__(self) -> None:
         try:  # lists, ranges and numpy integers are welcome, but ranks must agree on one spelling
@@ -63,7 +67,9 @@ class Layout:
                 object.__setattr__(self, name, index(getattr(self, name)))
         except TypeError as error:
             raise UserError(f"a layout is made of whole numbers ({error}): {self}, ranks {self.ranks!r}") from error
-        object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
+        object.__setattr__(self, "_numbers", {rank: number for number, rank in enumerate(self.ranks)})
+        object.__setattr__(self, "_places", {})
+        object.__setattr__(self, "_data_ranks", {})
 
     @classmethod
     def data_parallel(cls, ranks, **options) -> "Layout":
@@ -96,8 +102,10 @@ class Layout:
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Indices of a world rank in the grid: dp, stage, tp."""
-        dp_index, rest = divmod(self._places[rank], self.pp * self.tp)
-        return dp_index, *divmod(rest, self.tp)
+        if rank not in self._places:
+            dp_index, rest = divmod(self._numbers[rank], self.pp * self.tp)
+            self._places[rank] = dp_index, *divmod(rest, self.tp)
+        return self._places[rank]
 
     def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
         """The inverse of `place`."""
@@ -135,7 +143,9 @@ class Layout:
     def data_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same shard of the model."""
         _, stage, tp_index = self.place(rank)
-        return tuple(self.rank_at(d, stage, tp_index) for d in range(self.dp))
+        if (stage, tp_index) not in self._data_ranks:  # of as many ranks as there are, all would ask for their own
+            self._data_ranks[stage, tp_index] = tuple(self.rank_at(d, stage, tp_index) for d in range(self.dp))
+        return self._data_ranks[stage, tp_index]
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold one copy of the model together."""

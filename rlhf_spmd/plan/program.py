@@ -16,7 +16,7 @@ agreed how many micro-batches there are.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
@@ -116,17 +116,20 @@ class Transfer:
     mini_batch: int | None = None
     reallocation: Reallocation | None = None  # of weights
     ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
-    _peers: dict[int, set[int]] = field(init=False, repr=False, compare=False)
+    _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
+    _received: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        peers: dict[int, set[int]] = {}
+        sent: dict[int, list[Message]] = {}
+        received: dict[int, list[Message]] = {}
         for message in self.messages:
-            peers.setdefault(message.source, set()).add(message.destination)
-            peers.setdefault(message.destination, set()).add(message.source)
+            sent.setdefault(message.source, []).append(message)
+            received.setdefault(message.destination, []).append(message)
         moved = self.reallocation
         local = {moved.targets[copy.target][0] for copy in moved.local} if moved else set()
-        object.__setattr__(self, "ranks", tuple(sorted(local | peers.keys())))
-        object.__setattr__(self, "_peers", peers)
+        object.__setattr__(self, "ranks", tuple(sorted({*local, *sent, *received})))
+        object.__setattr__(self, "_sent", sent)
+        object.__setattr__(self, "_received", received)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -143,7 +146,15 @@ class Transfer:
 
     def peers(self, rank: int) -> set[int]:
         """Ranks that this rank exchanges something with."""
-        return self._peers.get(rank, set())
+        return {m.source for m in self.received_by(rank)} | {m.destination for m in self.sent_by(rank)}
+
+    def sent_by(self, rank: int) -> Sequence[Message]:
+        """The messages that leave a rank."""
+        return self._sent.get(rank, ())
+
+    def received_by(self, rank: int) -> Sequence[Message]:
+        """The messages that come to a rank."""
+        return self._received.get(rank, ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ down: a rank sends, and receives, one message after the other; ranks that share 
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from rlhf_spmd.plan.pipeline import expand, usual_number
@@ -70,11 +70,11 @@ class _Simulation:
         self.ready = deque(self.ranks)
         self.began = [0.0 for _ in program.instructions]  # when a rank came to the instruction at which it stands
         self.arrived: dict[Instruction, int] = {}  # what ranks do together -> how many stand at it
+        self.known: dict[tuple, list[list[tuple[float, float]]]] = {}  # what pipelines were like that have run
         self.working: dict[tuple[Instruction, int], int] = {}  # a Run, its first rank -> how many still compute
         workers = [times.num_workers(node) for node in range(len(program.cluster.nodes))]
         self.nodes = [None if num is None else _Shared(self, num) for num in workers]
         self.posted: set[tuple[int, int]] = set()  # rank, transfer
-        self.parts: dict[int, dict[int, list[Message]]] = {}  # transfer -> rank -> its messages
         self.left: dict[tuple[int, int], int] = {}  # rank, transfer -> messages that are not under way yet
         self.latest: dict[tuple[int, int], float] = {}  # rank, transfer -> when the last of its messages ends
         self.waiting: set[tuple[int, int]] = set()  # rank, transfer
@@ -137,6 +137,9 @@ class _Simulation:
         if not isinstance(step, Run):
             self.at(self.now + self._length_s(step, members), lambda: self._end(members))
             return
+        if step.phase == "begin" and not any(self.nodes):
+            self._pipeline(step, members)
+            return
         self.working[step, members[0]] = len(members)
         for rank in members:
             node = self.nodes[self.program.cluster.node_of(rank)]
@@ -145,6 +148,36 @@ class _Simulation:
                 self.at(self.now + work_s, lambda: self._computed(step, members))
             else:
                 node.add(work_s, lambda: self._computed(step, members))
+
+    def _pipeline(self, step: Run, members: tuple[int, ...]) -> None:
+        """All passes of a training step at once, on devices that nobody shares: the shards' stages begin together, so
+        that shards whose passes take equally long are alike."""
+        layout = self.program.layout_of(step)
+        for dp_index in range(layout.dp):
+            shard = [layout.rank_at(dp_index, stage, t) for stage in range(layout.pp) for t in range(layout.tp)]
+            for rank, spans in zip(shard, self._passes(shard, step), strict=True):
+                self.spans[rank].append((self.began[rank], self.now))
+                self.spans[rank] += [(self.now + begin_s, self.now + end_s) for begin_s, end_s in spans]
+        for rank in members:
+            self.at(self.spans[rank][-1][1], lambda rank=rank: self.ready.append(rank))
+
+    def _passes(self, shard: Sequence[int], step: Run) -> list[list[tuple[float, float]]]:
+        """Begin and end of each instruction between the begin of a training step and its update, by rank."""
+        update, parts = replace(step, phase="update"), []
+        for rank in shard:
+            steps, first = self.program.instructions[rank], len(self.spans[rank]) + 1
+            parts.append(steps[first : steps.index(update, first)])
+        took_s = [
+            [self.times.run_s(rank, one) for one in part if isinstance(one, Run)]
+            for rank, part in zip(shard, parts, strict=True)
+        ]
+        key = step.call, *map(tuple, took_s)
+        if key not in self.known:
+            alone = replace(self.program, instructions=_only(shard, parts, len(self.ranks)))
+            inner = _Simulation(alone, self.times)
+            inner.go_on()
+            self.known[key] = [inner.spans[rank] for rank in shard]
+        return self.known[key]
 
     def _computed(self, step: Run, members: tuple[int, ...]) -> None:
         """One more of the ranks of a Run is done; the last one ends it."""
@@ -178,7 +211,7 @@ class _Simulation:
         begin_s = max(self.now, self.sends_from[source], self.receives_from[destination])
         end_s = begin_s + self.times.message_s(message)
         self.sends_from[source] = self.receives_from[destination] = end_s
-        for rank in (source, destination):
+        for rank in (source, destination):  # both have posted, so their parts are known
             self.left[rank, transfer] -= 1
             self.latest[rank, transfer] = max(self.latest[rank, transfer], end_s)
             if (rank, transfer) in self.waiting and not self.left[rank, transfer]:
@@ -195,19 +228,25 @@ class _Simulation:
     def _end_at(self, time: float, rank: int) -> None:
         self.at(time, lambda: self._end((rank,)))
 
-    def _part(self, transfer: int, rank: int) -> list[Message]:
+    def _part(self, transfer: int, rank: int) -> Sequence[Message]:
         """The messages of a transfer of data that a rank sends or receives."""
-        if transfer not in self.parts:
-            found: dict[int, list[Message]] = {}
-            if self.program.transfers[transfer].reallocation is None:
-                for message in self.program.transfers[transfer].messages:
-                    assert message.source != message.destination
-                    for end in (message.source, message.destination):
-                        found.setdefault(end, []).append(message)
-            self.parts[transfer] = found
-            self.left |= {(end, transfer): len(messages) for end, messages in found.items()}
-            self.latest |= dict.fromkeys(((end, transfer) for end in found), 0.0)
-        return self.parts[transfer].get(rank, [])
+        moved = self.program.transfers[transfer]
+        if moved.reallocation is not None:
+            return ()
+        found = (*moved.sent_by(rank), *moved.received_by(rank))
+        if (rank, transfer) not in self.left:
+            self.left[rank, transfer], self.latest[rank, transfer] = len(found), 0.0
+        return found
+
+
+def _only(
+    ranks: Sequence[int], parts: Sequence[tuple[Instruction, ...]], size: int
+) -> tuple[tuple[Instruction, ...], ...]:
+    """Instruction lists of all ranks, of which only some have anything to do."""
+    lists: list[tuple[Instruction, ...]] = [()] * size
+    for rank, part in zip(ranks, parts, strict=True):
+        lists[rank] = part
+    return tuple(lists)
 
 
 class _Shared:

@@ -111,3 +111,22 @@ def test_a_schedule_that_hangs_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(pipeline, "body", broken)
     found = [finding.message for finding in check(program_of(2, tokens=5)) if finding.severity == "error"]
     assert any(text.startswith("actor_train with 1 micro-batches: ") and "waits for ever" in text for text in found)
+
+
+@pytest.mark.parametrize(("pp", "tp", "dp"), [(2, 1, 1), (3, 1, 2), (2, 2, 2)])
+def test_pipelines_at_once_are_pipelines_step_by_step(pp, tp, dp):
+    """Devices that are shared, by more workers than there are ranks, are simulated instruction by instruction."""
+    program = program_of(pp, tp=tp, dp=dp)
+
+    def run_s(rank: int, run: Run) -> float:
+        if run.phase == "begin":  # only says that a step begins
+            return 0.0
+        return 1.0 + rank % 3 + (run.micro_batch or 0) * 0.25 + (run.phase == "backward")
+
+    at_once = simulate(program, Times(run_s, lambda message: 0.125))
+    one_by_one = simulate(program, Times(run_s, lambda message: 0.125, num_workers=lambda node: 100))
+    assert at_once.program == one_by_one.program
+    assert at_once.makespan_s == pytest.approx(one_by_one.makespan_s)
+    for fast, slow in zip(at_once.times, one_by_one.times, strict=True):
+        for one, other in zip(fast, slow, strict=True):
+            assert one == pytest.approx(other)
