@@ -7,7 +7,7 @@ out a rank's transfers one after another, in the order of their posts, so that o
 next. If all lists run to their end so, no order of arrival can hang the real program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program import Agree, Instruction, Post, Program, Run, Wait
@@ -62,6 +62,7 @@ class _Transfers:
         self._heads = [0] * len(program.instructions)
         self._come: set[tuple[int, int]] = set()  # (rank, transfer) that it has come to, or finished
         self._left: dict[tuple[int, int], int] = {}  # (rank, transfer) -> peers that have not come to it
+        self._absent: dict[int, int] = {}  # transfer of weights -> ranks that have not come to it
 
     def post(self, rank: int, number: int) -> set[int]:
         """-> the ranks for which something may have changed."""
@@ -74,17 +75,25 @@ class _Transfers:
             one, number = arrived.pop()
             again = (one, number) in self._come  # posted twice
             self._come.add((one, number))
-            peers = self._peers(one, number)
-            for peer in peers if not again else ():
-                self._left[peer, number] = self._left.get((peer, number), len(self._peers(peer, number))) - 1
-            for candidate in (one, *peers):
-                nobody = not self._left.get((candidate, number), len(self._peers(candidate, number)))
-                if nobody and self._head(candidate) == number:
+            for candidate in self._released(one, number, again=again):
+                if self._head(candidate) == number:
                     self._heads[candidate] += 1
                     changed.add(candidate)
                     if (after := self._head(candidate)) is not None:
                         arrived.append((candidate, after))
         return changed
+
+    def _released(self, rank: int, number: int, *, again: bool) -> Sequence[int]:
+        """Of a transfer's ranks those whose peers have all come to it, now that this one has (again)."""
+        transfer = self.transfers[number]
+        if transfer.reallocation is not None:  # each is the peer of all others: nobody before the last one has come
+            self._absent[number] = self._absent.get(number, len(transfer.ranks)) - (not again)
+            return () if self._absent[number] else transfer.ranks
+        peers = self._peers(rank, number)
+        for peer in peers if not again else ():
+            self._left[peer, number] = self._left.get((peer, number), len(self._peers(peer, number))) - 1
+        candidates = (rank, *peers)
+        return [one for one in candidates if not self._left.get((one, number), len(self._peers(one, number)))]
 
     def missing(self, rank: int, number: int) -> set[int]:
         """Whom a posted transfer still waits for."""

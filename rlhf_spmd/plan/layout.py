@@ -7,6 +7,7 @@ evenly, and two layouts of different dp exchange plain column ranges.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -167,7 +168,9 @@ class Layout:
     @property
     def last_stage(self) -> tuple[int, ...]:
         """The ranks that compute a model's output, and so its results and losses."""
-        return tuple(rank for rank in self.ranks if self.place(rank)[1] == self.pp - 1)
+        if self.pp == 1:
+            return self.ranks
+        return tuple(self.rank_at(d, self.pp - 1, t) for d in range(self.dp) for t in range(self.tp))
 
     def reports(self, rank: int) -> bool:
         """Whether a rank is the one of its data-parallel shard that counts the shard's rows in sums over ranks."""
@@ -222,6 +225,11 @@ class Layout:
 
 def group_name(ranks: Iterable[int]) -> str:
     """A group is a set of ranks, whatever their order in a grid; two sets that are equal have one name."""
+    return _group_name(tuple(ranks))
+
+
+@lru_cache(maxsize=65536)
+def _group_name(ranks: tuple[int, ...]) -> str:
     return f"ranks {format_ranks(tuple(sorted(ranks)))}"
 
 

@@ -8,6 +8,7 @@ precision; stage 2 keeps no gradients between steps, stage 3 those of its part a
 """
 
 import math
+from functools import lru_cache
 
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.pipeline import pass_bytes
@@ -25,11 +26,13 @@ CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # of kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
 
+@lru_cache(maxsize=65536)
 def num_params(shape: ModelShape, shard: Shard) -> int:
     """Parameters of one shard of a model."""
     return sum(numbers_in(box) for weight in weights_of(shape) if (box := weight.box(shard)))
 
 
+@lru_cache(maxsize=65536)
 def reduce_numel(shape: ModelShape, shard: Shard) -> int:
     """Numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
     sizes = [numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard))]

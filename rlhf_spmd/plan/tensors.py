@@ -6,6 +6,7 @@ than one for two. What a rank holds is then a few boxes of each tensor, whatever
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from rlhf_spmd.plan.shard import Shard, split
@@ -128,6 +129,7 @@ class Holding:
         return tuple((layers, (a + top, b + top), (c + left, d + left)) for (a, b), (c, d) in found)
 
 
+@lru_cache(maxsize=64)
 def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     """All weights of a model, in the order of its parameters but for the layers, which lie side by side."""
     num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim

@@ -82,6 +82,8 @@ class Workload:
     def lengths(self, row: int) -> tuple[int, int]:
         """Tokens of the prompt and the response that are forecast for a row: drawn from the given lengths, always the
         same for one row."""
+        if not self.lengths_differ:
+            return self.max_prompt, self.max_response
         draw = Random(row)
         prompt = draw.choice(self.prompt_lengths) if self.prompt_lengths else self.max_prompt
         response = draw.choice(self.response_lengths) if self.response_lengths else self.max_response
