@@ -1,0 +1,186 @@
+"""Published measurements against forecasts: the rows that are read, the systems as placements, what is summed up."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench import validate
+from bench.validate import DATA, forecast_row, judged, main, read_rows, spearman, summary, workload_of
+from bench.validate_systems import HOST_ADAM, SYSTEMS, Plan, fits, simulated
+from rlhf_spmd.calibration_file import read_calibration
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.cost import STATE_BYTES, Cost
+from rlhf_spmd.plan.summary import phase_s
+
+ROWS = DATA / "realhf_v1_scale_actor.csv"
+CALIBRATION = read_calibration(str(DATA / "real_v1.json"))
+
+
+def row_of(system: str, actor: str, gen_len: str = "128") -> dict[str, str]:
+    found = [
+        row for row in read_rows(ROWS) if (row["system"], row["actor_b"], row["gen_len"]) == (system, actor, gen_len)
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def plans_of(row: dict[str, str]) -> tuple[list[Plan], list]:
+    """The configurations of a row's system, and their programs."""
+    system, cluster = SYSTEMS[row["system"]], Cluster.parse(f"{int(row['n_gpus']) // 8}x8", "a100-80g")
+    workload = system.sized(workload_of(row), cluster)
+    plans = list(system.plans(workload, cluster))
+    return plans, [compile_program(workload, plan.placement, cluster) for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("actor_b,", "actors,", "lacks columns: actor_b"),
+        ("scale_actor,13,", "scale_actor,12,", "line 6: no model of 12 billion"),
+        (",31.3\n", ",soon\n", "line 4: could not convert"),
+        ("512,8,ReaL-Heuristic", "512,12,ReaL-Heuristic", "line 4: .* multiple of 8"),
+    ],
+)
+def test_bad_rows_are_refused_by_line(tmp_path, old, new, says):
+    path = tmp_path / "rows.csv"
+    path.write_text(ROWS.read_text().replace(old, new))
+    with pytest.raises(UserError, match=rf"rows\.csv.*{says}"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(("actor", "gen_len"), [("7", "128"), ("34", "384")])
+def test_the_published_rows_come_out(actor, gen_len):
+    """Of ReaL-Heuristic, within the promised 12%."""
+    row = row_of("ReaL-Heuristic", actor, gen_len)
+    assert forecast_row(row, CALIBRATION)[0].makespan_s == pytest.approx(float(row["sec_per_iter"]), rel=0.12)
+
+
+def test_every_system_has_its_rows():
+    systems = [row["system"] for row in read_rows(ROWS)]
+    assert {name: systems.count(name) for name in SYSTEMS} == {
+        "ReaL-Heuristic": 12,
+        "DeepSpeedChat": 11,
+        "OpenRLHF": 12,
+    }
+
+
+def test_stages_of_openrlhf_are_those_published():
+    """ReaLHF's issue 10: of 94.9 s, training takes 51.0 s, and everything before it (and its transfers) 35.6 s."""
+    found, plan = forecast_row(row_of("OpenRLHF", "34"), CALIBRATION)
+    phases = phase_s(found)
+    assert plan == "ZeRO 3, vLLM tp 2"
+    assert phases["training"] == pytest.approx(51.0, rel=0.1)
+    assert phases["generation"] + phases["inference"] == pytest.approx(35.6, rel=0.2)
+
+
+def test_gathers_of_deepspeed_are_counted():
+    """One more gather for each of the four steps of actor and critic, one after the other on the same ranks."""
+    plans, programs = plans_of(row_of("DeepSpeedChat", "7"))
+    program, plan = programs[1], plans[1]
+    assert plan.name == "ZeRO 3, generation tp 1"
+    cost = Cost(CALIBRATION, program.workload, program.cluster)
+    layout = program.placement.layouts["actor_train"]
+    seconds = [simulated(program, replace(plan, num_gathers=n), CALIBRATION).makespan_s for n in (2, 3)]
+    expected = 4 * sum(cost.gather_s(model, layout, 0) for model in ("actor", "critic"))
+    assert seconds[1] - seconds[0] == pytest.approx(expected) and expected > 0
+
+
+def test_adam_in_host_memory_takes_its_time_and_frees_the_device():
+    plans, programs = plans_of(row_of("OpenRLHF", "7"))
+    assert [plan.host_adam for plan in plans] == [False, True]
+    assert [fits(program, plan) for program, plan in zip(programs, plans, strict=True)] == [False, True]
+    seconds = [simulated(*one, CALIBRATION).makespan_s for one in zip(programs, plans, strict=True)]
+    critic = programs[0].placement.layouts["critic_train"]  # which has the fewest devices, and so ends last
+    weights = 4 * programs[0].workload.models["critic"].num_params / len(critic.ranks)
+    memory_bytes_per_s = CALIBRATION.devices["a100-80g"].memory_bytes_per_s
+    assert seconds[1] - seconds[0] == pytest.approx(weights * (1 / HOST_ADAM - STATE_BYTES / memory_bytes_per_s))
+
+
+@pytest.mark.parametrize(("critic", "n_gpus"), [("7", "8"), ("7", "64"), ("70", "64"), ("7", "128")])
+def test_openrlhf_splits_all_devices(critic, n_gpus):
+    row = row_of("OpenRLHF", "34") | {"critic_b": critic, "reward_b": critic, "n_gpus": n_gpus}
+    plans, _ = plans_of(row)
+    layouts = plans[0].placement.layouts
+    used = [layouts[name].ranks for name in ("actor_train", "critic_train", "reference_infer", "reward_infer")]
+    engines = layouts["actor_generate"].ranks
+    together = {rank for ranks in (*used, engines) for rank in ranks}
+    assert together == set(range(int(n_gpus)))
+    assert (used[0] == used[1]) == (critic == "70")  # a larger critic shares the actor's devices
+    assert (engines == used[0]) == (n_gpus == "8")  # the actor generates itself where there is no vLLM
+
+
+def test_an_engine_serves_one_actor_rank_at_a_time():
+    _, programs = plans_of(row_of("OpenRLHF", "34"))
+    assert programs[0].workload.max_sequences == 512 // 16
+    _, programs = plans_of(row_of("OpenRLHF", "13"))
+    assert programs[0].workload.max_sequences == 512
+
+
+def test_zero_2_of_deepspeed_chat_needs_whole_frozen_models():
+    plans, programs = plans_of(row_of("DeepSpeedChat", "7"))
+    assert [plan.name for plan, program in zip(plans, programs, strict=True) if not fits(program, plan)] == [
+        "ZeRO 2, generation tp 1"
+    ]
+
+
+def test_what_fits_nowhere_is_refused():
+    with pytest.raises(UserError, match="no configuration of OpenRLHF fits into 8 devices"):
+        forecast_row(row_of("OpenRLHF", "70") | {"n_gpus": "8"}, CALIBRATION)
+
+
+def test_correlation_of_ranks():
+    first = [106, 100, 86, 101, 99, 103, 97, 113, 112, 110]  # the textbook example: -29 / 165
+    second = [7, 27, 2, 50, 28, 29, 20, 12, 6, 17]
+    assert spearman(first, second) == pytest.approx(-29 / 165)
+    assert spearman([1, 2, 2, 3], [10, 20, 30, 40]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)  # a tie
+    assert spearman([1, 2, 3], [2, 4, 80]) == pytest.approx(1)
+    assert spearman([1.0], [2.0]) is None and spearman([1, 1], [2, 3]) is None
+
+
+@pytest.mark.parametrize(
+    ("errors", "ok"),
+    [((0.05, -0.05), True), ((0.07, -0.07), False), ((0.13, 0.0, 0.0, 0.0), False), ((-0.11, 0.0, 0.0), True)],
+)
+def test_what_is_promised_of_the_fitted_system(errors, ok):
+    rows = [{"system": "ReaL-Heuristic", "error": error} for error in errors]
+    rows = [row | {"sec_per_iter": str(10 + i), "forecast_s": float(i)} for i, row in enumerate(rows)]
+    found = summary(rows)
+    assert found["ok"] is ok
+    assert found["systems"]["ReaL-Heuristic"] == {
+        "mean_abs_error": pytest.approx(sum(map(abs, errors)) / len(errors)),
+        "worst_abs_error": pytest.approx(max(map(abs, errors))),
+    }
+
+
+def test_wrong_order_is_not_ok():
+    rows = [
+        {"system": "OpenRLHF", "error": 0.5, "sec_per_iter": str(s), "forecast_s": f} for s, f in ((1, 2.0), (2, 1.0))
+    ]
+    assert summary(rows)["spearman"] == pytest.approx(-1) and summary(rows)["ok"] is False
+    assert summary([])["ok"] is False
+
+
+def test_other_rows_are_judged_and_not_recorded(tmp_path, monkeypatch, capsys):
+    path, lines = tmp_path / "mine.csv", ROWS.read_text().splitlines()
+    kept = [line for line in lines if ",13,7,13,7,128,128," in line]
+    path.write_text(
+        "\n".join([lines[0], *kept, kept[1].replace("13,7,13,7", "70,7,70,7").replace("512,16", "512,8")]) + "\n"
+    )
+    monkeypatch.setattr(validate, "write", lambda *_: pytest.fail("other rows were recorded"))
+    code = main(["--rows", str(path)])
+    output = capsys.readouterr().out.splitlines()
+    result = json.loads(output[-1])
+    assert code == 0 and result["ok"] and result["systems"].keys() == SYSTEMS.keys()
+    assert "left out: no configuration of OpenRLHF fits into 8 devices; give the row more" in output
+    assert "left out, since their placements are not known: ReaL" in output
+
+
+def test_a_judged_row_keeps_its_columns(capsys):
+    row = row_of("DeepSpeedChat", "7")
+    found = judged(row, CALIBRATION)
+    assert found["error"] == pytest.approx(found["forecast_s"] / float(row["sec_per_iter"]) - 1)
+    assert found["system"] == "DeepSpeedChat" and found["plan"].startswith("ZeRO 3")
+    assert f"{found['forecast_s']:.1f} s" in capsys.readouterr().out
