@@ -13,6 +13,10 @@ BENCHES = {
     "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; floors",
     "kernels": "sampling, logprobs, attention and the small kernels against their peers and the ceilings of the device",
     "validate": "the simulator against published measurements of PPO iterations: error per row",
+    "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
+    "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
+    "convergence": "reward and KL under every strategy on top of each other: does the placement change them?",
+    "report": "all rows and pictures of bench/results/ on one page, report.html",
     "tables": "the tables of README.md, written anew from bench/results/",
 }
 

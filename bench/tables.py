@@ -5,10 +5,13 @@ Cost: none. Command: python -m bench tables. A unit test fails when a table and 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from bench.rows import REPOSITORY, RESULTS
+from bench.suites import STRATEGIES
 
+LEFT = 3  # columns of a table in a terminal that start at the left: names
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -26,21 +29,151 @@ def render(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    columns = COLUMNS[name]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
+    rows = read_rows(RESULTS / f"{name}.jsonl")
+    lines = markdown(README_COLUMNS.get(name) or COLUMNS[name], by_place(rows) if name in README_COLUMNS else rows)
     about = rows[0]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     return "\n".join([*lines, "", f"{about['date']}, commit {about['commit']}, {about['hardware']}, {versions}."])
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def markdown(columns: "Columns", rows: Sequence[dict]) -> list[str]:
+    """A table's lines."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return lines + ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
+
+
+def text_table(name: str, rows: Sequence[dict]) -> str:
+    """The rows for a terminal, in columns; the first and the last ones start at the left."""
+    cells = [list(COLUMNS[name]), *([cell(row).replace("`", "") for cell in COLUMNS[name].values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    last = len(widths) - 1
+    return "\n".join(
+        "  ".join(
+            cell if at == last else cell.ljust(width) if at < LEFT else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
+
+
+def by_place(rows: Sequence[dict]) -> list[dict]:
+    """One row for each model and layout: its samples per second by strategy."""
+    places: dict[tuple[str, str], dict] = {}
+    for row in rows:
+        place = places.setdefault((row["preset"], row["layout"]), {"preset": row["preset"], "layout": row["layout"]})
+        place[row["strategy"]] = row["samples_per_s"]
+    return list(places.values())
 
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
 
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return _number(None if num_bytes is None else num_bytes / 2**30)
+
+
+def _options(row: dict) -> str:
+    """The options of a forecast, or why there is none; of a plan, its name."""
+    if row["samples_per_s"] is None:
+        return row["why_not"]
+    options = {"plan": row["options"]["plan"]} if "plan" in row["options"] else row["options"]
+    words = ((name, ",".join(one) if isinstance(one, list | tuple) else str(one)) for name, one in options.items())
+    return " ".join(f"{name}={word}" for name, word in words if word)
+
+
+def _phase(name: str) -> Callable[[dict], str]:
+    return lambda row: _number(row["device_s"][name] if "device_s" in row else None)
+
+
 Columns = dict[str, Callable[[dict], str]]
-COLUMNS: dict[str, Columns] = {
+PLACE: Columns = {
+    "model": lambda row: row["preset"],
+    "layout": lambda row: row["layout"],
+    "strategy": lambda row: f"`{row['strategy']}`",
+}
+SPEED: Columns = {
+    "samples/s": lambda row: _number(row["samples_per_s"], 2),
+    "speed-up": lambda row: _number(row["speed_up"], 2),
+    "iteration, s": lambda row: _number(row["iteration_s"]),
+}
+OPTIONS: Columns = {"options, or why not": _options}
+README_COLUMNS: dict[str, Columns] = {  # of tables that have one row for several
+    "scan": {
+        "model": lambda row: row["preset"],
+        "layout": lambda row: row["layout"],
+        **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
+    },
+}
+SCANS: dict[str, Columns] = {
+    "scan": {
+        **PLACE,
+        **SPEED,
+        **{f"{name}, s": _phase(name) for name in ("generation", "inference", "training", "rest")},
+        "GiB": lambda row: _gib(row.get("peak_bytes")),
+        **OPTIONS,
+    },
+    "app_memory": {
+        **PLACE,
+        "zero": lambda row: str(row["options"]["zero"]),
+        "most on a device, GiB": lambda row: _gib(row["peak_bytes"]),
+        "of it reference and reward": lambda row: _gib(row["frozen_bytes"]),
+        "of it shadow copies": lambda row: _gib(row["shadow_bytes"]),
+        "fits": lambda row: "no" if row["why_not"] else "yes",
+    },
+    "app_communication": {
+        **PLACE,
+        "iteration, s": lambda row: _number(row["iteration_s"], 2),
+        "moved, MB": lambda row: _number(row["data_bytes"] / 1e6, 1) if "data_bytes" in row else "-",
+        "it adds, us": lambda row: _number(1e6 * row["data_exposed_s"]) if "data_exposed_s" in row else "-",
+        "of an iteration": lambda row: (
+            f"{row['data_exposed_s'] / row['iteration_s']:.0e}" if row["iteration_s"] else "-"
+        ),
+        **OPTIONS,
+    },
+    "app_separation": {
+        **PLACE,
+        **SPEED,
+        "generation runs, s": lambda row: _number(row.get("generation_s")),
+        "training runs, s": lambda row: _number(row.get("training_s")),
+        "devices wait": lambda row: _percent(
+            row["device_s"]["rest"] / row["iteration_s"] if "device_s" in row else None
+        ),
+        "shadow copies, GiB": lambda row: _gib(row.get("shadow_bytes")),
+        "weights moved, GB": lambda row: _number(row["sync_bytes"] / 1e9) if "sync_bytes" in row else "-",
+        "it adds, s": lambda row: _number(row.get("sync_exposed_s"), 2),
+        **OPTIONS,
+    },
+    "heterogeneous": {
+        "model": lambda row: row["preset"],
+        "nodes of 8": lambda row: row["nodes"],
+        "strategy": lambda row: f"`{row['strategy']}`",
+        **SPEED,
+        "generation runs, s": lambda row: _number(row.get("generation_s")),
+        "training runs, s": lambda row: _number(row.get("training_s")),
+        **OPTIONS,
+    },
+    "convergence": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "reward, first iteration": lambda row: f"{row['rewards'][0]:+.4f}",
+        "last": lambda row: f"{row['rewards'][-1]:+.4f}",
+        "KL, last": lambda row: f"{row['kls'][-1]:.4f}",
+        "largest difference": lambda row: f"{row['difference']:.1e}",
+    },
+}
+SCANS["app_planner"] = SCANS["scan"]
+SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
+COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",
@@ -114,6 +247,13 @@ COLUMNS: dict[str, Columns] = {
         "forecast, s": lambda row: f"{row['forecast_s']:.1f}",
         "published, s": lambda row: f"{float(row['sec_per_iter']):.1f}",
         "error": lambda row: f"{row['error']:+.1%}",
+    },
+    "measure_cpu": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "error": lambda row: f"{row['error']:+.0%}",
     },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),

@@ -1,18 +1,22 @@
-"""The one program and its verbs: train and generate (on MPI ranks), check (no MPI, no torch), convert (GGUF files).
+"""The one program: train, generate, profile (on MPI ranks), check, plan (no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
+python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
+mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 """
 
 import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 
+CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
 PIPE_STATUS = 141  # as a shell shows a program that SIGPIPE ended
 
@@ -20,12 +24,13 @@ PIPE_STATUS = 141  # as a shell shows a program that SIGPIPE ended
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. Every verb imports what it needs when it is called."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["train"], ["generate"]) and not {"-h", "--help"} & set(arguments):
+    measures = any(word.partition("=")[0] == "--measure-top" for word in arguments) and arguments[0] == "plan"
+    if (arguments[:1] in (["train"], ["generate"], ["profile"]) or measures) and not {"-h", "--help"} & set(arguments):
         return _on_ranks(arguments)
     try:
         parsed = _parse(arguments)
         _refuse_launcher(parsed.verb)
-        status = {"check": _check, "convert": _convert}[parsed.verb](parsed)
+        status = {"check": _check, "plan": _plan, "convert": _convert}[parsed.verb](parsed)
         print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
         return status
     except UserError as error:
@@ -62,7 +67,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _refuse_launcher(verb: str) -> None:
-    """Only `train` and `generate` know what to do with many processes."""
+    """Only `train`, `generate`, `profile` and `plan --measure-top` know what to do with many processes."""
     from rlhf_spmd.runtime.launch import num_launched
 
     if num_launched(os.environ) > 1:
@@ -80,7 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
 
     train = verbs.add_parser("train", help="PPO on the ranks of this MPI world (mpirun -n N ...)")
-    train.add_argument("--strategy", default="flattening", metavar="NAME|FILE.py", help="which rank does what")
+    train.add_argument(
+        "--strategy", default="flattening", metavar="NAME|FILE.py", help="which rank does what; auto: plan"
+    )
+    train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", default="runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
@@ -93,10 +101,38 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--device", help="device type, for the forecast of bytes (default: the preset's)")
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     options(check)
+    options(_add_plan(verbs))
+    profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
+    profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
+    profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
+    options(profile)
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
     convert.add_argument("folder", type=Path, metavar="FOLDER")
     return parser
+
+
+def _add_plan(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    plan = verbs.add_parser("plan", help="search the fastest placement, and write it as a strategy")
+    plan.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    plan.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
+    plan.add_argument("--device", help="device type (default: the calibration's, if it has one, or the preset's)")
+    plan.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
+    plan.add_argument("--method", choices=("exact", "two_phase", "mcmc"), default="exact", help="default: exact")
+    plan.add_argument("--seed", type=int, default=0, help="of mcmc (default: 0)")
+    plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many plans to show (default: 5)")
+    plan.add_argument("--out", metavar="FILE.py", help="the winner (default: runs/plan-PRESET-LAYOUT.py)")
+    plan.add_argument("--timeline", metavar="FILE.png", help="draw its forecast")
+    plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
+    plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run the K best as well")
+    return plan
+
+
+def _positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _add_generate(verbs: argparse._SubParsersAction) -> None:
@@ -150,6 +186,18 @@ def _check(parsed: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
+def _plan(parsed: argparse.Namespace) -> int:
+    from rlhf_spmd.plan_verb import run
+
+    return run(parsed)
+
+
+def _measure_on(world, parsed: argparse.Namespace) -> None:
+    from rlhf_spmd.plan_verb import measure
+
+    measure(world, parsed)
+
+
 def _convert(parsed: argparse.Namespace) -> int:
     from rlhf_spmd.model.hf import convert_gguf
 
@@ -170,7 +218,8 @@ def _on_ranks(arguments: list[str]) -> int:
     try:
         with world.together("reading the command line"):
             parsed = _parse(arguments)
-        {"train": _train_on, "generate": _generate_on}[parsed.verb](world, parsed)
+        verbs = {"train": _train_on, "generate": _generate_on, "plan": _measure_on, "profile": _profile_on}
+        verbs[parsed.verb](world, parsed)
         world.shutdown()
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
@@ -179,33 +228,32 @@ def _on_ranks(arguments: list[str]) -> int:
 
 def _train_on(world, parsed: argparse.Namespace) -> None:
     from rlhf_spmd import config as configs
-    from rlhf_spmd.cluster_file import on_machines, read_cluster
     from rlhf_spmd.plan.check import check
-    from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
     from rlhf_spmd.plan.show import show_program
+    from rlhf_spmd.plan_verb import auto, calibration_for
     from rlhf_spmd.strategy import load_strategy
 
+    planned = parsed.strategy == "auto"
     with world.together("reading the configuration"):
         config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-        strategy = load_strategy(parsed.strategy)
+        strategy = None if planned else load_strategy(parsed.strategy)
     with world.together("comparing the configuration"):
         options = {f"option {key}": value for key, value in configs.leaves(config).items()}
-        world.agree("the start", options | {"the strategy": strategy.source})
+        world.agree("the start", options | {"the strategy": strategy.source if strategy else "auto"})
     with world.together("compiling the program"):
         if not config.models.actor:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        if parsed.cluster:
-            cluster = on_machines(read_cluster(parsed.cluster), world.nodes, parsed.cluster)
-        else:
-            device = "cpu" if world.device_index is None else config.device
-            sizes = [world.nodes.count(node) for node in range(world.num_nodes)]
-            cluster = Cluster(tuple(Node(size, device, DEVICE_BYTES[device]) for size in sizes))
-        program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
+        cluster, workload = _cluster_of(world, parsed.cluster, config.device), configs.make_workload(config)
+        named = parsed.calibration or world.device_index is None or config.device != "cpu"  # what the devices are
+        calibration = calibration_for(parsed.calibration, cluster) if named else None
+        if planned:
+            strategy = auto(config, workload, cluster, calibration)
+        program = strategy.compile(workload, cluster, config.strategy)
         errors = [str(finding) for finding in check(program) if finding.severity == "error"]
         if errors:
             raise UserError(f"strategy {strategy.name} is refused by check: " + "; ".join(errors[:3]))
     with world.together("comparing the program"):
-        world.agree("the start", {"the program": program.fingerprint})
+        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
     world.set_deadline(config.deadline_s)
     world.start_torch(program.groups)
 
@@ -224,7 +272,40 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
         root=parsed.runs,
         name=parsed.name,
         command=Command(parsed.strategy, model, parsed.overrides),
+        calibration=calibration,
     )
+
+
+def _cluster_of(world, path: str | None, device: str):
+    """The cluster that a file says this world is, or nodes of one type of device as the ranks found them."""
+    from rlhf_spmd.cluster_file import on_machines, read_cluster
+    from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
+
+    if path:
+        return on_machines(read_cluster(path), world.nodes, path)
+    device = "cpu" if world.device_index is None else device
+    sizes = [world.nodes.count(node) for node in range(world.num_nodes)]
+    return Cluster(tuple(Node(size, device, DEVICE_BYTES[device]) for size in sizes))
+
+
+def _profile_on(world, parsed: argparse.Namespace) -> None:
+    from rlhf_spmd import config as configs
+    from rlhf_spmd.calibration_file import check_out, write_calibration
+    from rlhf_spmd.runtime.profile import profile, result, summary
+
+    began = time.perf_counter()
+    with world.together("reading the configuration"):
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+        check_out(parsed.out, overwrite=parsed.overwrite)
+    world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
+    world.set_deadline(config.deadline_s)
+    found = profile(world, config, name=Path(parsed.out).stem)
+    with world.together("writing the calibration"):
+        if world.rank == 0:
+            write_calibration(found, parsed.out)
+    if world.rank == 0:
+        print(summary(found))
+        print(json.dumps(result(found, parsed.out, time.perf_counter() - began)))
 
 
 def _generate_on(world, parsed: argparse.Namespace) -> None:

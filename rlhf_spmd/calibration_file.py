@@ -1,13 +1,66 @@
-"""Reads a calibration, the measured constants of a machine (plan/calibration.py), from a JSON file."""
+"""Reads and writes a calibration, the measured constants of a machine (plan/calibration.py), as a JSON file."""
 
 import difflib
 import json
+import os
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import VERSION, Calibration, Device, Link
+from rlhf_spmd.plan.calibration import VERSION, ByLength, Calibration, Curve, Device, Layered, Link, Measured
+from rlhf_spmd.plan.workload import ModelShape
+
+
+class _Curve(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    amounts: tuple[PositiveFloat, ...]
+    seconds: tuple[NonNegativeFloat, ...]
+
+    def made(self) -> Curve:
+        return Curve(self.amounts, self.seconds)
+
+
+class _Layered(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    layer: _Curve
+    rest: _Curve
+
+    def made(self) -> Layered:
+        return Layered(self.layer.made(), self.rest.made())
+
+
+class _ByLength(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    lengths: tuple[PositiveFloat, ...]
+    tables: tuple[_Layered, ...]
+
+    def made(self) -> ByLength:
+        return ByLength(self.lengths, tuple(table.made() for table in self.tables))
+
+
+class _Measured(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    shape: ModelShape
+    tp: PositiveInt
+    param_bytes: PositiveInt
+    forward: _ByLength
+    train: _ByLength
+    update: _Curve
+    prefill: _ByLength | None = None
+    decode: _Layered | None = None
+    ends: _Curve | None = None
+
+    def made(self) -> Measured:
+        parts = {name: getattr(self, name) for name in ("forward", "train", "update", "prefill", "decode", "ends")}
+        made = {name: None if part is None else part.made() for name, part in parts.items()}
+        return Measured(self.shape, self.tp, self.param_bytes, **made)
 
 
 class _Device(BaseModel):
@@ -19,6 +72,11 @@ class _Device(BaseModel):
     layer_s: NonNegativeFloat
     decode_layer_s: NonNegativeFloat
     num_workers: PositiveInt | None = None
+    measured: tuple[_Measured, ...] = ()
+
+    def made(self) -> Device:
+        constants = {name: getattr(self, name) for name in type(self).model_fields if name != "measured"}
+        return Device(**constants, measured=tuple(one.made() for one in self.measured))
 
 
 class _Link(BaseModel):
@@ -71,6 +129,41 @@ def read_calibration(path: str) -> Calibration:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
         raise UserError(f"calibration {path}: {where}: {first['msg']}; see rlhf_spmd/calibration_file.py") from None
-    devices = {kind: Device(**constants.model_dump()) for kind, constants in file.devices.items()}
+    try:
+        devices = {kind: device.made() for kind, device in file.devices.items()}
+    except UserError as error:
+        raise UserError(f"calibration {path}: {error}") from None
     links = Link(**file.inside.model_dump()), Link(**file.between.model_dump())
     return Calibration(Path(path).stem, devices, *links, file.provenance, file.pipelined_prefill)
+
+
+def check_out(path: str, *, overwrite: bool = False) -> None:
+    """Raises UserError unless a calibration may be written there; asked before minutes of measuring."""
+    file = Path(path)
+    if file.suffix != ".json":
+        raise UserError(f"--out {path} is no name of a calibration; name a .json file")
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise UserError(f"--out {path} cannot be written; name a file in a folder that is there and yours")
+    if file.exists() and not overwrite:
+        raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
+
+
+def write_calibration(calibration: Calibration, path: str) -> None:
+    """Writes what `read_calibration` reads. Raises UserError if the file cannot be written."""
+    content = {"version": VERSION} | asdict(calibration)
+    del content["name"]  # it is the file's
+    text = json.dumps(_rounded(content), indent=2)
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)  # a row of numbers on a line
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"calibration {path} cannot be written ({error.strerror}); name another file") from None
+
+
+def _rounded(value: object) -> object:
+    """Four digits of every number that is not whole: more has not been measured."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

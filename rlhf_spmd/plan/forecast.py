@@ -36,6 +36,9 @@ class _Costs:
     program: Program
     cost: Cost
     known: dict[tuple, float] = field(default_factory=dict)
+    places: dict[tuple[str, int], tuple] = field(
+        default_factory=dict
+    )  # of calls on ranks: what their seconds depend on
     done_s: dict[tuple, list[float]] = field(default_factory=dict)  # of the rows that a rank generates
 
     def num_workers(self, node: int) -> int | None:
@@ -63,17 +66,17 @@ class _Costs:
 
     def _alike(self, rank: int, step: Run, layout: Layout) -> tuple:
         """Equal for Runs that take equally long."""
-        _, stage, _ = layout.place(rank)
+        site = (step.reader or step.call, rank)
+        if site not in self.places:
+            groups = layout.tensor_ranks(rank), layout.data_ranks(rank)
+            device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
+            self.places[site] = layout.place(rank)[1], device, *map(self.cost.link, groups)
         columns = self.program.columns_of(step, rank)
         rows = columns if self.program.workload.lengths_differ else len(columns)
-        links = [
-            self.cost.link(ranks) for ranks in (layout.tensor_ranks(rank), layout.data_ranks(rank), layout.ranks[:1])
-        ]
         kind = self.program.workload.workflow.call(step.call).kind
         alone = self.program.workload.lengths_differ or kind == "generate"  # no two mini-batches are alike
         number = step.mini_batch if alone else step.mini_batch is None
-        device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
-        return step.call, step.phase, number, stage, rows, device, *links
+        return step.call, step.phase, number, rows, self.places[site]
 
     def _run_s(self, call: Call, layout: Layout, rank: int, step: Run) -> float:
         cost = self.cost

@@ -4,7 +4,7 @@
     strategy.py     the source of the strategy          events.out.tfevents.*  the same for TensorBoard
     program.json    fingerprint and summary             samples.jsonl, .txt    responses before and after
     timeline.json   Chrome trace, opens in Perfetto     actor/                 the trained model (Hugging Face)
-    timeline.png    the same as a picture
+    timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
 
 An existing folder is never written into again: two runs can't mix, and no result is lost.
 """

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from rlhf_spmd.config import Config, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.hf import load_tokenizer, read_config, save_state
+from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.program import Program
-from rlhf_spmd.runtime import report
+from rlhf_spmd.runtime import forecast_line, report
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
 from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
@@ -135,11 +136,12 @@ def train(
     root: str,
     name: str | None,
     command: report.Command,
+    calibration: Calibration | None = None,
 ) -> Result:
     """Runs all iterations and leaves the run folder `root`/`name`; rank 0 prints.
 
     strategy, source: name and text of the strategy module; summary: what `check` prints of the program; command: how
-    the user started it.
+    the user started it; calibration: of these devices, for a forecast that the run is compared with.
     """
     started = time.perf_counter()
     recorder = Recorder(world.rank, world.hosts[world.rank])
@@ -176,8 +178,15 @@ def train(
     recent = range(config.iterations - TIMELINE_ITERATIONS, config.iterations)
     records = world.allgather(recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=f"{strategy} on {ranks}")
+    if calibration is not None and world.rank == 0:
+        lengths = forecast_line.lengths_of(answers, job.prompts.prompts)
+        rows = forecast_line.compare(program, calibration, records, lengths)
+        forecast_line.write(rows, calibration, folder.path / "forecast.json")
+        console.note(forecast_line.show(rows, calibration))
     folder.close()
     result = report.result(strategy, world.size, history, time.perf_counter() - started, folder)
+    if command.strategy == "auto":  # what was planned can be checked and run again
+        command = replace(command, strategy=str(folder.path / "strategy.py"))
     console.closing(result, folder, report.next_commands(command, world.size))
     return result
 

@@ -1,0 +1,128 @@
+"""Where and how a call may run, for the search: the meshes of a cluster, and the ways to be parallel on each.
+
+A mesh is a power-of-two slice of a node aligned to its size, an aligned power of two of whole nodes (ReaL, arXiv
+2406.14088), or a prefix or suffix of all devices of a type in eighths, so that a separation of 1/4 and 3/4 is there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
+
+EIGHTHS = 8  # prefixes and suffixes are cut in so many parts
+LEAST_PP = 8  # pipelines may have so many stages, or more where there are more nodes (ReaL's pruning)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks of one device type that a call may run on.
+
+    first: place of the first rank among all ranks sorted by device type: there every mesh is a run without holes.
+    kind: equal for meshes on which everything takes equally long: device type, and how many ranks of each node.
+    """
+
+    ranks: tuple[int, ...]
+    first: int
+    kind: tuple
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def meshes(cluster: Cluster) -> tuple[Mesh, ...]:
+    """All meshes of a cluster, large ones first. A mesh never has devices of two types."""
+    found: dict[tuple[int, int], Mesh] = {}
+    start = 0
+    for device in cluster.device_types:
+        ranks = cluster.ranks_of(device)
+        for first, stop in _runs(cluster, ranks):
+            mine = ranks[first:stop]
+            nodes = [cluster.node_of(rank) for rank in mine]
+            counts = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
+            found.setdefault((start + first, stop - first), Mesh(mine, start + first, (device, counts)))
+        start += len(ranks)
+    return tuple(sorted(found.values(), key=lambda mesh: (-mesh.size, mesh.first)))
+
+
+def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first, stop) of the meshes among the ranks of one device type."""
+    edges = [0]  # where a node begins, and the end
+    for place in range(1, len(ranks)):
+        if cluster.node_of(ranks[place]) != cluster.node_of(ranks[place - 1]):
+            edges.append(place)
+    edges.append(len(ranks))
+    for first, stop in zip(edges, edges[1:], strict=False):
+        size = 1
+        while size <= stop - first:
+            yield from ((at, at + size) for at in range(first, stop - size + 1, size))
+            size *= 2
+    num_nodes, size = len(edges) - 1, 1
+    while size <= num_nodes:
+        yield from ((edges[at], edges[at + size]) for at in range(0, num_nodes - size + 1, size))
+        size *= 2
+    for eighth in range(1, EIGHTHS + 1):
+        if len(ranks) * eighth % EIGHTHS == 0:
+            yield 0, len(ranks) * eighth // EIGHTHS
+            yield len(ranks) - len(ranks) * eighth // EIGHTHS, len(ranks)
+
+
+def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
+    """Every way in which a call with weights may be parallel on a mesh, as compile_program accepts it.
+
+    Slices stay inside a node and divide the heads; stages divide the layers or are a power of two; no shard is without
+    rows. Only a train call has a stage of ZeRO or recomputation of its own; only frozen models are offloaded or, with
+    stage 3, spread over dp.
+    """
+    frozen = workload.workflow.train_call(call.model) is None
+    for pp, tp in _grids(call, mesh, workload, cluster):
+        dp = mesh.size // (pp * tp)
+        grid = Layout(mesh.ranks, dp=dp, pp=pp, tp=tp)
+        rows = -(-workload.mini_batch // dp)
+        if call.kind == "train":
+            for zero in (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
+                for micro_batch in _micro_batches(rows, 2 * workload.micro_batch):
+                    for recompute in (False, True):
+                        yield _with(grid, zero=zero, micro_batch=micro_batch, recompute=recompute)
+            continue
+        sizes = (None,)
+        if call.kind == "infer":
+            least = min(rows, workload.micro_batch)
+            sizes = _micro_batches(rows, workload.micro_batch) if pp > 1 else (least,)
+        for micro_batch in sizes:
+            yield _with(grid, micro_batch=micro_batch)
+            if frozen:
+                yield _with(grid, micro_batch=micro_batch, offload=True)
+                if dp > 1 and pp == 1:
+                    yield _with(grid, micro_batch=micro_batch, zero=3)
+
+
+def _with(grid: Layout, **options) -> Layout:
+    return Layout(grid.ranks, dp=grid.dp, pp=grid.pp, tp=grid.tp, **options)
+
+
+def _grids(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """(pp, tp) that fit a model, a mesh and the rows of a mini-batch."""
+    shape = workload.models[call.model]
+    nodes = [cluster.node_of(rank) for rank in mesh.ranks]
+    num_nodes = len(set(nodes))
+    tp = 1
+    while tp <= min(mesh.size, shape.num_kv_heads):
+        together = all(nodes[at] == nodes[at + tp - 1] for at in range(0, mesh.size - tp + 1, tp))
+        if together and not (mesh.size % tp or shape.num_heads % tp or shape.num_kv_heads % tp):
+            for pp in range(1, min(mesh.size // tp, shape.num_layers, max(num_nodes, LEAST_PP)) + 1):
+                even = shape.num_layers % pp == 0 or pp & (pp - 1) == 0
+                if even and mesh.size // tp % pp == 0 and mesh.size // (tp * pp) <= workload.mini_batch:
+                    yield pp, tp
+        tp *= 2
+
+
+def _micro_batches(rows: int, most: int) -> list[int]:
+    """Powers of two up to the rows of a shard, and no more than `most`."""
+    sizes = [1]
+    while 2 * sizes[-1] <= min(rows, most):
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -1,0 +1,181 @@
+"""Writes a placement as a strategy module that people can read, change and give to `check` and `train`.
+
+The text is what `ruff format` would leave of it (lines up to 120), so that a plan may be committed like any strategy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement, interleave
+from rlhf_spmd.plan.workload import Workload
+
+MAX_LINE = 120
+KIND_NAMES = {"generate": "generation", "infer": "inference", "train": "training"}
+MAX_PARTS = 8  # of a set of ranks that is written as interleaved parts
+
+_MODULE = '''"""{docstring}"""
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import {placement_names}
+from rlhf_spmd.plan.workload import Workload
+
+NUM_RANKS = {num_ranks}
+
+
+def place(workload: Workload, cluster: Cluster) -> Placement:
+    """The placement that was planned, for as many ranks as it was planned for."""
+    if cluster.num_devices != NUM_RANKS:
+        raise UserError(
+            f"this plan is for {{NUM_RANKS}} ranks, and this cluster has {{cluster.num_devices}}; start as many, or "
+            "plan again for this cluster: python -m rlhf_spmd plan"
+        )
+{body}
+'''
+
+
+def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, docstring: str) -> str:
+    """The source of a module whose `place(workload, cluster)` returns an equal placement on any cluster of as many
+    ranks, and raises UserError on others. docstring: of the module, in lines that fit."""
+    names = _names(placement, workload)
+    lines = []
+    for layout, name in names.items():
+        options = [_rank_text(layout.ranks, cluster), *_options(layout, ("pp", "tp"))]
+        lines += _call_lines(f"{name} = Layout.grid_of", options)
+    lines.append("layouts = {")
+    lines += [f'    "{call}": {names[layout]},' for call, layout in placement.layouts.items()]
+    lines.append("}")
+    lines += _call_lines("return Placement", ["layouts", *_options(placement, ())])
+    body = "\n".join("    " + line for line in lines)
+    return _MODULE.format(
+        docstring=_docstring(docstring),
+        placement_names="Placement, interleave" if "interleave(" in body else "Placement",
+        num_ranks=cluster.num_devices,
+        body=body,
+    )
+
+
+def _docstring(text: str) -> str:
+    """Text between triple quotes, without spaces at the ends of its lines."""
+    text = "\n".join(line.rstrip() for line in text.strip().splitlines()).replace("\\", "\\\\")
+    text = text.replace('"""', '\\"\\"\\"')
+    text = text[:-1] + '\\"' if text.endswith('"') else text
+    return text + "\n" if "\n" in text else text
+
+
+def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
+    """A variable for every layout, named for what the calls that share it have in common."""
+    users: dict[Layout, list[str]] = {}
+    for name, layout in placement.layouts.items():
+        users.setdefault(layout, []).append(name)
+    taken, found = {"workload", "cluster", "layouts"}, {}
+    for layout, calls in users.items():
+        own = [workload.workflow.call(name) for name in calls]
+        kinds, models = {call.kind for call in own}, {call.model for call in own}
+        wishes = ["everywhere"] if len(users) == 1 else []
+        wishes += [KIND_NAMES[own[0].kind]] if len(kinds) == 1 else []
+        wishes += [own[0].model] if len(models) == 1 else []
+        wishes += ["shared"] if len(calls) > 1 else []
+        found[layout] = next((name for name in wishes if name not in taken), calls[0])
+        taken.add(found[layout])
+    return found
+
+
+def _options(record: Layout | Placement, first: Sequence[str]) -> list[str]:
+    """Fields that differ from their defaults, as keyword arguments."""
+    known = {field.name: field.default for field in fields(record) if field.init and field.default is not MISSING}
+    order = [*first, *(name for name in known if name not in first)]
+    return [f"{name}={_text(value)}" for name in order if (value := getattr(record, name)) != known[name]]
+
+
+def _text(value: object) -> str:
+    """A value as source: names in double quotes."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
+    """Ranks as a person would write them: slices of the cluster's, interleaved slices, or ranges and numbers."""
+    runs = _runs(ranks)
+    if len(runs) == 1:
+        return _slice(*runs[0], cluster)
+    parts = _parts(ranks)
+    if len(parts) <= MAX_PARTS and interleave(*parts) == ranks and max(map(len, parts)) > 1:
+        return f"interleave({', '.join(_slice(part[0], part[-1] + 1, cluster) for part in parts)})"
+    words = []
+    for start, stop in runs:
+        words += [f"*range({start}, {stop})"] if stop - start > 2 else map(str, range(start, stop))
+    return f"({', '.join(words)})"
+
+
+def _runs(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Start and stop of every run of consecutive ranks, in their order."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank:
+            runs[-1] = (runs[-1][0], rank + 1)
+        else:
+            runs.append((rank, rank + 1))
+    return runs
+
+
+def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Runs of consecutive ranks that may stand between one another: 0, 2, 1, 3 is (0, 1) and (2, 3)."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        part = next((part for part in parts if part[-1] + 1 == rank), None)
+        if part is None:
+            parts.append([rank])
+        else:
+            part.append(rank)
+    return sorted(map(tuple, parts))
+
+
+def _slice(start: int, stop: int, cluster: Cluster) -> str:
+    """Consecutive ranks as a slice of all."""
+    last = cluster.num_devices
+    if (start, stop) == (0, last):
+        return "cluster.ranks"
+    return f"cluster.ranks[{start or ''}:{stop if stop < last else ''}]"
+
+
+def _call_lines(function: str, arguments: list[str]) -> list[str]:
+    """A call in one line, else its arguments in one, else each in a line of its own (tuples of ranks too)."""
+    inner, indent = ", ".join(arguments), 4
+    if len(one := f"{function}({inner})") + indent <= MAX_LINE:
+        return [one]
+    if len(inner) + 2 * indent <= MAX_LINE:
+        return [f"{function}(", "    " + inner, ")"]
+    lines = [f"{function}("]
+    for argument in arguments:
+        lines += _argument_lines(argument)
+    return [*lines, ")"]
+
+
+def _argument_lines(argument: str) -> list[str]:
+    """An argument in a line of its own; a tuple that is too long, or parts to interleave, element by element."""
+    if len(argument) + 9 <= MAX_LINE:
+        return [f"    {argument},"]
+    head, _, rest = argument.partition("(")
+    elements = _split(rest[:-1])
+    if head and len(rest) - 1 + 12 <= MAX_LINE and not head.endswith("="):
+        return [f"    {head}(", f"        {rest[:-1]}", "    ),"]
+    return [f"    {head}(", *(f"        {element}," for element in elements), "    ),"]
+
+
+def _split(text: str) -> list[str]:
+    """The elements of a tuple: text between commas outside of brackets."""
+    elements, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and not depth:
+            elements.append("")
+        else:
+            elements[-1] += letter
+    return [element.strip() for element in elements if element.strip()]

@@ -1,0 +1,106 @@
+"""`train --strategy auto` as a user starts it: planned on every rank, kept, compared with its forecast, run again."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.runtime.forecast_line import WHOLE
+from tests.folders import write_all
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.unit.test_plan_verb import CPU
+
+LIMIT_S = 120.0
+
+
+def start(num_ranks: int, *arguments: str) -> tuple[int | None, str, str]:
+    command = [*mpi_command(num_ranks), sys.executable, "-m", "rlhf_spmd", *arguments]
+    return run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    return write_all(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("calibration") / "mine.json"
+    path.write_text(json.dumps(CPU))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def planned(overrides, calibration, tmp_path_factory) -> tuple[str, Path]:
+    """Standard output and run folder of a run on two ranks that planned for itself."""
+    runs = tmp_path_factory.mktemp("runs")
+    words = ["--strategy", "auto", "--calibration", calibration, "--runs", str(runs), "--name", "auto"]
+    status, stdout, stderr = start(2, "train", *words, *overrides)
+    assert status == 0, stderr
+    return stdout, runs / "auto"
+
+
+def test_a_run_that_plans_for_itself_trains(planned):
+    stdout, folder = planned
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == "auto"
+    source = (folder / "strategy.py").read_text()
+    assert "def place(workload: Workload, cluster: Cluster) -> Placement:" in source
+    assert f"check {folder / 'strategy.py'} --layout 1x2" in stdout
+
+
+def test_its_strategy_runs_again_with_the_same_tokens(planned, overrides, calibration, tmp_path):
+    _, folder = planned
+    words = ["--strategy", str(folder / "strategy.py"), "--runs", str(tmp_path), "--name", "again"]
+    status, _, stderr = start(2, "train", *words, "--calibration", calibration, *overrides)
+    assert status == 0, stderr
+    first, second = (json.loads((path / "program.json").read_text()) for path in (folder, tmp_path / "again"))
+    assert first["fingerprint"] == second["fingerprint"]
+    for one, other in zip(*map(metrics_of, (folder, tmp_path / "again")), strict=True):
+        assert one["tokens_sha256"] == other["tokens_sha256"]
+
+
+def test_the_run_stands_beside_its_forecast(planned):
+    stdout, folder = planned
+    assert "Forecast by calibration mine against this run" in stdout
+    found = json.loads((folder / "forecast.json").read_text())
+    rows = {row["call"]: row for row in found["rows"]}
+    assert found["calibration"] == "mine" and {"actor_generate", "actor_train", "critic_train", WHOLE} <= set(rows)
+    iterations = metrics_of(folder)
+    for row in rows.values():
+        assert 0 < row["measured_s"] < max(metrics["iteration_s"] for metrics in iterations) + 1.0
+        assert row["forecast_s"] > 0
+    assert rows[WHOLE]["measured_s"] >= rows["actor_generate"]["measured_s"]
+
+
+def test_measurement_decides_where_there_are_ranks(overrides, calibration, tmp_path):
+    out = tmp_path / "quickest.py"
+    words = ["--measure-top", "2", "--calibration", calibration, "--method", "two_phase", "--out", str(out)]
+    status, stdout, stderr = start(2, "plan", *words, *overrides)
+    assert status == 0, stderr
+    result = json.loads(stdout.splitlines()[-1])
+    assert len(result["plans"]) == 2 and result["measured_s"] == min(result["plans"].values()) > 0
+    assert out.read_text().startswith(f'"""{result["name"]}: ')
+    status, stdout, _ = start(1, "check", str(out), "--layout", "1x2", *overrides)
+    assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"]
+    status, _, stderr = start(2, "plan", *words, "--layout", "1x4", *overrides)
+    assert status == 2 and "runs the plans on these 2 ranks, and 1x4 has others" in stderr
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategy", "auto", "strategy.zero=1"], "the planner chooses every layout"),
+        (["--calibration", "a100-80g"], "does not know devices of type cpu"),
+        (["--calibration", "nowhere.json"], "calibration nowhere.json cannot be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_told_once(overrides, words, message, tmp_path):
+    status, stdout, stderr = start(2, "train", *words, "--runs", str(tmp_path), *overrides)
+    assert status == 2 and stdout == "" and not list(tmp_path.iterdir())
+    assert stderr.count("rlhf_spmd: error:") == 1 and message in stderr

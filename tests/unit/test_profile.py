@@ -1,0 +1,98 @@
+"""The profile verb on one rank: what it measures comes back from its file, and forecasts are made of it."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from tqdm import tqdm
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.calibration_file import read_calibration, write_calibration
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.forecast import forecast
+from rlhf_spmd.runtime.profile import Clock, Grid, between_ranks, groups_of, inside_ranks, profile, rows_up_to, summary
+from rlhf_spmd.runtime.world import World
+from rlhf_spmd.strategy import load_strategy
+
+TOY = Grid(max_prompt=4, max_response=4, shares=(1.0,), most_rows=2, most_places=2, tps=(1,))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """The world of a program that was started without mpirun."""
+    world = World.discover()
+    yield world
+    world.shutdown()
+
+
+@dataclasses.dataclass
+class Nodes:
+    """Where ranks are."""
+
+    nodes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+
+def test_groups_are_inside_a_node_or_between_nodes():
+    nodes = Nodes((0,) * 6 + (1,) * 6)
+    assert inside_ranks(nodes) == [(0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5)]
+    assert between_ranks(nodes) == [(0, 6)]
+    named = groups_of(nodes, (1, 2))
+    assert named["ranks 0-5"] == (0, 1, 2, 3, 4, 5) and named["ranks 10-11"] == (10, 11)
+    assert inside_ranks(Nodes((0,))) == between_ranks(Nodes((0, 0))) == []
+
+
+def test_the_grid_holds_what_calls_may_meet():
+    workload = make_workload(configs.load("tiny"))
+    grid = Grid.of(workload, 4, 4)
+    assert grid.tps == (1, 2)  # of two key-value heads
+    assert Grid.of(workload, 3, 3).tps == (1,)
+    assert rows_up_to(32) == (1, 4, 16, 32) and rows_up_to(1) == (1, 2) and rows_up_to(16) == (1, 4, 16)
+    assert set(grid.rows(1.0, 9)) == {(32, 24)}
+    rows = grid.rows(0.5, 100)
+    for index, most in enumerate((32, 24)):
+        column = [row[index] for row in rows]
+        assert sum(column) / 100 == pytest.approx(most / 2, rel=0.02)
+        assert min(column) >= most / 6 - 1 and max(column) <= most * 5 / 6 + 1
+    assert len(set(rows)) > 50
+
+
+def test_a_clock_tells_processor_seconds_of_what_takes_turns():
+    """Sleeping takes none, adding up does, and twice as much takes twice as long."""
+    import time
+
+    class Alone:
+        def allgather(self, value, what):
+            return [value]
+
+    order = []
+    works = [lambda: time.sleep(0.02), lambda: sum(range(300_000)), lambda: order.append(len(order))]
+    clock = Clock(Alone(), 1, lambda: None, lambda: None, tqdm(disable=True), budget_s=0.2)
+    slept_s, added_s, _ = clock.seconds(*works)
+    assert slept_s < 0.01 and added_s > 2e-4 and len(order) >= 4
+    wall_s, _, _ = dataclasses.replace(clock, num_workers=None).seconds(*works)
+    assert wall_s >= 0.02
+
+
+def test_a_profile_becomes_forecasts(world, tmp_path, capfd):
+    config = configs.load("tiny")
+    found = profile(world, config, name="mine", grid=TOY, budget_s=0.0)
+    assert "profile" in capfd.readouterr().err  # the bar
+    path = tmp_path / "mine.json"
+    write_calibration(found, str(path))
+    read = read_calibration(str(path))
+    assert read.devices["cpu"].num_workers == 1 and "tiny" in read.provenance
+    tables = {one.shape.scalar_head: one for one in read.devices["cpu"].measured}
+    assert set(tables) == {False, True} and tables[False].decode and not tables[True].decode
+    assert tables[False].forward.lengths == (8.0,) and tables[False].decode.layer.amounts == (1.0, 2.0)
+    assert "lm head, tp 1" in summary(read)
+    program = load_strategy("flattening").compile(make_workload(config), Cluster.parse("1x2"), {})
+    assert forecast(program, read).makespan_s > 0

@@ -1,0 +1,229 @@
+"""The scan: options against trying all of them, rows against what they are made of, claims that can fail."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from bench import plots, suites
+from bench.convergence import TOLERANCE, largest_difference, rows_of
+from bench.measure import programs, read_preset
+from bench.scan import explained, exposed, machine, merged, row_of, solve, with_speed_up
+from bench.suites import SUITES, Case
+from bench.tables import COLUMNS, by_place, text_table
+from bench.tuning import best_options
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.fit import memory
+from rlhf_spmd.plan.forecast import forecast
+from rlhf_spmd.plan.memory import static_bytes
+from rlhf_spmd.strategy import load_strategy
+
+WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))
+A100 = load_calibration("a100-80g")
+
+
+def brute_force(name: str, cluster: Cluster, grid: dict) -> tuple[float, int]:
+    """The shortest forecast of all points that fit, and their number."""
+    found = []
+    for values in product(*grid.values()):
+        try:
+            program = load_strategy(name).compile(WORKLOAD, cluster, dict(zip(grid, values, strict=True)))
+        except UserError:
+            continue
+        if not memory(program):
+            found.append(forecast(program, A100).makespan_s)
+    return min(found), len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        ("flattening", {"zero": (0, 1, 2, 3), "micro_batch": (1, 4, 16)}),
+        ("interleaving1", {"zero": (0, 2, 3), "micro_batch": (2, 8)}),
+        (
+            "separation",
+            {
+                "generation_ranks": (2, 4),
+                "training_tp": (1, 2, 4),
+                "training_pp": (1, 2),
+                "zero": (0, 2),
+                "recompute": (False, True),
+                "generation_tp": (1, 2),
+            },
+        ),
+        ("reallocation", {"training_tp": (2, 4, 8), "training_pp": (1, 2), "zero": (0, 1), "generation_tp": (1, 2)}),
+    ],
+)
+def test_best_options_are_those_of_trying_all(name, grid):
+    cluster = Cluster.parse("1x8", "a100-80g")
+    best = best_options(load_strategy(name), WORKLOAD, cluster, A100, grid)
+    least_s, num_fit = brute_force(name, cluster, grid)
+    assert best.forecast.makespan_s == pytest.approx(least_s)
+    assert best.num_fit == num_fit and 0 < best.num_forecasts <= num_fit
+    assert not memory(load_strategy(name).compile(WORKLOAD, cluster, best.options))
+
+
+def test_what_fits_nowhere_says_by_how_much():
+    workload, cluster = make_workload(load("llama-65b")), Cluster.parse("1x8", "a100-80g")
+    best = best_options(load_strategy("flattening"), workload, cluster, A100, {"zero": (0, 3), "micro_batch": (1, 8)})
+    assert best.forecast is None and best.num_fit == 0
+    assert "GiB too much" in best.why and "zero=3 micro_batch=1" in best.why
+
+
+def test_what_is_refused_everywhere_says_why():
+    best = best_options(
+        load_strategy("separation"), WORKLOAD, Cluster.parse("1x8", "a100-80g"), A100, {"generation_ranks": (8,)}
+    )
+    assert best.forecast is None and "leave 0 to train" in best.why
+
+
+def row(strategy: str, **options) -> dict:
+    """The row of 7B on one node with given options."""
+    case = Case("llama-7b", "1x8", strategy, options, exact=True)
+    cluster, calibration = machine(case)
+    return row_of(case, solve(case, WORKLOAD, cluster, calibration), WORKLOAD, calibration)
+
+
+def test_seconds_of_devices_sum_to_an_iteration():
+    for found in (row("flattening", zero=3), row("separation", zero=2, generation_tp=2, training_tp=2)):
+        assert found["why_not"] == "" and sum(found["device_s"].values()) == pytest.approx(found["iteration_s"])
+        assert min(found["device_s"].values()) >= -1e-9
+        assert found["samples_per_s"] == pytest.approx(64 / found["iteration_s"])
+
+
+def test_copies_are_what_memory_counts():
+    flat, half = row("flattening", zero=2, micro_batch=1), row("interleaving1", zero=2, micro_batch=1)
+    weights = [WORKLOAD.weight_bytes(model) for model in ("reference", "reward")]
+    assert flat["frozen_bytes"] == sum(weights) and half["frozen_bytes"] == max(weights)
+    assert flat["shadow_bytes"] == half["shadow_bytes"] == 0
+    apart = row("separation", zero=2, generation_tp=2, training_tp=2)
+    program = load_strategy("separation").compile(WORKLOAD, Cluster.parse("1x8", "a100-80g"), apart["options"])
+    held = static_bytes(program, 7)  # generates and infers, and trains nothing
+    assert held["weights"] == pytest.approx(apart["frozen_bytes"] + apart["shadow_bytes"], rel=1e-3)
+    assert apart["sync_bytes"] > 0 and flat["sync_bytes"] == flat["data_bytes"] == 0 < half["data_bytes"]
+
+
+def test_exposed_seconds_are_zero_where_nothing_moves_and_grow_with_slow_links():
+    program = load_strategy("separation").compile(
+        WORKLOAD, Cluster.parse("1x8", "a100-80g"), {"zero": 2, "generation_tp": 2, "training_tp": 2}
+    )
+    slow = replace(A100, inside=replace(A100.inside, bytes_per_s=A100.inside.bytes_per_s / 100))
+    fast_s, slow_s = (exposed(program, forecast(program, one), one)["sync_exposed_s"] for one in (A100, slow))
+    assert 0 < fast_s < slow_s / 20
+    flat = load_strategy("flattening").compile(WORKLOAD, Cluster.parse("1x8", "a100-80g"), {"zero": 3})
+    assert set(exposed(flat, forecast(flat, A100), A100).values()) == {0.0}
+
+
+def test_merged_calibrations_have_both_types_and_the_slower_links():
+    h100 = load_calibration("h100-80g")
+    both = merged(h100, A100)
+    assert both.devices == {**h100.devices, **A100.devices}
+    assert (both.inside, both.between) == (A100.inside, A100.between)
+    assert merged(A100, h100).between == A100.between
+
+
+def test_speed_up_is_over_flattening_in_the_same_place():
+    rows = [
+        {"preset": "a", "layout": layout, "nodes": "", "strategy": strategy, "iteration_s": seconds}
+        for layout, strategy, seconds in (("1x8", "flattening", 6.0), ("1x8", "b", 3.0), ("2x8", "flattening", None))
+    ]
+    rows.append({"preset": "a", "layout": "2x8", "nodes": "", "strategy": "b", "iteration_s": 3.0})
+    assert [found["speed_up"] for found in with_speed_up(rows)] == [1.0, 2.0, None, None]
+
+
+def test_the_planner_is_explained_beside_what_it_beats():
+    case = Case("llama-7b", "1x8", "planner", {})
+    cluster, calibration = machine(case)
+    plan = row_of(case, solve(case, WORKLOAD, cluster, calibration), WORKLOAD, calibration)
+    flat = row("flattening", zero=3)
+    assert plan["samples_per_s"] > 0.99 * flat["samples_per_s"] and plan["peak_bytes"] <= 80 * 2**30
+    lines = explained(plan, [flat, plan]).splitlines()
+    assert plan["options"]["plan"] in lines[0] and lines[1].split()[0] == "planner" and "flattening" in lines[2]
+    assert len(lines) == 3 + len(WORKLOAD.workflow.placed_calls)
+
+
+def rates(**found: float | None) -> list[dict]:
+    """Rows from names such as llama_7b__1x8__separation."""
+    keys = [name.replace("_", "-", 1).split("__") for name in found]
+    return [
+        {"preset": preset, "layout": layout, "strategy": strategy, "samples_per_s": rate}
+        for (preset, layout, strategy), rate in zip(keys, found.values(), strict=True)
+    ]
+
+
+def test_orders_of_the_paper_name_their_exceptions():
+    claims = suites.orders(
+        rates(
+            llama_7b__1x8__flattening=10.0,
+            llama_7b__1x8__interleaving2=11.0,
+            llama_7b__1x8__separation=12.0,
+            llama_7b__1x8__planner=11.0,
+            llama_7b__2x8__flattening=10.0,
+            llama_7b__2x8__interleaving1=9.0,
+            llama_65b__8x8__separation=1.0,
+            llama_65b__8x8__flattening=None,
+            llama_33b__4x8__separation=1.0,
+            llama_33b__4x8__flattening=2.0,
+            llama_65b__4x8__separation=None,
+        )
+    )
+    assert claims["interleaving_ahead_on_small"] == ["llama-7b 2x8: 9 against 10"]
+    assert claims["separation_behind_on_one_node"] == ["llama-7b 1x8: 10 against 12"]
+    assert claims["separation_ahead_on_large"] == ["llama-33b 4x8: 1 against 2"]
+    assert claims["planner_first"] == ["llama-7b 1x8: 11.1 against 12"]
+    assert suites.orders(rates(llama_7b__4x8__flattening=1.0)) == dict.fromkeys(claims)  # which decides nothing
+
+
+def test_halved_replicas_can_fail():
+    rows = [row(name, zero=0, micro_batch=1) | {"layout": "1x8"} for name in ("flattening", "interleaving1")]
+    assert suites.frozen_halved(rows)["replicas_halved"] == []
+    rows[1] |= {"frozen_bytes": rows[0]["frozen_bytes"]}
+    assert suites.frozen_halved(rows)["replicas_halved"] == ["llama-7b 1x8 interleaving1 zero=0"]
+
+
+def test_suites_name_what_exists():
+    for name, suite in SUITES.items():
+        assert len(suite.cases) == len(set(map(repr, suite.cases))), name
+        for case in suite.cases:
+            load(case.preset)
+            cluster, calibration = machine(case)
+            assert str(cluster) == case.layout
+            for device in cluster.device_types:
+                calibration.require(device)
+            if case.strategy != "planner":
+                grid = {key: values[0] for key, values in suites.grid_of(case.strategy, cluster.num_devices).items()}
+                load_strategy(case.strategy).typed(grid | case.options)
+        if name not in ("all", "quick"):
+            assert name.replace("-", "_") in COLUMNS
+
+
+def test_tables_and_pictures_of_rows(tmp_path):
+    rows = with_speed_up([row("flattening", zero=3), row("interleaving1", zero=0)])
+    assert rows[1]["samples_per_s"] is None and "GiB" in rows[1]["why_not"]
+    text = text_table("scan", rows)
+    assert "zero=3" in text and rows[1]["why_not"] in text
+    (place,) = by_place(rows)
+    assert place["flattening"] == rows[0]["samples_per_s"] and place["interleaving1"] is None
+    drawn = plots.draw(rows, tmp_path)
+    assert len({path.read_bytes() for path in drawn}) == len(drawn) == 4
+
+
+def test_convergence_is_judged_by_the_largest_difference(tmp_path):
+    base = [{"reward": 0.1, "kl": 0.0}, {"reward": 0.2, "kl": 0.3}]
+    other = [base[0], {"reward": 0.2, "kl": 0.3 + 2 * TOLERANCE}]
+    rows = rows_of({"flattening": base, "separation": base, "reallocation": other})
+    assert [found["ok"] for found in rows] == [True, True, False]
+    assert rows[2]["difference"] == pytest.approx(2 * TOLERANCE)
+    with pytest.raises(ValueError):
+        largest_difference(base, base[:1])
+    assert plots.curves(rows, tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_presets_without_weights_cannot_be_measured():
+    with pytest.raises(UserError, match="llama-7b has no weights.*--preset tiny"):
+        read_preset("llama-7b")
+    found = programs(read_preset("tiny"), Cluster.parse("1x1"))
+    assert "at least 2 ranks" in found["separation"] and not isinstance(found["flattening"], str)
