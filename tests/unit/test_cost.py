@@ -151,8 +151,8 @@ def test_zero_3_gathers_and_gradients_are_summed():
 
 @pytest.mark.parametrize(("zero", "num_bytes"), [(0, 4 + 4), (1, 4 + 4 + 2), (2, 4 + 2), (3, 4)])
 def test_what_an_update_moves(zero, num_bytes):
-    """Gradients in float32: reduced and, up to ZeRO 1, gathered; then the new weights in 2 bytes, but for ZeRO 0 and 3."""
-    program, _ = cost_of(machine(), 4, zero=zero)
+    """Gradients in float32: reduced and, up to ZeRO 1, gathered; then under ZeRO 1 and 2 the new weights in 2 bytes."""
+    program, _ = cost_of(machine(), 4, train={"zero": zero})
     cost = Cost(machine(inside=Link(1e6, 0.0)), program.workload, program.cluster)
     moved = num_bytes * num_params(SHAPE, Shard()) * 3 / 4
     layout = program.placement.layouts["actor_train"]
