@@ -6,7 +6,7 @@ The runtime's own code is timed: packing, forward, losses, the engine of generat
 
 # B sequences, P prompt tokens, G response tokens, K kept tokens
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -154,23 +154,29 @@ class Subject:
         return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
 
 
+def together(clock: Clock, tp: int) -> int:
+    """How many ranks of a node wait for each other in passes with slices; 0: none."""
+    return clock.world.nodes.count(clock.world.node) if tp > 1 else 0
+
+
 def measure(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
     """The tables of a shape in tp slices. Collective over all ranks."""
     few, many = both = tuple(Subject(clock, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
-    drawn = {} if shape.scalar_head else generation(clock, grid, both)
+    seconds = partial(clock.seconds, together=together(clock, tp))
+    drawn = {} if shape.scalar_head else generation(seconds, grid, both)
     infer: dict[float, Points] = {}
     train: dict[float, Points] = {}
     cases = [(share, lengths) for share in grid.shares for lengths in passes(grid, share)]
     for share, lengths in cases:
         rows, amount = few.rows(lengths), float(sum(map(sum, lengths)))
-        infer.setdefault(share, {})[amount] = clock.seconds(*(partial(one.infer, rows) for one in both))
+        infer.setdefault(share, {})[amount] = seconds(*(partial(one.infer, rows) for one in both))
     engines = [one.engine() for one in both]
     for share, lengths in cases:
         rows, amount = few.rows(lengths), float(sum(map(sum, lengths)))
         works = (partial(one.train, engine, rows) for one, engine in zip(both, engines, strict=True))
-        train.setdefault(share, {})[amount] = clock.seconds(*works)
+        train.setdefault(share, {})[amount] = seconds(*works)
     works = (partial(one.train, engine, rows, update=True) for one, engine in zip(both, engines, strict=True))
-    update_s, more_update_s = clock.seconds(*works)
+    update_s, more_update_s = seconds(*works)
     update = Curve((float(few.num_params), float(many.num_params)), (update_s, max(update_s, more_update_s)))
     tables = (by_length(found, grid.longest) for found in (infer, train))
     return Measured(shape, tp, workload.param_bytes, *tables, update, **drawn)
@@ -181,24 +187,24 @@ def passes(grid: Grid, share: float) -> list[list[tuple[int, int]]]:
     return [grid.rows(share, num_rows) for num_rows in rows_up_to(round(grid.most_rows / share))]
 
 
-def generation(clock: Clock, grid: Grid, both: tuple[Subject, ...]) -> dict:
+def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[Subject, ...]) -> dict:
     """Tables of a pass over prompts, by length and tokens; of a decode step, by rows; of a step in which rows end."""
     prefill: dict[float, Points] = {}
     for share in grid.shares:
         for num_rows in rows_up_to(grid.most_places):
             num_prompts = [prompt for prompt, _ in grid.rows(share, num_rows)]
             works = (partial(one.generate, both[0].tokens(num_prompts), [1] * num_rows) for one in both)
-            prefill.setdefault(share, {})[float(sum(num_prompts))] = clock.seconds(*works)
+            prefill.setdefault(share, {})[float(sum(num_prompts))] = seconds(*works)
     steps: Points = {}
     ends: dict[float, float] = {}
     most = max(grid.max_response, 2)
     for num_rows, first_s in zip(rows_up_to(grid.most_places), prefill[grid.shares[0]].values(), strict=True):
         lengths = grid.rows(grid.shares[0], num_rows)
         prompts_BP, staggered = both[0].tokens([prompt for prompt, _ in lengths]), [response for _, response in lengths]
-        whole_s = clock.seconds(*(partial(one.generate, prompts_BP, [most] * num_rows) for one in both))
+        whole_s = seconds(*(partial(one.generate, prompts_BP, [most] * num_rows) for one in both))
         pairs = zip(whole_s, first_s, strict=True)
         steps[float(num_rows)] = tuple(max(0.0, all_s - one_s) / (most - 1) for all_s, one_s in pairs)
-        staggered_s = clock.seconds(*(partial(one.generate, prompts_BP, staggered) for one in both))
+        staggered_s = seconds(*(partial(one.generate, prompts_BP, staggered) for one in both))
         done = list(decode_steps([response - 1 for response in staggered], num_rows))
         curves = [Curve(tuple(steps), tuple(s[i] for s in steps.values())) for i in range(2)] if len(steps) > 1 else []
         besides = [
