@@ -43,7 +43,7 @@ def test_named_files_exist():
 def test_commands_are_understood(command):
     words = shlex.split(command)
     parsed = _parse(words[words.index("rlhf_spmd") + 1 :])
-    assert parsed.verb in ("train", "generate", "check", "convert")
+    assert parsed.verb in ("train", "generate", "profile", "check", "plan", "convert")
 
 
 def test_make_targets_exist():
