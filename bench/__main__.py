@@ -14,6 +14,7 @@ BENCHES = {
     "kernels": "sampling, logprobs, attention and the small kernels against their peers and the ceilings of the device",
     "validate": "the simulator against published measurements of PPO iterations: error per row",
     "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
+    "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
     "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
     "convergence": "reward and KL under every strategy on top of each other: does the placement change them?",
     "report": "all rows and pictures of bench/results/ on one page, report.html",

@@ -26,7 +26,7 @@ def times_of(program: Program, calibration: Calibration) -> Times:
     for device in program.cluster.device_types:
         calibration.require(device)
     costs = _Costs(program, Cost(calibration, program.workload, program.cluster))
-    return Times(costs.run_s, costs.message_s, costs.load_s, costs.num_workers)
+    return Times(costs.run_s, costs.message_s, costs.load_s, costs.num_workers, costs.alike)
 
 
 @dataclass(slots=True)
@@ -59,13 +59,14 @@ class _Costs:
         call, layout = workload.workflow.call(step.call), self.program.layout_of(step)
         if call.kind == "compute" or workload.models[call.model] is None or step.phase == "begin":
             return 0.0
-        key = self._alike(rank, step, layout)
+        key = self.alike(rank, step)
         if key not in self.known:
             self.known[key] = self._run_s(call, layout, rank, step)
         return self.known[key]
 
-    def _alike(self, rank: int, step: Run, layout: Layout) -> tuple:
+    def alike(self, rank: int, step: Run) -> tuple:
         """Equal for Runs that take equally long."""
+        layout = self.program.layout_of(step)
         site = (step.reader or step.call, rank)
         if site not in self.places:
             groups = layout.tensor_ranks(rank), layout.data_ranks(rank)

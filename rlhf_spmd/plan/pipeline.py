@@ -100,11 +100,11 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         number = numbers.get((kind, index, stage))
         # what a backward receives proves that the stage behind is done with what this one sent it forward
         sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
+        due = [n for n in (sent, number) if n is not None]
+        steps = [*map(Wait, due), replace(step, group=group, phase=kind, micro_batch=index)]  # the same on all slices
         for rank in ranks[stage]:
-            due = [n for n in (sent, number) if n is not None]
             waited.update((rank, n) for n in due)
-            lists[rank] += map(Wait, due)
-            lists[rank].append(replace(step, group=group, phase=kind, micro_batch=index))
+            lists[rank] += steps
         to = stage + 1 if kind == "forward" else stage - 1
         if not 0 <= to <= last:
             continue
@@ -112,8 +112,9 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         pairs = zip(ranks[stage], ranks[to], strict=True)
         what = "activations" if kind == "forward" else "gradients"
         messages = tuple(Message(source, there, (what,), range(0), pass_bytes) for source, there in pairs)
+        post = Post(len(transfers))
         for rank in (*ranks[stage], *ranks[to]):
-            lists[rank].append(Post(len(transfers)))
+            lists[rank].append(post)
         transfers.append(Transfer(f"{what} of {call.name} to stage {to}", messages, mini_batch=step.mini_batch))
         makers.append(((kind, index), stage))
     for number, transfer in enumerate(transfers):  # what nothing has waited for yet on the side that sent it
@@ -121,8 +122,9 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
             if (rank, number) not in waited:
                 lists[rank].append(Wait(number))
     if train:
+        update = replace(step, phase="update")
         for rank in lists:
-            lists[rank].append(replace(step, phase="update"))
+            lists[rank].append(update)
     return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
 
 
@@ -174,7 +176,7 @@ def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
 
 
 def _shifted(step: Instruction, offset: int) -> Instruction:
-    return replace(step, transfer=step.transfer + offset) if isinstance(step, Post | Wait) else step
+    return type(step)(step.transfer + offset) if isinstance(step, Post | Wait) else step
 
 
 def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:

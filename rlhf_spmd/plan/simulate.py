@@ -8,7 +8,7 @@ down: a rank sends, and receives, one message after the other; ranks that share 
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -36,12 +36,14 @@ class Times:
     run_s(rank, run): seconds that a Run computes on a rank; where it names a group, the slowest rank counts.
     message_s(message): seconds on the wire. load_s(rank, load): seconds in which weights come from host memory.
     num_workers(node): how many ranks of a node can compute at full speed at the same time; None: all of them.
+    alike(rank, run): equal for training steps in stages of which run_s gives the same for each phase.
     """
 
     run_s: Callable[[int, Run], float]
     message_s: Callable[[Message], float] = lambda message: 0.0
     load_s: Callable[[int, Load], float] = lambda rank, step: 0.0
     num_workers: Callable[[int], int | None] = lambda node: None
+    alike: Callable[[int, Run], Hashable] = lambda rank, step: (rank, step)
 
 
 def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], int] | None = None) -> Forecast:
@@ -163,16 +165,13 @@ class _Simulation:
 
     def _passes(self, shard: Sequence[int], step: Run) -> list[list[tuple[float, float]]]:
         """Begin and end of each instruction between the begin of a training step and its update, by rank."""
-        update, parts = replace(step, phase="update"), []
-        for rank in shard:
-            steps, first = self.program.instructions[rank], len(self.spans[rank]) + 1
-            parts.append(steps[first : steps.index(update, first)])
-        took_s = [
-            [self.times.run_s(rank, one) for one in part if isinstance(one, Run)]
-            for rank, part in zip(shard, parts, strict=True)
-        ]
-        key = step.call, *map(tuple, took_s)
+        node_of = self.program.cluster.node_of
+        key = step.call, *((self.times.alike(rank, step), node_of(rank) - node_of(shard[0])) for rank in shard)
         if key not in self.known:
+            update, parts = replace(step, phase="update"), []
+            for rank in shard:
+                steps, first = self.program.instructions[rank], len(self.spans[rank]) + 1
+                parts.append(steps[first : steps.index(update, first)])
             alone = replace(self.program, instructions=_only(shard, parts, len(self.ranks)))
             inner = _Simulation(alone, self.times)
             inner.go_on()
