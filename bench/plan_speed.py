@@ -1,4 +1,4 @@
-"""How long planning takes on one core: programs of 1,024 ranks compiled, checked and simulated; searches for 8x8 and 128x8.
+"""How long planning takes on one core: programs of 1,024 ranks from layouts to forecast, searches for 8x8 and 128x8.
 
 LLaMA-2 70B models, calibration a100-80g, processor seconds. The search is exact in the call-level model (its tolerance
 of 1% is in the gap); compiling and simulating the best plans is shown apart.

@@ -255,6 +255,14 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "measured, s": lambda row: f"{row['measured_s']:.2f}",
         "error": lambda row: f"{row['error']:+.0%}",
     },
+    "plan_speed": {
+        "what": lambda row: row["what"],
+        "layout": lambda row: row["layout"],
+        "seconds": lambda row: f"{row['seconds']:.1f}",
+        "promised": lambda row: f"{row['promised_s']:g}",
+        "simulation, s": lambda row: f"{row['simulate_s']:.1f}",
+        "gap": lambda row: _percent(row.get("gap")),
+    },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),
         "reward, first iteration": lambda row: f"{row['reward_first']:+.3f}",
