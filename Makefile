@@ -18,7 +18,10 @@ demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real m
 test: test-unit test-mpi  ## the whole suite
 
 test-unit: .venv/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/unit tests/e2e
+
+test-slow: .venv/.installed-test  ## what `make test` leaves out: more of the same
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/unit
 
 test-mpi: .venv/.installed-test
 	$(BIN)/python tests/run_mpi.py 2 4 5 8

@@ -1,9 +1,11 @@
 """The profile verb on one rank: what it measures comes back from its file, and forecasts are made of it."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from tqdm import tqdm
 
 from rlhf_spmd import config as configs
@@ -89,7 +91,8 @@ def test_a_profile_becomes_forecasts(world, tmp_path, capfd):
     path = tmp_path / "mine.json"
     write_calibration(found, str(path))
     read = read_calibration(str(path))
-    assert read.devices["cpu"].num_workers == 1 and "tiny" in read.provenance
+    workers = max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+    assert read.devices["cpu"].num_workers == workers and "tiny" in read.provenance
     tables = {one.shape.scalar_head: one for one in read.devices["cpu"].measured}
     assert set(tables) == {False, True} and tables[False].decode and not tables[True].decode
     assert tables[False].forward.lengths == (8.0,) and tables[False].decode.layer.amounts == (1.0, 2.0)
