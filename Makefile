@@ -7,7 +7,7 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-smollm2 test test-unit test-mpi test-smollm2 lint format clean
+.PHONY: demo demo-smollm2 test test-unit test-slow test-mpi test-smollm2 lint format clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
