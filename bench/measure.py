@@ -5,9 +5,7 @@ world; the seconds of the slowest rank count, without those of the first iterati
 """
 
 import json
-import statistics
 import sys
-import time
 
 from bench.rows import write
 from bench.suites import STRATEGIES
@@ -19,13 +17,12 @@ from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.strategy import load_strategy
 
-ITERATIONS = 5
 MEASURED = tuple(name for name in STRATEGIES if name != "planner")
 
 
 def read_preset(name: str) -> Config:
     """The configuration of a preset that has weights. Raises UserError for one that has none."""
-    config = configs.load(name, [f"iterations={ITERATIONS}", "num_samples=0"])
+    config = configs.load(name, ["num_samples=0"])
     if not config.models.actor:
         with_weights = [preset for preset in configs.PRESETS if configs.PRESETS[preset]().models.actor]
         raise UserError(
@@ -53,6 +50,7 @@ def measure(preset: str) -> int:
     except UserError as error:
         print(f"bench scan: error: {error}", file=sys.stderr)
         return 2
+    from rlhf_spmd.runtime.measured import iteration_s
     from rlhf_spmd.runtime.world import World
 
     world = World.discover()
@@ -84,16 +82,3 @@ def measure(preset: str) -> int:
         write("scan_measured", rows)
         print(json.dumps({"bench": "scan", "measured": len(compiled), "ok": bool(compiled)}))
     return 0
-
-
-def iteration_s(config: Config, program: Program, world) -> float:
-    """Median seconds of an iteration after the first, on the slowest rank."""
-    from tests.runs import RunOf
-
-    run, seconds = RunOf(config, world, program), []
-    for _ in range(config.iterations):
-        world.barrier("an iteration")
-        started = time.perf_counter()
-        run.iteration()
-        seconds.append(max(world.allgather(time.perf_counter() - started, "seconds of an iteration")))
-    return statistics.median(seconds[1:])
