@@ -6,10 +6,10 @@ from functools import cache
 
 from rlhf_spmd.plan.candidates import Mesh, layouts, meshes
 from rlhf_spmd.plan.cost import Cost, all_gather_s
-from rlhf_spmd.plan.forecast import MINI_BATCHES_AT_ONCE
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.memory import LIVE_NUMEL, activation_bytes, cache_bytes, num_params, reduce_numel
 from rlhf_spmd.plan.pipeline import pass_bytes
+from rlhf_spmd.plan.program import MINI_BATCHES_AT_ONCE
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import ModelShape

@@ -8,11 +8,9 @@ from rlhf_spmd.plan.cost import Cost, Lengths
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.pipeline import usual_number
 from rlhf_spmd.plan.placement import uses_home
-from rlhf_spmd.plan.program import Load, Message, Program, Run
+from rlhf_spmd.plan.program import MINI_BATCHES_AT_ONCE, Load, Message, Program, Run
 from rlhf_spmd.plan.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.workflow import Call
-
-MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side (runtime/calls.py)
 
 
 def forecast(program: Program, calibration: Calibration) -> Forecast:

@@ -27,6 +27,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import TOKEN_KEYS, Call
 from rlhf_spmd.plan.workload import Workload
 
+MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side: steps of few rows cost little less than of more
 BUCKET_BYTES = 64 * 2**20  # weights travel in pieces of this size: large enough for bandwidth, small enough to overlap
 
 

@@ -19,7 +19,7 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.plan.program import Program, Run
+from rlhf_spmd.plan.program import MINI_BATCHES_AT_ONCE, Program, Run
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.runtime.cutting import cut, lengths_of
@@ -31,8 +31,6 @@ from rlhf_spmd.runtime.passes import Inference, Optimization, Passes, through_st
 from rlhf_spmd.runtime.scorer import Scorer
 from rlhf_spmd.runtime.training import Step, Training, summed
 from rlhf_spmd.runtime.world import World
-
-MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side: steps of few rows cost little less than of more
 
 Place = tuple[slice, slice]  # of a tensor [M, C, ...]
 
