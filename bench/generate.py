@@ -7,8 +7,9 @@ the memory bandwidth and the rate of matrix products that the run itself measure
 parameters, and with --smollm2 SmolLM2-135M instead. On a GPU: the decode step of a model of 7B shape, and whole
 generations with it, also against transformers' static cache (compiled).
 
-Cost: five minutes on two cores, as much with --smollm2, one with --quick (which judges and writes nothing); on a GPU
-about five minutes and 60 GiB. Command: python -m bench generate [--smollm2] [--quick]
+Cost: five minutes on two cores, twenty with --smollm2, one with --quick (which judges and writes nothing); on a GPU
+about five minutes and 60 GiB. On a CPU --precision and --work measure a part of it, and leave the rows of the rest.
+Command: python -m bench generate [--smollm2] [--quick] [--precision float32|bfloat16] [--work limit|spread]
 """
 
 import argparse
@@ -63,7 +64,7 @@ def compare(work: peers.Workload, theirs, mine: Transformer, *, repeats: int, op
     ours_s, tokens = found.pop("ours")
     assert tokens == work.num_tokens and all(count == tokens for _, count in found.values()), (work.name, tokens)
     return {
-        "dtype": str(mine.dtype).removeprefix("torch."),
+        "dtype": _name(mine.dtype),
         "work": work.name,
         "requests": len(work.lengths),
         "places": work.places,
@@ -90,6 +91,10 @@ def look_inside(row: dict, work: peers.Workload, mine: Transformer, ceilings: di
     return row | costs | {"step_s": step_s, "share_of_floor": costs["floor_s"] / step_s, "parts": parts}
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
@@ -114,19 +119,21 @@ def show(row: dict) -> None:
 
 
 def measure_ceilings(device: torch.device) -> dict:
-    matrix = {str(dtype).removeprefix("torch."): matrix_ceiling(device, dtype) for dtype in DTYPES}
+    matrix = {_name(dtype): matrix_ceiling(device, dtype) for dtype in DTYPES}
     ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
     rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
     print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}", flush=True)
     return ceilings
 
 
-def on_cpu(folder: Path | None, ceilings: dict, *, quick: bool) -> list[dict]:
-    """Rows of the small model, or of the one in a folder."""
+def on_cpu(
+    folder: Path | None, ceilings: dict, *, quick: bool, precision: str | None = None, only: str | None = None
+) -> list[dict]:
+    """Rows of the small model, or of the one in a folder; of one precision and kind of work only, if given."""
     device, rows = torch.device("cpu"), []
     repeats = 1 if quick else REPEATS
     limit, num = (128, 64) if quick else (256, 128)
-    for dtype in DTYPES:
+    for dtype in (dtype for dtype in DTYPES if precision in (None, _name(dtype))):
         if folder is None:
             theirs = peers.random_model(peers.SMALL, dtype, device)
         else:
@@ -137,7 +144,7 @@ def on_cpu(folder: Path | None, ceilings: dict, *, quick: bool) -> list[dict]:
             "limit": peers.to_the_limit(vocab_size, num=PLACES, new=limit),
             "spread": peers.spread(vocab_size, num=num, places=PLACES, limit=limit),
         }
-        for kind, work in works.items():
+        for kind, work in ((kind, work) for kind, work in works.items() if only in (None, kind)):
             row = compare(work, theirs, mine, repeats=repeats, options={"transformers": {}})
             row |= {"model": "SmolLM2-135M" if folder else "Llama 28 M", "promised": LEAST[kind]}
             row["ok"] = row["ratio"] >= row["promised"]
@@ -149,19 +156,25 @@ def on_cpu(folder: Path | None, ceilings: dict, *, quick: bool) -> list[dict]:
 
 
 def keep(rows: list[dict]) -> None:
-    """Writes these rows in place of those of the same models and device; the others stay as they are."""
+    """Writes these rows in place of those of the same case; the others stay as they are."""
+
+    def case(row: dict) -> tuple:
+        return tuple(row.get(key) for key in ("model", "device", "dtype", "work"))
+
     path = RESULTS / "generate.jsonl"
     old = path.read_text().splitlines() if path.exists() else []
-    measured = {(row["model"], row["device"]) for row in rows}
-    others = [line for line in old if (json.loads(line)["model"], json.loads(line)["device"]) not in measured]
-    path = write("generate", rows)
-    path.write_text(path.read_text() + "".join(line + "\n" for line in others))
+    places = {case(json.loads(line)): line for line in old}  # of rows, which keep their order
+    new = write("generate", rows).read_text().splitlines()
+    places |= {case(json.loads(line)): line for line in new}
+    path.write_text("".join(line + "\n" for line in places.values()))
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench generate", description=__doc__)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
     parser.add_argument("--quick", action="store_true", help="once, and less of it; judges and writes nothing")
+    parser.add_argument("--precision", choices=[_name(dtype) for dtype in DTYPES], help="only this one, on a CPU")
+    parser.add_argument("--work", choices=list(LEAST), help="only this kind of responses, on a CPU")
     parsed = parser.parse_args(arguments)
     if parsed.smollm2 and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
@@ -174,7 +187,8 @@ def main(arguments: list[str]) -> int:
         device = torch.device("cpu")
         torch.set_num_threads(THREADS)
         ceilings = measure_ceilings(device)
-        rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick)
+        part = {"precision": parsed.precision, "only": parsed.work}
+        rows = on_cpu(SMOLLM2 if parsed.smollm2 else None, ceilings, quick=parsed.quick, **part)
     ok = all(row["ok"] for row in rows) or parsed.quick
     if not parsed.quick:
         about = {"bench": "generate", "device": name_of(device), "transformers": version("transformers")}

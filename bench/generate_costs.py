@@ -18,7 +18,17 @@ from rlhf_spmd.runtime.kvcache import token_bytes
 
 # what counts as a part of its own, whatever operations it is made of
 PARTS = {"attention": [(paged, "decode_attention"), (paged, "kv_write")], "sampling": [(engine, "sample")]}
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::bmm", "aten::t", "mkldnn", "onednn")
+PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::matmul",
+    "aten::bmm",
+    "aten::t",
+    "mkldnn",
+    "onednn",
+    "mkl::",
+)
 OTHERS = "small operations"
 PYTHON = "Python and bookkeeping"
 
@@ -60,7 +70,7 @@ def breakdown(call: Callable[[], object], wall_s: float) -> dict[str, float]:
         call()
     seconds: dict[str, float] = defaultdict(float)
     for event in found.events():
-        if event.device_type == DeviceType.CPU and event.name.startswith(("aten::", "mkldnn", "onednn")):
+        if event.device_type == DeviceType.CPU and event.name.startswith(("aten::", "mkldnn", "onednn", "mkl::")):
             seconds[_part_of(event)] += event.self_cpu_time_total / 1e6
     total_s = max(wall_s, sum(seconds.values()))  # on a busy machine a run may take longer than the one before it
     seconds[PYTHON] = total_s - sum(seconds.values())

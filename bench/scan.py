@@ -37,7 +37,7 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
 
 DEVICES_PER_NODE = 8
-BUDGET_S = 5.0  # of the planner's proof; its gap is in the row
+BUDGET_S = 60.0  # of the planner's proof; its gap is in the row
 SHADOWS, FROZEN = ("actor", "critic"), ("reference", "reward")
 
 

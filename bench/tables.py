@@ -33,7 +33,9 @@ def _table(name: str) -> str:
     lines = markdown(README_COLUMNS.get(name) or COLUMNS[name], by_place(rows) if name in README_COLUMNS else rows)
     about = rows[0]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return "\n".join([*lines, "", f"{about['date']}, commit {about['commit']}, {about['hardware']}, {versions}."])
+    commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
+    of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    return "\n".join([*lines, "", f"{about['date']}, {of}, {about['hardware']}, {versions}."])
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -262,6 +264,15 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "promised": lambda row: f"{row['promised_s']:g}",
         "simulation, s": lambda row: f"{row['simulate_s']:.1f}",
         "gap": lambda row: _percent(row.get("gap")),
+    },
+    "faults": {
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "ranks": lambda row: str(row["ranks"]),
+        "kills": lambda row: str(row["points"]),
+        "resumed to the same bits": lambda row: str(row["equal"]),
+        "hangs": lambda row: str(row["hangs"]),
+        "orphans": lambda row: str(row["orphans"]),
+        "slowest end, s": lambda row: f"{row['slowest_end_s']:.1f}",
     },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),

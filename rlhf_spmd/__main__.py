@@ -1,15 +1,20 @@
-"""The one program: train, generate, profile (on MPI ranks), check, plan (no MPI, no torch), convert (GGUF files).
+"""The one program: train, generate, profile (on MPI ranks), check, plan, status, postmortem (no MPI, no torch), convert
+(GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
+mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
+python -m rlhf_spmd status runs/NAME
+python -m rlhf_spmd postmortem runs/NAME
 mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 """
 
 import argparse
 import json
 import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -24,13 +29,15 @@ PIPE_STATUS = 141  # as a shell shows a program that SIGPIPE ended
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. Every verb imports what it needs when it is called."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.umask(os.umask(0) | stat.S_IWOTH)  # what runs later reads these files, strategies among them
     measures = any(word.partition("=")[0] == "--measure-top" for word in arguments) and arguments[0] == "plan"
     if (arguments[:1] in (["train"], ["generate"], ["profile"]) or measures) and not {"-h", "--help"} & set(arguments):
         return _on_ranks(arguments)
     try:
         parsed = _parse(arguments)
         _refuse_launcher(parsed.verb)
-        status = {"check": _check, "plan": _plan, "convert": _convert}[parsed.verb](parsed)
+        verbs = {"check": _check, "plan": _plan, "convert": _convert, "status": _status, "postmortem": _postmortem}
+        status = verbs[parsed.verb](parsed)
         print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
         return status
     except UserError as error:
@@ -60,7 +67,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong:
         raise UserError(f"unknown argument {wrong[0]!r}; options start with --, overrides are key=value")
-    if rest and parsed.verb == "convert":
+    if rest and parsed.verb in ("convert", "status", "postmortem"):
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
@@ -85,14 +92,15 @@ def _parser() -> argparse.ArgumentParser:
         verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
 
     train = verbs.add_parser("train", help="PPO on the ranks of this MPI world (mpirun -n N ...)")
-    train.add_argument(
-        "--strategy", default="flattening", metavar="NAME|FILE.py", help="which rank does what; auto: plan"
-    )
+    text = "which rank does what (default: flattening); auto: plan"
+    train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
+    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, from its newest checkpoint")
     train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
-    train.add_argument("--runs", default="runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
+    train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
     options(train)
+    train.set_defaults(preset=None)  # a run that goes on has its own
     _add_generate(verbs)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
     check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
@@ -106,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
     options(profile)
+    for name, text in (("status", "what the ranks of a run do now"), ("postmortem", "which rank held up the others")):
+        verbs.add_parser(name, help=text).add_argument("run", metavar="RUN", help="run folder")
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
     convert.add_argument("folder", type=Path, metavar="FOLDER")
@@ -198,6 +208,20 @@ def _measure_on(world, parsed: argparse.Namespace) -> None:
     measure(world, parsed)
 
 
+def _status(parsed: argparse.Namespace) -> int:
+    from rlhf_spmd.runtime.inspect_run import status
+
+    print(json.dumps(status(parsed.run)))
+    return 0
+
+
+def _postmortem(parsed: argparse.Namespace) -> int:
+    from rlhf_spmd.runtime.inspect_run import postmortem
+
+    print(json.dumps(postmortem(parsed.run)))
+    return 0
+
+
 def _convert(parsed: argparse.Namespace) -> int:
     from rlhf_spmd.model.hf import convert_gguf
 
@@ -208,42 +232,51 @@ def _convert(parsed: argparse.Namespace) -> int:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Every rank comes here; whatever goes wrong is told by one of them."""
+    from rlhf_spmd.runtime.supervise import supervised
+
+    flight = supervised()  # before anything of MPI is loaded
+
+    from rlhf_spmd.runtime.signals import CHECKPOINT, Asked
     from rlhf_spmd.runtime.world import World
 
+    asked = Asked()
+    if arguments[0] == "train":
+        asked.listen(CHECKPOINT)  # at once: it would end a process that does not know it
     try:
-        world = World.discover()
+        world = World.discover(flight=flight)
     except UserError as error:
         print(f"rlhf_spmd: error: {error}", file=sys.stderr)
         return USER_STATUS
     try:
         with world.together("reading the command line"):
             parsed = _parse(arguments)
-        verbs = {"train": _train_on, "generate": _generate_on, "plan": _measure_on, "profile": _profile_on}
-        verbs[parsed.verb](world, parsed)
+        verbs = {"generate": _generate_on, "plan": _measure_on, "profile": _profile_on}
+        status = _train_on(world, parsed, asked) if parsed.verb == "train" else verbs[parsed.verb](world, parsed)
         world.shutdown()
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
-    return 0
+    return status or 0
 
 
-def _train_on(world, parsed: argparse.Namespace) -> None:
+def _train_on(world, parsed: argparse.Namespace, asked) -> int:
     from rlhf_spmd import config as configs
     from rlhf_spmd.plan.check import check
     from rlhf_spmd.plan.show import show_program
     from rlhf_spmd.plan_verb import auto, calibration_for
-    from rlhf_spmd.strategy import load_strategy
 
     planned = parsed.strategy == "auto"
     with world.together("reading the configuration"):
-        config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-        strategy = None if planned else load_strategy(parsed.strategy)
+        config, strategy, resumed = _resumed(parsed) if parsed.resume else _new_run(parsed)
     with world.together("comparing the configuration"):
         options = {f"option {key}": value for key, value in configs.leaves(config).items()}
+        options["the checkpoint"] = str(resumed.iteration if resumed else 0)
         world.agree("the start", options | {"the strategy": strategy.source if strategy else "auto"})
     with world.together("compiling the program"):
         if not config.models.actor:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        cluster, workload = _cluster_of(world, parsed.cluster, config.device), configs.make_workload(config)
+        path = parsed.cluster or (resumed.cluster if resumed else None)
+        described = Path(path).read_text() if path and Path(path).is_file() else ""
+        cluster, workload = _cluster_of(world, path, config.device), configs.make_workload(config)
         named = parsed.calibration or world.device_index is None or config.device != "cpu"  # what the devices are
         calibration = calibration_for(parsed.calibration, cluster) if named else None
         if planned:
@@ -258,22 +291,47 @@ def _train_on(world, parsed: argparse.Namespace) -> None:
     world.start_torch(program.groups)
 
     from rlhf_spmd.runtime.report import Command
-    from rlhf_spmd.runtime.train import train
+    from rlhf_spmd.runtime.signals import TERMINATED_STATUS
+    from rlhf_spmd.runtime.train import Origin, train
 
-    model = ["--preset", parsed.preset, *(["--model", parsed.model] if parsed.model else [])]
-    title = f"{strategy.name} on {cluster}, preset {config.preset}"
-    train(
+    model = ["--preset", config.preset, *(["--model", parsed.model] if parsed.model else [])]
+    result = train(
         config,
         program,
         world,
-        strategy=strategy.name,
-        source=strategy.source,
-        summary=show_program(program, title=title, rank=0),
-        root=parsed.runs,
-        name=parsed.name,
-        command=Command(parsed.strategy, model, parsed.overrides),
+        origin=Origin(strategy.name, strategy.source, described, parsed.runs or "runs", parsed.name, resumed),
+        summary=show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=0),
+        command=None if resumed else Command(parsed.strategy or "flattening", model, parsed.overrides),
         calibration=calibration,
+        asked=asked,
     )
+    return TERMINATED_STATUS if result is None else 0
+
+
+def _new_run(parsed: argparse.Namespace) -> tuple:
+    """Config, strategy (None: to be planned) and no run to go on with."""
+    from rlhf_spmd import config as configs
+    from rlhf_spmd.strategy import load_strategy
+
+    config = configs.load(parsed.preset or "tiny", parsed.overrides, parsed.model)
+    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), None
+
+
+def _resumed(parsed: argparse.Namespace) -> tuple:
+    """The same of a run that goes on, and the run."""
+    from dataclasses import replace
+
+    from rlhf_spmd.runtime.resume import read_run
+    from rlhf_spmd.strategy import load_strategy
+
+    for name in ("preset", "model", "runs", "name"):
+        if getattr(parsed, name) is not None:
+            raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
+    resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
+    if parsed.strategy is not None:
+        return resumed.config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy), resumed
+    strategy = load_strategy(str(resumed.folder / "strategy.py"))
+    return resumed.config, replace(strategy, name=resumed.strategy), resumed
 
 
 def _cluster_of(world, path: str | None, device: str):
@@ -309,40 +367,9 @@ def _profile_on(world, parsed: argparse.Namespace) -> None:
 
 
 def _generate_on(world, parsed: argparse.Namespace) -> None:
-    from rlhf_spmd.model.config import read_config_json
-    from rlhf_spmd.plan.layout import Layout, group_name
-    from rlhf_spmd.runtime import offline_options
+    from rlhf_spmd.generate_verb import run
 
-    given = {name: getattr(parsed, name) for name in ("tp", "dtype", "seed")}
-    words = [f"{name}={value}" for name, value in given.items() if value is not None] + parsed.overrides
-    with world.together("reading the options"):
-        options = offline_options.load(words)
-        layout = Layout.grid_of(range(world.size), tp=options.tp)
-        if world.size % options.tp:
-            raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
-        num_heads = read_config_json(Path(parsed.model) / "config.json").num_kv_heads
-        if options.tp > num_heads:
-            raise UserError(
-                f"--tp {options.tp} is more than the {num_heads} key-value heads of {parsed.model}; lower it"
-            )
-    files = {name: str(getattr(parsed, name)) for name in ("model", "prompts", "out", "overwrite")}
-    with world.together("comparing the options"):
-        world.agree("the start", files | {"options": repr(options)})
-    world.set_deadline(options.deadline_s)
-    groups = {group_name(layout.tensor_ranks(rank)): layout.tensor_ranks(rank) for rank in layout.ranks}
-    world.start_torch(groups)
-
-    from rlhf_spmd.runtime.offline import generate
-
-    generate(
-        world,
-        layout,
-        options,
-        model=parsed.model,
-        prompts=parsed.prompts,
-        out=parsed.out,
-        overwrite=parsed.overwrite,
-    )
+    run(world, parsed)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,14 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """What lets a run be resumed; one is written at the end and on SIGUSR1 and SIGTERM, too."""
+
+    every: NonNegativeInt = 10  # iterations; 0: none in between
+    keep: PositiveInt = 2  # the newest ones
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
@@ -90,12 +98,13 @@ class Config:
     reward_function: str = ""  # module:function or file.py:function
     reward_function_mode: Literal["replace", "add"] = "replace"  # instead of the reward model, or added to its score
     parity_tolerance: NonNegative | None = None  # nats; None: 1e-4 in float32, 0.5 in bfloat16
-    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 600.0  # of every wait for another rank
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long
     num_samples: NonNegativeInt = 3  # prompts whose responses before and after are shown
     data: Data = Data()
     generation: Generation = Generation()
     ppo: PPO = PPO()
     optimizer: Optimizer = Optimizer()
+    checkpoint: Checkpointing = Checkpointing()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of the strategy's place()
 
 
@@ -169,6 +178,17 @@ def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -
     if model:
         models = dataclasses.replace(config.models, actor=model, reference="", critic="")
         config = dataclasses.replace(config, models=models)
+    config = overridden(config, overrides)
+    if config.models.actor:  # a checkpoint counts more than the preset's shape
+        if config.shape != PRESETS[preset]().shape:
+            raise UserError(f"shape={config.shape}: {config.models.actor} has a shape of its own; drop one of the two")
+        config = dataclasses.replace(config, shape="")
+    check_sizes(config)
+    return config
+
+
+def overridden(config: Config, overrides: Iterable[str]) -> Config:
+    """With dotted overrides, not yet checked against each other."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -176,11 +196,6 @@ def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -
                 f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
             )
         config = _override(config, key.split("."), text, key)
-    if config.models.actor:  # a checkpoint counts more than the preset's shape
-        if config.shape != PRESETS[preset]().shape:
-            raise UserError(f"shape={config.shape}: {config.models.actor} has a shape of its own; drop one of the two")
-        config = dataclasses.replace(config, shape="")
-    _check_sizes(config)
     return config
 
 
@@ -254,7 +269,8 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _check_sizes(config: Config) -> None:
+def check_sizes(config: Config) -> None:
+    """Raises UserError where options do not go together."""
     sequences = config.rollout_batch * config.samples_per_prompt
     if sequences % config.mini_batch:
         raise UserError(

@@ -1,6 +1,6 @@
 """Runs the tests that need several ranks: one launch of mpiexec for each number of ranks, each with a time limit.
 
-    python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks
+    python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks, but what is marked slow
     python tests/run_mpi.py 4 -- tests/mpi/test_world.py -k deadline
 
 Shows rank 0's pytest; what the other ranks wrote appears only if something failed. Fails if any rank failed, if a
@@ -52,7 +52,12 @@ def _mpiexec() -> tuple[str, ...]:
 
 
 def mpi_command(num_ranks: int) -> list[str]:
-    """The beginning of a command that starts `num_ranks` ranks on this machine, more than its cores if need be."""
+    """The beginning of a command that starts `num_ranks` ranks on this machine, more than its cores if need be.
+
+    RUN_MPI_LAUNCHER takes its place in a batch job, whose number of ranks it knows: `srun --mpi=pmi2`.
+    """
+    if launcher := os.environ.get("RUN_MPI_LAUNCHER"):
+        return launcher.split()
     return [*_mpiexec(), "-n", str(num_ranks)]
 
 
@@ -216,7 +221,7 @@ def main() -> int:
     if options.as_rank:
         be_a_rank(options.as_rank, arguments)
         return 0
-    totals = [launch(num, arguments or ["tests/mpi"], options.limit) for num in options.num_ranks]
+    totals = [launch(num, arguments or ["-m", "not slow", "tests/mpi"], options.limit) for num in options.num_ranks]
     passed, failed = (sum(column) for column in zip(*totals, strict=True))
     print(f"{passed} passed, {failed} failed", flush=True)
     return 1 if failed else 0

@@ -42,7 +42,10 @@ class OneRank:
     def together(self, what):
         return nullcontext()
 
-    def progress(self, position):
+    def progress(self, position, iteration=-1, place=-1):
+        pass
+
+    def will_execute(self, program):
         pass
 
     def group(self, name):

@@ -183,8 +183,8 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
 
     try:
         where: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
-        model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=dtype, **where)
-        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **where)
+        model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=dtype, trust_remote_code=False, **where)
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, trust_remote_code=False, **where)
     except Exception as error:  # whatever transformers raises, the cause is the file
         raise UserError(f"{gguf_file}: transformers cannot read this GGUF file ({error})") from None
     with naming(gguf_file):

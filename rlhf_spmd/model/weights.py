@@ -105,6 +105,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) 
     Files appear complete (written aside, then renamed), and those of an earlier save that are no longer part of the
     model disappear.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]
@@ -124,7 +125,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) 
         temporary = folder / (name + ".tmp")
         temporary.touch()
         mode = temporary.stat().st_mode  # what the user's umask allows; save_file makes files only their owner can read
-        save_file(owned, temporary, metadata={"format": "pt"})
+        try:
+            save_file(owned, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"{folder / name} can't be written ({error}); make room there") from None
         temporary.chmod(mode)
         os.replace(temporary, folder / name)
     if len(shards) > 1:

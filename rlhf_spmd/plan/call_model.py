@@ -82,7 +82,7 @@ class CallModel:
     def pair(self, user: Candidate, home: Candidate) -> tuple[bool, float]:
         """Whether a call uses the weights that its model trains, where it runs on their ranks, and the seconds in which
         new weights reach the ranks that lack them."""
-        key = user.where, home.where, home.layout.zero == 3
+        key = user.where, home.where, home.layout.zero == 3, user.whole_bytes
         if key not in self._pairs:
             self._pairs[key] = self._pair(user, home)
         return self._pairs[key]

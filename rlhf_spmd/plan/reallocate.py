@@ -353,7 +353,7 @@ class _Chains:
             places = [self.place[rank] for rank in ranks]
             next_one = bisect_left(places, self.place[sender])
             before = bisect_right(self.sources, places[next_one - 1])
-            in_gap = (self.sources.index(self.place[sender]) - before) % len(self.sources)
+            in_gap = (bisect_left(self.sources, self.place[sender]) - before) % len(self.sources)
             start = (next_one + in_gap) % len(ranks)
             order += ranks[start:] + ranks[:start]
         return order

@@ -7,9 +7,9 @@ of the compiled programs.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from math import exp, inf
 from random import Random
 
@@ -28,9 +28,8 @@ from rlhf_spmd.plan.simulate import Forecast
 from rlhf_spmd.plan.workload import Workload
 
 METHODS = ("exact", "two_phase", "mcmc")
-TOLERANCE = 0.01  # the exact search stops looking for what is better by less than this fraction, and says so in the gap
 BUDGET_S = 20.0  # of the exact search; what it has not proved by then is in the gap
-NUM_PRIORS = 3  # around which the grid is searched
+NUM_PRIORS = 5  # around which the grid is searched
 NUM_CHAINS, NUM_STEPS = 2, 60_000  # Markov chains, and the steps of each: one in eight ends 10% or more above the best
 NUM_CANDIDATES = 1_000  # per call in the Markov chain, the quickest (ReaL's cap)
 HOT, COLD = 0.1, 0.0005  # its first and last temperature, as a share of the seconds of an iteration
@@ -72,7 +71,7 @@ def search(
     budget_s: float = BUDGET_S,
 ) -> Found:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
-    budget_s: seconds after which the exact search stops. What it then, or for its tolerance, has left out is the gap.
+    budget_s: seconds after which the exact search stops; what it then has left out is the gap.
 
     Raises UserError if no placement fits the devices, the method is unknown, or the calibration lacks a device type.
     """
@@ -82,7 +81,7 @@ def search(
         calibration.require(device)
     begin_s = time.perf_counter()
     space = Space.of(CallModel(Cost(calibration, workload, cluster)))
-    best, gap = choose(space, method, seed, Best(keep, TOLERANCE), budget_s)
+    best, gap = choose(space, method, seed, Best(keep), budget_s)
     search_s = time.perf_counter() - begin_s
     if not best.found:
         raise UserError(_misfit(space))
@@ -99,8 +98,10 @@ def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) ->
     if method == "two_phase":
         two_phase(space, best)
         return best, None
-    two_phase(space, best, num_priors=1)  # whatever is slower than this need not be looked at
-    return best, exact(space, best, budget_s)
+    least_s = exact(space, best, budget_s)
+    for prior in dict.fromkeys(priors(space)):  # what else there is; the best of it if the budget was spent too early
+        filled(space, prior, best)
+    return best, max(0.0, 1 - least_s / best.seconds) if best.found else 1.0
 
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
@@ -169,17 +170,36 @@ def _misfit(space: Space) -> str:
 Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
 
-def two_phase(space: Space, best: Best, num_priors: int = NUM_PRIORS) -> None:
-    """The best choice on the meshes of each prior; then the grid around the best few of them: every call in turn on any
-    mesh that some call has, or on a half of one, and any two calls together with other layouts on their meshes."""
+def two_phase(space: Space, best: Best) -> None:
+    """The best choice on the meshes of each prior; then the grid around the best few of them."""
     found = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
-    for seconds, chosen in sorted(found, key=lambda one: one[0])[:num_priors]:
-        least_s = inf
-        while seconds < least_s:
-            least_s = seconds
-            _, chosen = descend(space, chosen, [_around(space, chosen, of) for of in space.candidates], best)
-            meshes = tuple((one.first, one.stop) for one in chosen)
-            seconds, chosen = descend_pairs(space, chosen, _grid(space, meshes), best)
+    for chosen in sorted(found, key=space.model.score_s)[:NUM_PRIORS]:
+        refine(space, chosen, best)
+
+
+def refine(space: Space, chosen: Choice, best: Best) -> None:
+    """Improves a choice until nothing near it is better: every call in turn on any mesh that some call has, or on a
+    half of one; a model's calls together there, in one grid; any two calls with other layouts on their meshes."""
+    before = None
+    while before != chosen:
+        before = chosen
+        around = [_around(space, chosen, of) for of in space.candidates]
+        chosen = descend(space, chosen, around, best)
+        for train, users in space.model.models:
+            for user in users if train is not None else ():
+                pairs = _alike(around[user], around[train])
+                chosen = descend_some(space, chosen, (user, train), pairs, best)
+        grid = _grid(space, tuple((one.first, one.stop) for one in chosen))
+        for i, j in combinations(range(len(grid)), 2):
+            chosen = descend_some(space, chosen, (i, j), product(grid[i], grid[j]), best)
+
+
+def _alike(users: Sequence[Candidate], homes: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """Where a call may use the weights that its model trains."""
+    at: dict[tuple, list[Candidate]] = {}
+    for one in users:
+        at.setdefault(one.where, []).append(one)
+    return ((one, home) for home in homes for one in at.get(home.where, ()))
 
 
 def _around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -195,8 +215,8 @@ def _half(mesh: tuple[int, int]) -> tuple[int, int]:
 
 def priors(space: Space) -> Iterator[Meshes]:
     """Meshes in the style of the strategies: everything everywhere (flattening, reallocation); each frozen model, each
-    training, or both of these on halves of their own (interleaving); training in front and all else behind, or the
-    other way around (separation)."""
+    training, or both of these on halves of their own (interleaving), and with each training its model's other calls;
+    training in front and all else behind, or the other way around (separation)."""
     model = space.model
     parts = {(one.first, one.stop) for of in space.candidates for one in of}
     num = len(model.limits)
@@ -214,6 +234,11 @@ def priors(space: Space) -> Iterator[Meshes]:
                 meshes.append(halves[turn % 2] if split[index] else whole)
                 turn += split[index]
             yield tuple(meshes)
+        homes = [model.trained_by(i) for i in range(len(model.calls))]
+        for rest in ((whole,), halves):
+            turns = {home: turn for turn, home in enumerate(dict.fromkeys(home for home in homes if home is not None))}
+            frozen_at = cycle(rest)
+            yield tuple(next(frozen_at) if home is None else halves[turns[home] % 2] for home in homes)
     edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
     for edge in edges:
         front, behind = (0, edge), (edge, num)
@@ -221,7 +246,7 @@ def priors(space: Space) -> Iterator[Meshes]:
             yield tuple(training if call.kind == "train" else rest for call in model.calls)
 
 
-def filled(space: Space, meshes: Meshes, best: Best) -> tuple[float, Choice] | None:
+def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
     """The best choice on given meshes that one call after the other can reach, from the one that needs the least
     memory; None if that does not fit."""
     grid = _grid(space, meshes)
@@ -266,43 +291,40 @@ def least_memory(one: Candidate) -> tuple[float, ...]:
     return one.static_bytes + working, one.seconds
 
 
-def descend(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> tuple[float, Choice]:
+def descend(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> Choice:
     """Improves a choice, one call after the other, until no other candidate of the grid for any call is better."""
-    model, current = space.model, list(chosen)
-    seconds, _ = model.score(current)
     improved = True
     while improved:
         improved = False
         for index, of in enumerate(grid):
-            kept = current[index]
-            for one in of:
-                current[index] = one
-                other_s = model.score_s(current)
-                best.num_scored += 1
-                if other_s < seconds and model.excess_bytes(current) <= 0:
-                    seconds, kept, improved = other_s, one, True
-                    best.offer(seconds, current)
-            current[index] = kept
-    return seconds, tuple(current)
+            before, chosen = chosen, descend_some(space, chosen, (index,), zip(of), best)
+            improved |= before != chosen
+    return chosen
 
 
-def descend_pairs(
-    space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best
-) -> tuple[float, Choice]:
-    """Improves a choice by two calls at a time, of which one may give up memory that the other one needs."""
+def descend_some(
+    space: Space, chosen: Choice, calls: Sequence[int], others: Iterable[Sequence[Candidate]], best: Best
+) -> Choice:
+    """Improves a choice by other candidates for some calls, of which one may give up memory that another needs."""
     model, current = space.model, list(chosen)
-    seconds, _ = model.score(current)
-    for i, j in combinations(range(len(grid)), 2):
-        kept = current[i], current[j]
-        for one, other in product(grid[i], grid[j]):
-            current[i], current[j] = one, other
-            other_s = model.score_s(current)
-            best.num_scored += 1
-            if other_s < seconds and model.excess_bytes(current) <= 0:
-                seconds, kept = other_s, (one, other)
-                best.offer(seconds, current)
-        current[i], current[j] = kept
-    return seconds, tuple(current)
+    rank = _rank(model, current)
+    kept = [current[index] for index in calls]
+    for picked in others:
+        for index, one in zip(calls, picked, strict=True):
+            current[index] = one
+        other = _rank(model, current)
+        best.num_scored += 1
+        if other < rank and model.excess_bytes(current) <= 0:
+            rank, kept = other, picked
+            best.offer(model.score_s(current), current)
+    for index, one in zip(calls, kept, strict=True):
+        current[index] = one
+    return tuple(current)
+
+
+def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
+    """What is less for a better choice: seconds of an iteration and, where another call decides these, of the calls."""
+    return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)
 
 
 # ---- Markov chain ----------------------------------------------------------------------------------------------------
@@ -310,9 +332,12 @@ def descend_pairs(
 
 def mcmc(space: Space, best: Best, seed: int) -> None:
     """Metropolis-Hastings from each call's quickest candidate: a call and another candidate of it are proposed at
-    random and accepted with probability exp(-(new - old) / temperature). Chains with random numbers of their own."""
+    random and accepted with probability exp(-(new - old) / temperature). Chains with random numbers of their own; the
+    best choice that they come by is refined."""
     for chain in range(NUM_CHAINS):
         _walk(space, best, Random(seed * NUM_CHAINS + chain))
+    if best.found:
+        refine(space, best.choices[0][1], best)
 
 
 def _walk(space: Space, best: Best, draw: Random) -> None:

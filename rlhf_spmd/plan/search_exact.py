@@ -1,11 +1,14 @@
 """The best placement in the call-level model, with a proof: branch and bound over the candidates of every call.
 
-Calls are chosen one after the other; a partial choice is dropped as soon as no completion can be faster than the best
-one known, its ranks are too full, or a choice on the same meshes was looked at that is no slower and no fuller. The
-bound is a sum over phases (call_model.py): all of a phase needs all of the phases before it. Two calls of one phase
-either share a rank, and take as long as both together, or share none, and the second one has to do with the ranks that
-the first one leaves. While streaming, phases overlap: then one of them is seen whole, and one mini-batch of each of the
-others.
+Calls are chosen one after the other, those that train first; a partial choice is dropped as soon as no completion can
+be faster than the best one known, or its ranks are too full. The bound is a sum over phases (call_model.py): all of a
+phase needs all of the phases before it. Two calls of one phase either share a rank, and take as long as both together,
+or share none, and the second one has to do with the ranks that the first one leaves. While streaming, phases overlap:
+then one of them is seen whole, and one mini-batch of each of the others.
+
+Two things make it quick. The calls that only infer are chosen last and together (search_last.py), and not at all where
+that has failed before with at least as much memory and time. And at first only what is nearly as fast as the bounds is
+looked for, then by steps more: far from them little can be dropped.
 """
 
 import time
@@ -16,11 +19,12 @@ from math import inf
 
 from rlhf_spmd.plan.call_costs import Candidate
 from rlhf_spmd.plan.call_model import CallModel
+from rlhf_spmd.plan.search_last import LastPhase, Left
 
 Choice = tuple[Candidate, ...]
 CHECK_EVERY = 256  # nodes between two looks at the clock
-PLAIN_SHARE = 0.7  # of the time, for iterations that do not stream
-MOST_STATES = 300  # that are kept to compare with, of each kind
+FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: looked for at first, then twice as much, up to
+MORE_LAST = 1.15  # by which the seconds grow within which the last phase is looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,11 @@ class Space:
 
 @dataclass(slots=True)
 class Best:
-    """The best choices that were scored, at most `keep`, best first; those with equal meshes and grids count once."""
+    """The best choices that were scored, at most `keep`, best first; those with equal meshes and grids count once.
+    most_s: what is slower than this is not looked for."""
 
     keep: int
-    tolerance: float = 0.0  # what is better by less than this fraction need not be found
+    most_s: float = inf
     found: dict[tuple, tuple[float, Choice]] = field(default_factory=dict)
     seconds: float = inf
     num_scored: int = 0
@@ -59,7 +64,7 @@ class Best:
     @property
     def goal_s(self) -> float:
         """What is not faster than this is not looked for."""
-        return self.seconds * (1 - self.tolerance)
+        return min(self.seconds, self.most_s)
 
     def offer(self, seconds: float, chosen: Sequence[Candidate]) -> None:
         """Notes a choice that fits."""
@@ -76,43 +81,28 @@ class Best:
 
 
 def exact(space: Space, best: Best, budget_s: float = inf) -> float:
-    """Searches until nothing better than `best` can be left, or the budget is spent. Returns the optimality gap: by
-    which fraction a better choice might still be faster; 0.0 if there is none."""
-    begin_s = time.perf_counter()
-    deadline = begin_s + budget_s
-    share_s = begin_s + PLAIN_SHARE * budget_s if space.model.can_stream else deadline
-    bounds_s = [alone_s(space, phase, share_s, best.tolerance / 2) for phase in space.model.phases]
-    open_s = _Branches(space, best, share_s, bounds_s).search()
-    if space.model.can_stream:
-        open_s = min(open_s, _Branches(space, best, deadline, [0.0, 0.0], streaming=True).search())
-    return 1 - min(open_s, best.goal_s) / best.seconds if best.seconds < inf else 1.0
+    """Searches until nothing better than `best` can be left, or the budget is spent. Returns seconds that nothing in
+    the space is faster than: those of `best`, if the search has finished."""
+    deadline = time.perf_counter() + budget_s
+    bounds_s = [alone_s(space, phase, deadline) for phase in space.model.phases]
+    excess = FIRST_EXCESS
+    while True:  # little is worth a look as long as only what is almost as fast as the bounds counts
+        best.most_s = (1 + excess) * sum(bounds_s) if excess < LAST_EXCESS else inf
+        open_s = _Branches(space, best, deadline, bounds_s).search()
+        if space.model.can_stream:
+            open_s = min(open_s, _Branches(space, best, deadline, [0.0, 0.0], streaming=True).search())
+        if open_s < inf or best.seconds <= best.most_s:
+            break
+        excess *= 2
+    open_s, best.most_s = min(open_s, best.goal_s), inf
+    return open_s
 
 
-def alone_s(space: Space, phase: list[int], deadline: float, tolerance: float = 0.0) -> float:
-    """A phase takes no less, even if nothing else needs memory; tolerance: by how much this may be less than exact."""
-    best = Best(1, tolerance)
+def alone_s(space: Space, phase: list[int], deadline: float) -> float:
+    """A phase takes no less, even if nothing else needs memory."""
+    best = Best(1)
     branches = _Branches(space, best, deadline, [0.0] * len(space.model.phases), only=phase)
-    return min(branches.search(), best.goal_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What matters of a partial choice, beside its meshes. whole_s: of phases that are complete; parts_s: of other
-    calls and of weights; sizes: bytes at each place, with every kind that later calls may need more of and without."""
-
-    whole_s: float
-    parts_s: tuple[float, ...]
-    sizes: tuple[float, ...]
-
-    def beats(self, other: "_State") -> bool:
-        """A second more of one call makes an iteration longer by a second at most."""
-        more_s = self.whole_s - other.whole_s
-        if more_s > 0:
-            return False
-        for mine_s, other_s in zip(self.parts_s, other.parts_s, strict=True):
-            if mine_s > other_s:
-                more_s += mine_s - other_s
-        return more_s <= 0 and all(a <= b for a, b in zip(self.sizes, other.sizes, strict=True))
+    return min(branches.search(), best.seconds)
 
 
 class _Branches:
@@ -135,13 +125,16 @@ class _Branches:
         phases = [model.others, model.trains] if streaming else model.phases
         self.phases = [[index for index in phase if only is None or index in only] for phase in phases]
         self.phase_of = {index: number for number, phase in enumerate(self.phases) for index in phase}
+        last = self._last_phase()
         models = sorted(model.models, key=lambda of: (of[0] is None, of[1]))
         order = [index for train, users in models for index in ([] if train is None else [train]) + users]
-        self.order = [index for index in order if index in self.phase_of]
-        if streaming:
-            self.order.sort(key=lambda index: index not in model.trains)
+        self.order = [index for index in order if index in self.phase_of and index not in last]
+        self.order.sort(key=lambda index: index not in model.trains)
+        self.last = LastPhase(model, space.candidates, last) if last else None
+        self.begun: list[tuple[list[float], list[Candidate | None]]] = []  # bounds, choices of all other calls
+        self.failed: list[Left] = []
         self.late = {self.phase_of[index] for index in model.trains if index in self.phase_of}
-        self.calls = sorted(self.order)
+        self.calls = sorted(self.phase_of)
         self.users = {user for train, users in model.models if train is not None for user in users}
         epochs, num = model.workload.epochs, model.workload.num_mini_batches
         self.times = [num * (epochs if i in model.trains else 1) for i in range(len(model.calls))]  # pieces of each
@@ -150,7 +143,6 @@ class _Branches:
         self.quickest = [self._by_size(index) for index in range(len(model.calls))]
         self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
         self.nodes, self.open_s, self.expired = 0, inf, False
-        self.seen: dict[tuple, list[_State]] = {}
 
     def _by_mesh(self, index: int, candidates: Sequence[Candidate]) -> list[tuple[int, int, list]]:
         """(first, stop, [(seconds, candidate)]) of each mesh, quick meshes and candidates first."""
@@ -179,11 +171,61 @@ class _Branches:
     def search(self) -> float:
         """Returns the least bound among what was left out because the time was up; infinity if nothing was."""
         self._visit(0)
+        for bounds, chosen in sorted(self.begun, key=lambda one: sum(one[0])):
+            self.bounds, self.chosen = bounds, chosen
+            if self._bound_s() < self.best.goal_s:
+                self._finish()
         return self.open_s
+
+    def _last_phase(self) -> list[int]:
+        """The calls that are chosen last: of the largest phase of which the others change nothing but the memory that
+        is left (call by call if two of them use the same model)."""
+
+        def is_last(phase: Sequence[int]) -> bool:
+            calls = [self.model.calls[index] for index in phase]
+            return all(call.kind == "infer" for call in calls) and len({call.model for call in calls}) == len(phase) > 1
+
+        return [] if self.streaming else max(filter(is_last, self.phases), key=len, default=[])
+
+    def _finish(self) -> None:
+        """Chooses for the last phase, unless that was in vain already with as much memory and time."""
+        if time.perf_counter() > self.deadline:
+            self.open_s = min(self.open_s, self._bound_s())
+            return
+        phase_s = self.bounds[self.phase_of[self.last.calls[0]]]
+        others_s = self._bound_s() - phase_s
+        left = Left.by(self.model, self.chosen, self.last.calls)
+        if any(one.covers(left, self.best.goal_s - others_s) for one in self.failed):
+            return
+        left.least_s, seen_s = inf, 0.0
+        while seen_s < min(self.best.goal_s - others_s, self.last.slowest_s):
+            phase_s *= MORE_LAST  # few are that quick, so they are looked at first
+            self._choose_last(left, seen_s, phase_s, others_s)
+            seen_s = phase_s
+        left.least_s = min(left.least_s, self.best.goal_s - others_s)
+        self.failed.append(left)
+        for index in self.last.calls:
+            self.chosen[index] = None
+
+    def _choose_last(self, left: Left, least_s: float, most_s: float, others_s: float) -> None:
+        """All choices for the last phase that take at least so many seconds, and less than so many."""
+        most_s = min(most_s, self.best.goal_s - others_s)
+        for phase_s, picked in self.last.combinations(self.chosen, left, most_s):
+            if others_s + phase_s >= self.best.goal_s:
+                break
+            if phase_s >= least_s:
+                for index, one in zip(self.last.calls, picked, strict=True):
+                    self.chosen[index] = one
+                if self.model.excess_bytes(self.chosen) <= 0:
+                    left.least_s = min(left.least_s, phase_s)  # weights on their way may have made it slower
+                    self._leaf()
 
     def _visit(self, depth: int) -> None:
         if depth == len(self.order):
-            self._leaf()
+            if self.last is None:
+                self._leaf()
+            else:
+                self.begun.append((list(self.bounds), list(self.chosen)))
             return
         index = self.order[depth]
         phase, saved, room = self.phase_of[index], list(self.bounds), self.room
@@ -200,9 +242,14 @@ class _Branches:
                 self.nodes += 1
                 if self.nodes % CHECK_EVERY == 0 and time.perf_counter() > self.deadline:
                     self.expired = True
-                self.chosen[index], self.room = one, room
+                self.chosen[index] = one
                 self.bounds[phase] = max(saved[phase], length_s, self._phase_s(phase))
+                if self.streaming and index in self.model.trains:
+                    self.room = self._room()
+                    self.bounds[0] = max(saved[0], self._phase_s(0))
                 bound_s = self._bound_s()
+                if self.streaming and bound_s < self.best.goal_s:
+                    bound_s = max(bound_s, self._streamed_s())
                 if bound_s >= self.best.goal_s:
                     if index in self.users:  # others may not have to gather the weights that they share
                         continue
@@ -224,59 +271,11 @@ class _Branches:
                 self.bounds[late] = max(self.bounds[late], self._phase_s(late))
             if self._bound_s() >= self.best.goal_s:
                 return
-        if self.streaming:
-            if not self.model.streams(self.chosen):
-                return
-            taken = {
-                place for i in self.model.trains if (one := self.chosen[i]) for place in range(one.first, one.stop)
-            }
-            self.room = len(self.model.limits) - len(taken)
-            if index in self.model.trains:
-                self.bounds[0] = max(self.bounds[0], self._phase_s(0))
-            least_s = [self._length_s(i) / self.times[i] for i in self.calls]
-            if max(self._bound_s(), self.model.streamed_s(self.chosen, least_s)) >= self.best.goal_s:
-                return
-        if self.model.excess_bytes(self.chosen) <= 0 and not self._beaten(depth + 1):
+        if self.model.excess_bytes(self.chosen) <= 0:
             self._visit(depth + 1)
 
-    def _beaten(self, depth: int) -> bool:
-        """Whether a choice for the same calls on the same meshes was looked at that no completion can make worse than
-        this one: it leaves as much room on every rank, and takes no longer."""
-        if depth == len(self.order):
-            return False
-        model, chosen, done = self.model, self.chosen, set(self.order[:depth])
-        key: list[object] = [depth]
-        for train, users in model.models:
-            calls = users if train is None else [train, *users]
-            is_open = not done.issuperset(calls)
-            for one in (chosen[index] for index in calls if index in done):
-                layout = one.layout
-                key.append((one.where, layout.zero, layout.offload) if is_open else (one.first, one.stop))
-        whole_s, parts_s = 0.0, []
-        for number, phase in enumerate(self.phases):
-            if phase and done.issuperset(phase) and number not in self.late and not self.streaming:
-                whole_s += self.bounds[number]
-            else:
-                parts_s += [self._length_s(index) + model.gather_s(chosen, index) for index in phase if index in done]
-        for train, users in model.models:
-            if train in done:
-                parts_s += [model.pair(chosen[user], chosen[train])[1] for user in users if user in done]
-        sizes: list[float] = []
-        for place in sorted(model.places(chosen)):
-            static, gathered, reduced, activations, cache = model.parts_at(chosen, place)
-            for besides in (0.0, gathered):
-                least = static + besides
-                sizes += (least, least + activations, least + reduced, least + activations + reduced, least + cache)
-        mine = _State(whole_s, tuple(parts_s), tuple(sizes))
-        others = self.seen.setdefault(tuple(key), [])
-        if any(other.beats(mine) for other in others):
-            return True
-        if len(others) < MOST_STATES:
-            others.append(mine)
-        return False
-
     def _leaf(self) -> None:
-        model, full = self.model, len(self.order) == len(self.chosen)
+        model, full = self.model, None not in self.chosen
         seconds = model.streamed_s(self.chosen) if self.streaming else model.schedule_s(self.chosen, self.calls)
         if not full:
             self.best.seconds = min(self.best.seconds, seconds)
@@ -295,6 +294,17 @@ class _Branches:
         before_s = sum(max((piece_s[i] for i in phase if i in model.others), default=0.0) for phase in model.phases)
         after_s = max(piece_s[i] * (1 + self.times[i] - num) for i in model.trains)  # one mini-batch, and later epochs
         return max(self.bounds[0] + after_s, self.bounds[1] + before_s)
+
+    def _streamed_s(self) -> float:
+        """No completion of what is chosen is faster; infinity if it does not stream."""
+        if not self.model.streams(self.chosen):
+            return inf
+        return self.model.streamed_s(self.chosen, [self._length_s(i) / self.times[i] for i in self.calls])
+
+    def _room(self) -> int:
+        """Ranks that what trains leaves to the others."""
+        taken = {place for i in self.model.trains if (one := self.chosen[i]) for place in range(one.first, one.stop)}
+        return len(self.model.limits) - len(taken)
 
     def _length_s(self, index: int) -> float:
         one = self.chosen[index]

@@ -15,13 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 SLOT_BYTES = 1024
-LENGTH = struct.Struct("<i")
-REMEMBERED = 8  # a rank that has gone on from a position is not late for it
+LENGTH = struct.Struct("<i i i")  # of the text; iteration and position of the newest
+LIFE = struct.Struct("<i ? d d")  # process, whether it waits in a control message, when it last did something, spoke
+TEXT_AT = LENGTH.size + LIFE.size
+REMEMBERED = 12  # a rank that has gone on from a position is not late for it
 STORE_ANSWER_S = 3.0
-TURN_S = 0.5
+TURN_S = 2.0  # the first one ends the job in less
 
 
 def new_file(num_slots: int) -> str:
@@ -33,15 +36,30 @@ def new_file(num_slots: int) -> str:
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a rank says of itself. Times are seconds of the wall clock."""
+
+    text: str
+    iteration: int
+    position: int  # in its instruction list
+    process: int
+    meets: bool  # it waits in a control message
+    life_s: float  # when it last did something
+    spoke_s: float  # when its watch last said so
+
+
 class Board:
     """The slots of the ranks `node_ranks`, mapped from `path` (None: this rank's own, seen by nobody)."""
 
     def __init__(self, path: str | None, *, rank: int, node_ranks: tuple[int, ...], node: int, num_nodes: int):
         self.rank, self.num_nodes = rank, num_nodes
         self.shared = False
-        self.store: Any = None  # set by start_torch
+        self.store: Any = None  # set by start_torch, as is another connection to it, for the watch's thread:
+        self.second_store: Any = None  # a question to a store that doesn't answer would block the first one
+        self._question = threading.Thread()  # the last one to the second store
         self.slots = {rank: 1}
-        self.positions: deque[str] = deque(maxlen=REMEMBERED)
+        self.positions: deque[bytes] = deque(maxlen=REMEMBERED)
         self.descriptor, size = -1, 2 * SLOT_BYTES
         if path is not None:
             try:
@@ -54,21 +72,43 @@ class Board:
         self.memory = mmap.mmap(self.descriptor, size)
         self.turn = node if self.shared else rank
 
-    def post(self, position: str) -> None:
-        """This rank is about to do `position` (unique in the run)."""
+    def post(self, position: bytes, iteration: int, place: int) -> None:
+        """This rank is about to do `position` (unique in the run), the instruction at `place` of its list."""
         self.positions.append(position)
-        text = "\n".join(self.positions).encode()[-(SLOT_BYTES - LENGTH.size) :]
+        text = b"\n".join(self.positions)[-(SLOT_BYTES - TEXT_AT) :]
         start = SLOT_BYTES * self.slots[self.rank]
-        self.memory[start : start + LENGTH.size + len(text)] = LENGTH.pack(len(text)) + text
+        self.memory[start + TEXT_AT : start + TEXT_AT + len(text)] = text
+        LENGTH.pack_into(self.memory, start, len(text), iteration, place)
         if self.store is not None:
             self.store.set(f"at/{self.rank}", text)
+
+    def speak(self, *, life_s: float, meets: bool) -> None:
+        """This rank is there, and last did something at `life_s` (wall clock)."""
+        start = SLOT_BYTES * self.slots[self.rank]
+        LIFE.pack_into(self.memory, start + LENGTH.size, os.getpid(), meets, life_s, time.time())
+        if self.second_store is not None and not self._question.is_alive():
+            with suppress(RuntimeError):  # it is gone at the end of a run
+                self.second_store.set(f"life/{self.rank}", self.memory[start : start + SLOT_BYTES])
+
+    def said(self, ranks: tuple[int, ...]) -> dict[int, Said]:
+        """What these ranks say of themselves; those of which nothing can be known are left out."""
+        slots = {}
+        for rank in ranks:
+            if rank in self.slots:
+                start = SLOT_BYTES * self.slots[rank]
+                slots[rank] = self.memory[start : start + SLOT_BYTES]
+        elsewhere = [rank for rank in ranks if rank not in slots]
+        if elsewhere and self.second_store is not None and not self._question.is_alive():
+            slots |= self._ask(lambda: self._from_store(self.second_store, elsewhere, "life"), keep=True) or {}
+        found = {rank: _said(slot) for rank, slot in sorted(slots.items()) if slot}
+        return {rank: one for rank, one in found.items() if one.process}
 
     def read(self, ranks: tuple[int, ...]) -> dict[int, list[str]]:
         """The last few positions of each rank, the newest last; a rank of which nothing can be known is left out."""
         texts = {rank: self._slot(self.slots[rank]) for rank in ranks if rank in self.slots}
         elsewhere = [rank for rank in ranks if rank not in texts]
         if elsewhere and self.store is not None:
-            found = self._ask(lambda: self._from_store(elsewhere))
+            found = self._ask(lambda: self._from_store(self.store, elsewhere, "at"))
             texts |= {0: b"nothing: its store does not answer"} if found is None and 0 in elsewhere else found or {}
         return {rank: text.decode(errors="replace").split("\n") for rank, text in sorted(texts.items())}
 
@@ -90,14 +130,14 @@ class Board:
 
     def _slot(self, index: int) -> bytes:
         start = SLOT_BYTES * index
-        (length,) = LENGTH.unpack_from(self.memory, start)
-        return self.memory[start + LENGTH.size : start + LENGTH.size + length]
+        length, _, _ = LENGTH.unpack_from(self.memory, start)
+        return self.memory[start + TEXT_AT : start + TEXT_AT + length]
 
-    def _from_store(self, ranks: list[int]) -> dict[int, bytes]:
-        said = [rank for rank in ranks if self.store.check([f"at/{rank}"])]
-        return {rank: self.store.get(f"at/{rank}") if rank in said else b"" for rank in ranks}
+    def _from_store(self, store: Any, ranks: list[int], kind: str) -> dict[int, bytes]:
+        said = [rank for rank in ranks if store.check([f"{kind}/{rank}"])]
+        return {rank: store.get(f"{kind}/{rank}") if rank in said else b"" for rank in ranks}
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _ask(self, question: Callable[[], Any], *, keep: bool = False) -> Any:
         """Asks the store in a thread of its own: while rank 0 is stopped, its store answers nobody (None)."""
         answers: list[Any] = []
 
@@ -106,6 +146,15 @@ class Board:
                 answers.append(question())
 
         thread = threading.Thread(target=ask, daemon=True)
+        if keep:
+            self._question = thread
         thread.start()
         thread.join(STORE_ANSWER_S)
         return answers[0] if answers else None
+
+
+def _said(slot: bytes) -> Said:
+    length, iteration, position = LENGTH.unpack_from(slot, 0)
+    process, meets, life_s, spoke_s = LIFE.unpack_from(slot, LENGTH.size)
+    text = slot[TEXT_AT : TEXT_AT + length].decode(errors="replace").rpartition("\n")[2]
+    return Said(text, iteration, position, process, meets, life_s, spoke_s)

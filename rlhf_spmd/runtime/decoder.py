@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
-from rlhf_spmd.model.linear import Joined
+from rlhf_spmd.model.linear import Joined, in_mkl_order
 from rlhf_spmd.model.paged import DecodeStep, Prefill, Round
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.blocks import Scheduler
@@ -30,6 +30,7 @@ class Decoder:
             self._tables_BM[:, 0] = torch.arange(num_rows)
         self._version = -1
         self._joined = Joined.of(model)
+        self.forwards = in_mkl_order(model, num_rows)  # of some layers, instead of their own
         self._graphs = Graphs(self._compute) if Graphs.can_capture(model) else None
 
     def round(

@@ -104,7 +104,7 @@ class Engine:
         """Advances until these requests (None: all) have ended. progress: told of each round how many requests ended
         and how many tokens were drawn."""
         missing = {number for number in until or () if not self.requests.is_ended(number)}
-        with bound(self.model):
+        with bound(self.model, self.decoder.forwards):
             while missing or (until is None and not self.is_idle):
                 ended, num_tokens = self._round()
                 missing.difference_update(ended)

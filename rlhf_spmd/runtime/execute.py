@@ -15,15 +15,16 @@ from rlhf_spmd.plan.pipeline import body, is_pipelined
 from rlhf_spmd.plan.program import Agree, Instruction, Load, Message, Offload, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.passes import Passage
 from rlhf_spmd.runtime.reallocate import Mover
 from rlhf_spmd.runtime.shadows import mover_of
+from rlhf_spmd.runtime.signals import Asked
+from rlhf_spmd.runtime.steps import text_of
 from rlhf_spmd.runtime.trace import Recorder
 from rlhf_spmd.runtime.world import World
 
-# What torch.distributed's backends raise when a peer is late or gone (they have no exception type of their own).
-PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
 MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 
@@ -31,9 +32,21 @@ MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 class Executor:
     """Runs iterations of one program on this rank."""
 
-    def __init__(self, program: Program, world: World, models: Models, calls: Calls, recorder: Recorder):
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        models: Models,
+        calls: Calls,
+        recorder: Recorder,
+        asked: Asked | None = None,
+    ):
+        """asked: signals, told to all ranks at the end of an iteration; None for a program that is not sent any."""
         self.program, self.world, self.models, self.calls, self.recorder = program, world, models, calls, recorder
+        self.asked = asked or Asked()
         self.instructions = program.instructions[world.rank]
+        self.texts = [text_of(program, step) for step in self.instructions]
+        world.will_execute(program)
         # transfer -> its operations, and the buffers that rows arrive in
         self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]]]] = {}
         self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it
@@ -45,14 +58,18 @@ class Executor:
         self.num_bytes_sent, self.num_messages_sent = 0, 0
         answers: list[dict] = []
         for position, step in enumerate(self.instructions):
-            self.world.progress(_meeting(step, data))
+            self.world.progress(f"iteration {data.number}: {self.texts[position]}", data.number, position)
             try:
                 answers = self._execute(step, data, state) or answers
             except UserError:
                 raise
             except (RuntimeError, dist.DistError) as error:
                 raise self._explained(error, step, position, data) from error
+        self.world.progress(f"iteration {data.number}: over", data.number)
         return answers
+
+    def _meeting(self, step: Instruction, data: Iteration) -> str:
+        return f"iteration {data.number}: {text_of(self.program, step)}"
 
     def _execute(self, step: Instruction, data: Iteration, state: State) -> list[dict] | None:
         if isinstance(step, Run):
@@ -114,7 +131,7 @@ class Executor:
             for row, prompt, sample in zip(tokens, prompts.tolist(), samples.tolist(), strict=True):
                 responses.append([prompt, sample, [token for token in row if token >= 0]])
         sent = {"bytes": self.num_bytes_sent, "messages": self.num_messages_sent}
-        return data.meter.to_message() | {"responses": responses, "sent": sent}
+        return data.meter.to_message() | {"responses": responses, "sent": sent, "signals": self.asked.take()}
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
@@ -178,8 +195,7 @@ class Executor:
 
     def _explained(self, error: Exception, step: Instruction, position: int, data: Iteration) -> Exception:
         """A lost or late peer as a UserError with names; any other error as it is."""
-        text = str(error).lower()
-        if not any(word in text for word in PEER_ERRORS):
+        if not is_peer_error(error):
             return error
         world = self.world
         met = step
@@ -194,24 +210,21 @@ class Executor:
         else:
             ranks = tuple(self.program.transfers[step.transfer].peers(world.rank))
             met = Post(step.transfer)  # a peer that has posted its part may wait for it much later
-        place = f"iteration {data.number}, instruction {position}: {step}"
-        late = world.stragglers([rank for rank in ranks if rank != world.rank], _meeting(met, data))
+        place = f"iteration {data.number}, instruction {position}: {text_of(self.program, step)}"
+        late = world.stragglers([rank for rank in ranks if rank != world.rank], self._meeting(met, data))
         late = {rank: text for rank, text in late.items() if not self._is_past(rank, met, text, data)}
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last said: {where}" for rank, where in late.items())
-        return UserError(
-            f"rank {world.rank} on {world.hosts[world.rank]} gave up waiting in {place}: "
+        what = "lost a connection" if is_lost(error) else "gave up waiting"
+        return PeerError(
+            f"rank {world.rank} on {world.hosts[world.rank]} {what} in {place}: "
             + (names or "all its peers arrived, but a message did not get through")
-            + f"; the deadline is deadline_s ({str(error).splitlines()[0][:120]})"
+            + f" ({str(error).splitlines()[0][:120]})",
+            lost=is_lost(error),
         )
 
     def _is_past(self, rank: int, met: Instruction, text: str, data: Iteration) -> bool:
         """Whether `text`, what a rank said last, stands behind `met` in its list: it may have forgotten to have been
         there."""
         steps = self.program.instructions[rank]
-        said = next((position for position, step in enumerate(steps) if _meeting(step, data) == text), -1)
+        said = next((position for position, step in enumerate(steps) if self._meeting(step, data) == text), -1)
         return met in steps and said > steps.index(met)
-
-
-def _meeting(step: Instruction, data: Iteration) -> str:
-    """What the ranks that meet at an instruction all say there; its position in their lists differs."""
-    return f"iteration {data.number}: {step}"

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from rlhf_spmd.model.parallel import is_split
 
 Loss = Callable[[nn.Module, Any], Tensor]
+Interval = tuple[str, int, int]  # a parameter's name, and which numbers [start, stop) of it flattened, as a rank has it
+ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg_sq" -> the numbers, [stop - start]
 
 BUCKET_NUMEL = 1 << 25  # numbers per all-reduce: large enough for bandwidth, small enough that the backend can pipeline
 NORM_ROW = 1 << 12  # numbers whose squares are added in their own precision
@@ -71,7 +73,8 @@ class FlatEngine:
         self._names, self._weights = [name for name, _ in whole], [p for _, p in whole]
         # Sums of bfloat16 gradients, and updates far below a bfloat16's last digit, need float32.
         self._wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        shards = groups.data.size() if zero == 1 and groups.data is not None else 1
+        self._replicas = 1 if groups.data is None else groups.data.size()
+        shards = self._replicas if zero == 1 else 1
         numel = sum(p.numel() for p in self._weights)
         self._gradient = torch.zeros(-(-numel // shards) * shards, dtype=self._wide, device=self._weights[0].device)
         self._gradients = self._views(self._gradient)
@@ -140,7 +143,7 @@ class FlatEngine:
         for settings in self.optimizer.param_groups:
             settings["lr"] = lr
         self.optimizer.step()
-        self._publish()
+        self.publish()
         return StepStats(grad_norm)
 
     def _sum_gradients(self) -> None:
@@ -177,8 +180,8 @@ class FlatEngine:
             yield self._gradient[start:end]
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """The masters' new values into the weights, on every rank that has them."""
+    def publish(self) -> None:
+        """The masters' new values into the weights, on every rank that has them. Collective at ZeRO 1."""
         if self._flat_weights is not None:
             if self._wide != self._part.dtype:
                 self._part.copy_(self.masters[0])
@@ -188,6 +191,61 @@ class FlatEngine:
         for p, master in zip(self._weights, self.masters, strict=True):
             if p is not master:
                 p.copy_(master)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _shares(self, numbers: slice) -> Iterator[tuple[Interval, nn.Parameter, int]]:
+        """Which numbers of which weights lie in a part of the flat buffer, and where the weight begins there."""
+        start = 0
+        for name, p in zip(self._names, self._weights, strict=True):
+            first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
+            if first < last:
+                yield (name, first - start, last - start), p, start
+            start += p.numel()
+
+    def _share(self) -> slice:
+        """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
+        if self._replicas == 1:
+            return slice(0, len(self._gradient))
+        part = -(-len(self._gradient) // self._replicas)
+        return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
+
+    def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
+        """See `train_engine.TrainEngine.optimizer_state`."""
+        steps, found, mine = {0}, {}, self._share()
+        place_of = {id(p): number for number, p in enumerate(self._weights)}
+        for interval, p, start in self._shares(mine):
+            _, first, last = interval
+            if self._flat_weights is not None:
+                master, offset = self.masters[0], start - mine.start
+            else:
+                master, offset = self.masters[place_of[id(p)]], 0
+            state, part = self.optimizer.state[master], slice(offset + first, offset + last)
+            values = {"master": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            found[interval] = {kind: value.detach().reshape(-1)[part] for kind, value in values.items()}
+            steps = {int(state["step"])}
+        return steps.pop(), found
+
+    @torch.no_grad()
+    def load(self, num_steps: int, read: ReadState) -> None:
+        """See `train_engine.TrainEngine.load`."""
+        for master in self.masters:
+            moments = {kind: torch.zeros_like(master) for kind in ("exp_avg", "exp_avg_sq")}
+            step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
+            self.optimizer.state[master] = {"step": step, **moments}
+        if self._flat_weights is None:
+            for name, p, master in zip(self._names, self._weights, self.masters, strict=True):
+                self._fill(master, (name, 0, p.numel()), slice(0, p.numel()), read)
+            return
+        mine = self._share()
+        for interval, _, start in self._shares(mine):
+            offset = start - mine.start
+            self._fill(self.masters[0], interval, slice(offset + interval[1], offset + interval[2]), read)
+
+    def _fill(self, master: nn.Parameter, interval: Interval, part: slice, read: ReadState) -> None:
+        state = self.optimizer.state[master]
+        for kind, value in (("master", master), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
+            value.detach().view(-1)[part] = read(kind, interval).to(value.device)
 
     # ---- what others see --------------------------------------------------------------------------------------------
 

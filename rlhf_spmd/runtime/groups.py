@@ -15,9 +15,9 @@ from datetime import timedelta
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.network import INTERFACE_OPTION
 
-LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
-INTERFACE_OPTION = "RLHF_SPMD_INTERFACE"
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 CONNECT_S = 60.0
 

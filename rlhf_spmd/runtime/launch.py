@@ -1,6 +1,7 @@
 """What the launcher gives this process: its environment tells whether it fits the MPI library, and files to tidy up."""
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -13,6 +14,8 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI's mpiexec
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # srun
 )
+
+ABORT_S = 2.0  # the launcher gets so long to end this process
 
 
 def num_launched(environment: Mapping[str, str]) -> int:
@@ -53,6 +56,18 @@ def refuse_alone(size: int, environment: Mapping[str, str]) -> None:
 def first_on_node(environment: Mapping[str, str]) -> bool:
     """Whether this process should speak for its node, as far as the environment tells."""
     return all(environment.get(local, "0") == "0" for _, _, local in LAUNCHERS)
+
+
+def abort(environment: Mapping[str, str], status: int) -> None:
+    """Asks MPICH's mpiexec to end all ranks with this status, in its own words (PMI 1), without loading MPI.
+
+    A process that just ends badly makes it print a page about that. Other launchers are content with the status.
+    """
+    descriptor = environment.get("PMI_FD", "")
+    if descriptor.isdigit() and "MPI_LOCALRANKID" in environment:  # Slurm's PMI 2 has other words
+        with suppress(OSError):
+            os.write(int(descriptor), f"cmd=abort exitcode={status}\n".encode())
+            time.sleep(ABORT_S)
 
 
 def unname_shared_memory() -> None:

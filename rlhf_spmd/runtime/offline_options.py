@@ -36,7 +36,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     tp: PositiveInt = 1  # ranks that hold one copy of the model together
     samples_per_prompt: PositiveInt = 1
-    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 600.0  # of every wait for another rank
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long
     data: Data = Data()
     generation: Generation = Generation()
 

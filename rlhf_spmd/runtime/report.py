@@ -4,18 +4,22 @@ import hashlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import combine
+from rlhf_spmd.runtime.models import model_folders
 from rlhf_spmd.runtime.run_folder import RunFolder, Sample
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ class Command:
     overrides: Sequence[str]
 
 
+END_BYTES = 2**16  # of a file
 SAMPLE_ITERATION = 2**32 - 1  # the uniforms of the samples before and after: apart from those of any iteration
 
 
@@ -100,11 +105,47 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def next_commands(command: Command, ranks: int) -> dict[str, str]:
-    """What to try after a run that was started by `command`."""
+def run_state(state: State) -> dict:
+    """What a run's future depends on beside weights, options and inputs, for a checkpoint."""
+    return {"kl_coef": state.kl_coef, "scores": asdict(state.scores)}
+
+
+def inputs(job: "Job") -> dict[str, str]:
+    """Fingerprints of what a run reads beside its options, by name."""
+    config = job.config
+    found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
+    path = Path(config.reward_function.rpartition(":")[0])
+    if path.suffix == ".py" and path.is_file():
+        found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    folders = dict.fromkeys(folder for folder in model_folders(config).values() if folder)
+    return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of a model folder: names, sizes and both ends of its files. Other weights differ there, and it is read in no
+    time."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(END_BYTES))
+            file.seek(max(0, path.stat().st_size - END_BYTES))
+            digest.update(file.read(END_BYTES))
+    return digest.hexdigest()
+
+
+def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
+    """What to try after a run that was started by `command`, None for one that was resumed."""
+    resume = ["train", "--resume", str(folder.path), f"iterations={2 * config.iterations}"]
+    go_on = {"train on": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(resume)}"}
+    if config.optimizer.schedule != "constant":  # it has come to its end
+        go_on = {}
+    if command is None:
+        return go_on
+    if command.strategy == "auto":  # what was planned can be checked and run again
+        command = replace(command, strategy=str(folder.path / "strategy.py"))
     check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
     train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "ppo.kl_coef=0.02"]
-    return {
+    return go_on | {
         "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
         "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
         "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check mine.py --layout 1x{ranks}",

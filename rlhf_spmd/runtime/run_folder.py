@@ -5,19 +5,22 @@
     program.json    fingerprint and summary             samples.jsonl, .txt    responses before and after
     timeline.json   Chrome trace, opens in Perfetto     actor/                 the trained model (Hugging Face)
     timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
+    checkpoints/    what `train --resume` goes on from  cluster.toml           if one was given
 
-An existing folder is never written into again: two runs can't mix, and no result is lost.
+Only the run itself, resumed, writes into an existing folder: two runs can't mix, and no result is lost.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -89,6 +92,8 @@ class RunFolder:
         self.notes: list[str] = []  # what could not be written and why; the console prints them at the end
         self._metrics: TextIO | None = None
         self._tensorboard: SummaryWriter | None = None
+        self._lock: TextIO | None = None
+        self._purge_step: int | None = None  # from here on, TensorBoard forgets what it was told before
 
     @classmethod
     def create(cls, root: str | Path, *, strategy: str, name: str | None = None) -> RunFolder:
@@ -121,6 +126,18 @@ class RunFolder:
             raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None
         raise AssertionError(f"10,000 runs called {stem}")
 
+    def lock(self) -> None:
+        """Until this process ends, nobody else may run in the folder. Raises UserError if somebody does."""
+        if not self.writes:
+            return
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path} is in use: another run goes on in it; wait for its end, or end it") from None
+        except OSError:  # a file system without locks
+            pass
+
     @property
     def actor(self) -> Path:
         """Where the trained actor is saved."""
@@ -132,18 +149,48 @@ class RunFolder:
     def write_strategy(self, source: str) -> None:
         self._write("strategy.py", source)
 
-    def write_program(self, fingerprint: str, summary: str) -> None:
-        self._write_json("program.json", {"fingerprint": fingerprint, "summary": summary.splitlines()})
+    def write_program(self, fingerprint: str, summary: str, *, strategy: str) -> None:
+        """strategy: its name."""
+        values = {"strategy": strategy, "fingerprint": fingerprint, "summary": summary.splitlines()}
+        self._write_json("program.json", values)
+
+    def write_cluster(self, text: str) -> None:
+        self._write("cluster.toml", text)
+
+    def texts(self) -> dict[str, str]:
+        """The files that say what runs, by name; on rank 0."""
+        names = ("config.json", "strategy.py", "program.json", "cluster.toml") if self.writes else ()
+        return {name: (self.path / name).read_text() for name in names if (self.path / name).is_file()}
+
+    def keep_metrics(self, num_iterations: int) -> list[dict[str, Any]]:
+        """Drops the metrics of all but the first iterations, which a resumed run does again; returns what is left."""
+        self._purge_step = num_iterations
+        rows, path = [], self.path / "metrics.jsonl"
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            with suppress(ValueError):  # the last line of a run that was killed may be half a line
+                rows.append(json.loads(line))
+        wanted = range(num_iterations)
+        rows = [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
+        self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        return rows
+
+    def samples_before(self) -> list[tuple[str, float]]:
+        """Response and reward before training of each sample, as an earlier part of this run wrote them."""
+        path = self.path / "samples.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [(row["before"], row["reward_before"]) for row in rows]
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float | str]) -> None:
         """One line of metrics.jsonl and one step in TensorBoard, on disk when this returns. No NaN in JSON: null."""
         if not self.writes:
             return
-        if self._metrics is None:
-            self._metrics = (self.path / "metrics.jsonl").open("a")
-            self._tensorboard = self._open_tensorboard()
-        self._metrics.write(json.dumps({"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}) + "\n")
-        self._metrics.flush()
+        with writing(self.path / "metrics.jsonl"):
+            if self._metrics is None:
+                self._metrics = (self.path / "metrics.jsonl").open("a")
+                self._tensorboard = self._open_tensorboard()
+            row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
+            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.flush()
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 if isinstance(value, str):  # tokens_sha256
@@ -161,9 +208,11 @@ class RunFolder:
         """timeline.json with all that was recorded, timeline.png with the last iterations. See trace.py."""
         if not self.writes:
             return
-        write_chrome(self.path / "timeline.json", records, about={"title": title, **about})
+        with writing(self.path / "timeline.json"):
+            write_chrome(self.path / "timeline.json", records, about={"title": title, **about})
         try:
-            write_png(self.path / "timeline.png", records, title=title, num_iterations=PNG_ITERATIONS)
+            with writing(self.path / "timeline.png"):
+                write_png(self.path / "timeline.png", records, title=title, num_iterations=PNG_ITERATIONS)
         except ImportError as error:
             self.notes.append(
                 f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"
@@ -183,7 +232,7 @@ class RunFolder:
         except ImportError as error:
             self.notes.append(f"no TensorBoard events, because it can't be imported ({error}): pip install tensorboard")
             return None
-        return SummaryWriter(self.path)
+        return SummaryWriter(self.path, purge_step=self._purge_step)
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         self._write(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
@@ -193,8 +242,21 @@ class RunFolder:
         if not self.writes:
             return
         temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_text(text, errors="backslashreplace")
-        temporary.replace(self.path / name)
+        with writing(self.path / name):
+            temporary.write_text(text, errors="backslashreplace")
+            temporary.replace(self.path / name)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises UserError where a file of a run can't be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} can't be written: {error.strerror or error}; make room there, and go on from the newest "
+            "checkpoint (--resume)"
+        ) from error
 
 
 def finite(value: object) -> object:

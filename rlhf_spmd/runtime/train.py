@@ -1,9 +1,11 @@
 """The main job: PPO on the ranks of this MPI world, placed by a strategy. Wraps the iterations with logs and files."""
 
+import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,16 +19,22 @@ from rlhf_spmd.model.hf import load_tokenizer, read_config, save_state
 from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime import forecast_line, report
+from rlhf_spmd.runtime.alarm import Alarm
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.checkpoint import remove_drafts
 from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import Models, model_folders, shared_vocabulary
-from rlhf_spmd.runtime.run_folder import RunFolder
+from rlhf_spmd.runtime.resume import Resumed
+from rlhf_spmd.runtime.run_folder import RunFolder, writing
+from rlhf_spmd.runtime.saving import Saver
 from rlhf_spmd.runtime.scorer import Scorer
 from rlhf_spmd.runtime.shadows import whole_state
+from rlhf_spmd.runtime.signals import END, Asked
 from rlhf_spmd.runtime.trace import Recorder
+from rlhf_spmd.runtime.train_state import restore
 from rlhf_spmd.runtime.world import World
 
 TIMELINE_ITERATIONS = 3  # the last ones are kept
@@ -44,6 +52,25 @@ class Job:
     models: Models
     calls: Calls
     eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run comes from. strategy, source: name and text of the strategy module; cluster: text of the file that
+    describes the cluster, if there is one. A new run makes the folder `root`/`name`, another one goes on in its own."""
+
+    strategy: str
+    source: str
+    cluster: str = ""
+    root: str = "runs"
+    name: str | None = None
+    resumed: Resumed | None = None
+
+    def facts(self, config: Config) -> dict[str, str]:
+        """What the heading says of a run that goes on."""
+        if self.resumed is None:
+            return {}
+        return {"resumed": f"after {self.resumed.iteration} of {config.iterations} iterations"}
 
 
 def prepare(config: Config, program: Program, world: World) -> Job:
@@ -130,38 +157,47 @@ def train(
     program: Program,
     world: World,
     *,
-    strategy: str,
-    source: str,
+    origin: Origin,
     summary: str,
-    root: str,
-    name: str | None,
-    command: report.Command,
+    command: report.Command | None,
     calibration: Calibration | None = None,
-) -> Result:
-    """Runs all iterations and leaves the run folder `root`/`name`; rank 0 prints.
+    asked: Asked | None = None,
+) -> Result | None:
+    """Runs all iterations and leaves the run folder; rank 0 prints. None if SIGTERM ended the run before.
 
-    strategy, source: name and text of the strategy module; summary: what `check` prints of the program; command: how
-    the user started it; calibration: of these devices, for a forecast that the run is compared with.
+    summary: what `check` prints of the program; command: how the user started it, None for a run that goes on;
+    calibration: of these devices, for a forecast that the run is compared with; asked: the signals that come.
     """
     started = time.perf_counter()
     recorder = Recorder(world.rank, world.hosts[world.rank])
     job = prepare(config, program, world)
-    with world.together("making the run folder"):
-        path = str(RunFolder.create(root, strategy=strategy, name=name).path) if world.rank == 0 else ""
-    folder = RunFolder(world.bcast(path, what="the run folder"), writes=world.rank == 0)
+    folder = open_folder(job, origin, summary)
     console = Console(enabled=world.rank == 0)
-    folder.write_config(resolved(config))
-    folder.write_strategy(source)
-    folder.write_program(program.fingerprint, summary)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    console.heading(f"rlhf_spmd: PPO by {strategy} on {ranks}", report.facts(job, folder))
-
-    executor = Executor(program, world, job.models, job.calls, recorder)
-    state = State(kl_coef=config.ppo.kl_coef)
-    before = report.sample_responses(job)
-    folder.write_samples(report.join_samples(job, before))
-    history: list[dict] = []
-    for number in range(config.iterations):
+    facts = report.facts(job, folder) | origin.facts(config)
+    console.heading(f"rlhf_spmd: PPO by {origin.strategy} on {ranks}", facts)
+    for note in origin.resumed.notes if origin.resumed else ():
+        console.note(f"note: {note}")
+    state, history, before = begin(job, folder, origin.resumed)
+    saver = Saver(
+        world,
+        job.models,
+        folder.path,
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        texts=folder.texts(),
+    )
+    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
+    executor = Executor(program, world, job.models, job.calls, recorder, asked)
+    world.keep_records(folder.path)
+    alarm = Alarm()
+    answers: list[dict] = []
+    signals: set[str] = set()
+    if asked is not None:
+        asked.listen(END)
+    for number in range(len(history), config.iterations):
+        if END.name in signals:
+            return _ended(world, saver, folder, number, config.iterations)
         began = time.perf_counter()
         answers = executor.iteration(make_iteration(job, number), state)
         metrics = report.summarize(job, answers, state.kl_coef)
@@ -171,24 +207,121 @@ def train(
         history.append(metrics)
         folder.write_metrics(number, metrics)
         console.iteration(number + 1, config.iterations, metrics)
-    samples = report.join_samples(job, before, report.sample_responses(job))
-    folder.write_samples(samples)
-    console.samples(samples)
+        for text in alarm.notes(metrics):
+            console.note(text)
+        signals = {name for answer in answers for name in answer["signals"]}
+        if signals or saver.is_due(number + 1) or number + 1 == config.iterations:
+            with recorder.span("checkpoint", "control"):
+                saver.save(number + 1, about | report.run_state(state))
+        saver.check()
+    if before:
+        samples = report.join_samples(job, before, report.sample_responses(job))
+        folder.write_samples(samples)
+        console.samples(samples)
     save_actor(job, folder)
-    recent = range(config.iterations - TIMELINE_ITERATIONS, config.iterations)
-    records = world.allgather(recorder.to_records(recent), "gathering the timeline")
-    folder.write_timeline(records, title=f"{strategy} on {ranks}")
-    if calibration is not None and world.rank == 0:
+    if answers:
+        _write_timeline(job, folder, console, recorder, answers, f"{origin.strategy} on {ranks}", calibration)
+    saver.finish()
+    folder.close()
+    result = report.result(origin.strategy, world.size, history, time.perf_counter() - started, folder)
+    console.closing(result, folder, report.next_commands(command, world.size, folder, config))
+    return result
+
+
+def open_folder(job: Job, origin: Origin, summary: str) -> RunFolder:
+    """The run folder, made or opened again, with what says what runs. Collective; raises UserError."""
+    world, path = job.world, ""
+    if origin.resumed is None:
+        with world.together("making the run folder"):
+            if world.rank == 0:
+                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).path)
+        path = world.bcast(path, what="the run folder")
+    else:
+        path = origin.resumed.folder
+    folder = RunFolder(path, writes=world.rank == 0)
+    with world.together("locking the run folder"):
+        folder.lock()
+    folder.write_config(resolved(job.config))
+    folder.write_strategy(origin.source)
+    folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
+    if origin.cluster:
+        folder.write_cluster(origin.cluster)
+    return folder
+
+
+def begin(job: Job, folder: RunFolder, resumed: Resumed | None) -> tuple[State, list[dict], list[tuple[str, float]]]:
+    """What the first iteration to run begins with: the state between iterations, the metrics of those before, samples
+    of the untrained actor. Collective; raises UserError."""
+    state, world = State(kl_coef=job.config.ppo.kl_coef), job.world
+    history: list[dict] = []
+    if resumed is not None:
+        with world.together("reading the metrics so far"):
+            if world.rank == 0:
+                remove_drafts(folder.path / "checkpoints")
+                history = folder.keep_metrics(resumed.iteration)
+        history = world.bcast(history, what="the metrics so far")
+    if resumed is None or resumed.checkpoint is None:
+        before = report.sample_responses(job)
+        folder.write_samples(report.join_samples(job, before))
+        return state, history, before
+    with world.together("comparing with the checkpoint"):
+        for name, fingerprint in report.inputs(job).items():
+            if resumed.state["inputs"].get(name) != fingerprint:
+                raise UserError(
+                    f"the {name} changed since {resumed.folder} was started; restore the file, or start a new run"
+                )
+        if len(history) != resumed.iteration:
+            raise UserError(
+                f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
+                f"{resumed.checkpoint.folder.name}; restore the file"
+            )
+    restore(job.models, resumed.checkpoint)
+    state = state_after(job, resumed.iteration, resumed.state)
+    with world.together("reading the samples"):
+        before = folder.samples_before() if world.rank == 0 else []
+    before = [(text, score) for text, score in world.bcast(before, what="the samples")]
+    return state, history, before
+
+
+def state_after(job: Job, num_iterations: int, values: Mapping) -> State:
+    """What the next iteration begins with. values: as report.run_state wrote them."""
+    workload = job.program.workload
+    num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those left out by early stops count too
+    return State(
+        kl_coef=values["kl_coef"],
+        scores=ppo_math.RunningMoments(**values["scores"]),
+        steps={model: num_steps for model in job.models.engines},
+    )
+
+
+def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:
+    """SIGTERM: whatever was saved is finished, and rank 0 says how to go on."""
+    saver.finish()
+    folder.close()
+    if world.rank == 0:
+        launcher = f"mpirun -n {world.size} " if world.size > 1 else ""
+        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; go on with: {launcher}"
+        print(f"{text}python -m rlhf_spmd train --resume {shlex.quote(str(folder.path))}", file=sys.stderr, flush=True)
+
+
+def _write_timeline(
+    job: Job,
+    folder: RunFolder,
+    console: Console,
+    recorder: Recorder,
+    answers: Sequence[Mapping],
+    title: str,
+    calibration: Calibration | None,
+) -> None:
+    """The last iterations as a timeline and, with a calibration, against their forecast. Collective."""
+    recent = range(job.config.iterations - TIMELINE_ITERATIONS, job.config.iterations)
+    records = job.world.allgather(recorder.to_records(recent), "gathering the timeline")
+    folder.write_timeline(records, title=title)
+    if calibration is not None and job.world.rank == 0:
         lengths = forecast_line.lengths_of(answers, job.prompts.prompts)
-        rows = forecast_line.compare(program, calibration, records, lengths)
+        rows = forecast_line.compare(job.program, calibration, records, lengths)
         forecast_line.write(rows, calibration, folder.path / "forecast.json")
         console.note(forecast_line.show(rows, calibration))
-    folder.close()
-    result = report.result(strategy, world.size, history, time.perf_counter() - started, folder)
-    if command.strategy == "auto":  # what was planned can be checked and run again
-        command = replace(command, strategy=str(folder.path / "strategy.py"))
-    console.closing(result, folder, report.next_commands(command, world.size))
-    return result
 
 
 def update(state: State, config: Config, metrics: Mapping, answers: Sequence[Mapping]) -> None:
@@ -213,4 +346,5 @@ def save_actor(job: Job, folder: RunFolder) -> None:
             state = whole_state(job.models, train)
             if state is not None:
                 config = job.models.engines["actor"].model.config
-                save_state(state, config, "lm", folder.actor, source=job.config.models.actor)
+                with writing(folder.actor):
+                    save_state(state, config, "lm", folder.actor, source=job.config.models.actor)

@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.plan.memory import REDUCE_NUMEL
-from rlhf_spmd.runtime.flat_engine import FlatEngine, Groups, Loss, StepStats
+from rlhf_spmd.runtime import sharded_state
+from rlhf_spmd.runtime.flat_engine import FlatEngine, Groups, Interval, Loss, ReadState, StepStats
 
 
 class TrainEngine(Protocol):
@@ -55,6 +56,17 @@ class TrainEngine(Protocol):
 
     def held(self) -> dict[str, Tensor]:
         """What of each weight this rank holds all the time: at stage 3 a flat part of it, else as `state`."""
+
+    def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
+        """The number of optimizer steps, and this rank's share of "master", "exp_avg" and "exp_avg_sq", flat views of
+        what lives: the data-parallel ranks together have each number of their shard once. After the first step."""
+
+    def load(self, num_steps: int, read: ReadState) -> None:
+        """Go on from such a state, whatever ranks had which share of it; only before the first step, and `publish`
+        comes next. Local."""
+
+    def publish(self) -> None:
+        """The masters into the weights of the compute dtype, on every rank that has them. Collective."""
 
 
 def make_engine(
@@ -283,6 +295,28 @@ class _DeepSpeedEngine:
                 with self._deepspeed.zero.GatheredParameters([p]):
                     state[name] = p.detach().to("cpu", copy=True)
         return state
+
+    def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
+        """See `TrainEngine.optimizer_state`."""
+        return sharded_state.state_of(self.optimizer, self._shares())
+
+    def load(self, num_steps: int, read: ReadState) -> None:
+        """See `TrainEngine.load`."""
+        sharded_state.load_into(self.optimizer, self._shares(), num_steps, read)
+
+    def publish(self) -> None:
+        """See `TrainEngine.publish`."""
+        with self._as_world():
+            if self._zero == 3:
+                sharded_state.publish_parts(self.engine.optimizer)
+            else:
+                sharded_state.publish_flat(self.engine.optimizer, group=self._group)
+
+    def _shares(self) -> list[sharded_state.Share]:
+        """Which numbers of which weights this rank updates, and where they lie."""
+        of_stage = sharded_state.shares_of_parts if self._zero == 3 else sharded_state.shares_of_flat
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return of_stage(self.engine.optimizer, names, rank=self._group.rank())
 
 
 def _summed(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:

@@ -17,24 +17,28 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import failures, launch, network
 from rlhf_spmd.runtime import groups as torch_groups
-from rlhf_spmd.runtime import launch
 from rlhf_spmd.runtime.board import Board, new_file
 from rlhf_spmd.runtime.control import Control, Failed, Late
+from rlhf_spmd.runtime.failures import PREFIX, DeadlineError, PeerError, deadline_error, merged, name_ranks, print_error
+from rlhf_spmd.runtime.flight import NOWHERE, Flight, forget, how_to_go_on, keep_message
+from rlhf_spmd.runtime.watch import LONGEST_WAIT, Watch
+
+if TYPE_CHECKING:
+    from rlhf_spmd.plan.program import Program
 
 USER_STATUS, CRASH_STATUS, INTERRUPTED_STATUS = 2, 1, 130
 SECOND_REPORT_S = 3.0  # whoever lost the claim to report waits so long to be ended by the one who won it
+LOST_S = 5.0  # a rank that lost a connection waits so long for a better explanation
 FORWARD_S = 0.5  # before an abort: mpiexec drops what its pipes still hold (seen once in 60 launches on a busy machine)
 ABORT_S = 3  # MPI's abort gets so long before the process ends by itself
 SHORT_VALUE = 60  # values up to this length are quoted when ranks differ
-
-
-class DeadlineError(UserError):
-    """Some ranks did not arrive in time, so nothing more can be agreed with them."""
 
 
 class _Leaving(SystemExit):
@@ -58,11 +62,18 @@ class World:
     control: Control
     board: Board
     one_network: bool  # all ranks reach each other by loopback
+    flight: Flight
+    is_meeting: bool = False  # waits in a control message
+    watch: Watch = field(init=False)
     _groups: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        self.watch = Watch(self)
+
     @classmethod
-    def discover(cls, deadline_s: float = 300.0) -> "World":
-        """Meets the other ranks over MPI; also right for a program started without mpiexec, as one rank."""
+    def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
+        """Meets the other ranks over MPI; also right for a program started without mpiexec, as one rank. flight: this
+        rank's recorder, if it has a supervisor."""
         mpi = _load_mpi()
         comm = mpi.COMM_WORLD
         launch.refuse_alone(comm.size, os.environ)
@@ -78,7 +89,7 @@ class World:
         except Late as late:  # nothing can be agreed yet, and a quiet exit would hang in MPI's own
             if first.rank != min(set(range(comm.size)) - set(late.ranks)):
                 time.sleep(SECOND_REPORT_S)
-            _print_error(f"rlhf_spmd: error: {_deadline_error(late, first.rank, (), {})}")
+            print_error(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
             _end_job(USER_STATUS)
         control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # everyone is here, so MPI's own collectives, which know no deadline, may be used for a moment
@@ -100,7 +111,9 @@ class World:
         assigned = [torch_groups.assign_devices([facts["devices"] for facts in ranks]) for ranks in of_node]
         local_rank = node_ranks.index(comm.rank)
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
-        return cls(
+        flight = flight or Flight()
+        flight.identify(comm.rank, comm.size, everyone[comm.rank]["host"], board.descriptor)
+        world = cls(
             rank=comm.rank,
             size=comm.size,
             local_rank=local_rank,
@@ -114,10 +127,15 @@ class World:
             control=control,
             board=board,
             one_network=len({facts["network"] for facts in everyone}) == 1,
+            flight=flight,
         )
+        control.may_come, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
+        world.watch.start()
+        return world
 
     def set_deadline(self, deadline_s: float) -> None:
-        """From now on, no control message waits longer than this."""
+        """From now on, nobody waits longer than this for a rank that shows no sign of life, nor LONGEST_WAIT times as
+        long for any rank."""
         self.deadline_s = self.control.deadline_s = deadline_s
 
     # Control messages: anything that JSON can hold (a tuple arrives as a list).
@@ -142,31 +160,26 @@ class World:
             digest = hashlib.sha256(value.encode()).hexdigest()[:16]
             mine[name] = [digest, value if len(value) <= SHORT_VALUE else None]
         views = self.allgather(mine, f"agreeing on {what}")
-        for name in sorted({name for view in views for name in view}):
-            holders: dict[str, list[int]] = {}
-            for rank, view in enumerate(views):
-                holders.setdefault(json.dumps(view.get(name)), []).append(rank)
-            if len(holders) > 1:
-                groups = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-                told = "; ".join(f"{_shown(json.loads(view))} on {self.name_ranks(ranks)}" for view, ranks in groups)
-                raise UserError(
-                    f"{what}: {name} is not the same on every rank: {told}. Start every rank with the same program, "
-                    "files and options"
-                )
+        text = failures.difference(what, views, self.hosts)
+        if text is not None:
+            raise UserError(text)
 
     def _exchange(
         self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None
     ) -> list[bytes]:
-        if self.size > 1:
-            self.board.post(f"waiting for the others: {what}")
+        self._note(f"waiting for the others: {what}")
+        self.is_meeting = True
         try:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
         except Late as late:
             where = self.board.read(late.ranks)
             last = {rank: texts[-1] for rank, texts in where.items() if texts[-1]}
-            raise _deadline_error(late, self.rank, self.hosts, last) from None
+            raise deadline_error(late, self.rank, self.hosts, last) from None
         except Failed as failed_ranks:
             self._leave({rank: json.loads(text) for rank, text in failed_ranks.failures.items()})
+        finally:
+            self.is_meeting = False
+            self._note(f"what follows {what}")
 
     # Leaving together
 
@@ -179,57 +192,48 @@ class World:
         control message. Ranks that are blocked in a torch collective are not reached that way; `fail` is for them.
         """
         failure = None
+        self._note(what)
         try:
             yield
         except (DeadlineError, _Leaving):
             raise  # some ranks don't answer: nothing can be agreed; or all know already
         except UserError as error:
             failure = {"error": str(error)}
-        except (Exception, SystemExit):
-            failure = {"crash": traceback.format_exc()}
+        except (Exception, SystemExit) as error:
+            words = failures.in_words(error)
+            failure = {"crash": traceback.format_exc()} if words is None else {"error": words}
         self._exchange(what, json.dumps(failure).encode(), failed=failure is not None)
 
-    def _leave(self, failures: Mapping[int, Mapping[str, str]]) -> NoReturn:
-        if self.rank == min(failures):
-            _print_error(self._report(failures))
-        status = CRASH_STATUS if any("crash" in failure for failure in failures.values()) else USER_STATUS
+    def _leave(self, told: Mapping[int, Mapping[str, str]]) -> NoReturn:
+        if self.rank == min(told):
+            print_error(merged(told, self.hosts))
+        status = CRASH_STATUS if any("crash" in failure for failure in told.values()) else USER_STATUS
         with suppress(Late, Failed):  # the first to end ends all, so not before the message is out
             self.control.exchange("leaving", b"", deadline_s=5.0)
         atexit.register(_end_job, status)
         raise _Leaving(status) from None
 
-    def _report(self, failures: Mapping[int, Mapping[str, str]]) -> str:
-        crashed = [rank for rank, failure in failures.items() if "crash" in failure]
-        if crashed:
-            return failures[crashed[0]]["crash"].rstrip() + f"\n(on {self.name_ranks(crashed)} of {self.size})"
-        by_text: dict[str, list[int]] = {}
-        for rank, failure in failures.items():
-            by_text.setdefault(failure["error"], []).append(rank)
-        lines = []
-        for text, ranks in by_text.items():
-            suffix = "" if len(ranks) == self.size else f" (on {self.name_ranks(ranks)} of {self.size})"
-            lines.append(f"rlhf_spmd: error: {text}{suffix}")
-        return "\n".join(lines)
-
     def fail(self, error: BaseException) -> NoReturn:
         """Ends the whole job from any number of ranks at any time, others being blocked wherever they are.
 
-        One rank reports its error; the status is 2 for a UserError and 1 for anything else, which shows a traceback.
+        One rank reports its error: what and where it was, and how to go on. The status is 2 for what a user can mend,
+        and 1 for anything else, which shows a traceback.
         """
         if isinstance(error, _Leaving):
             raise error
         if isinstance(error, KeyboardInterrupt):
             _end_job(INTERRUPTED_STATUS)
-        user = isinstance(error, UserError)
+        if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
+            time.sleep(LOST_S)  # a rank that died has a supervisor, who knows how
         if not self.board.claim():
             time.sleep(SECOND_REPORT_S)
-        alone = self.size == 1 or isinstance(error, DeadlineError)  # the latter names its rank itself
-        where = "" if alone else f" (reported by {self.name_ranks([self.rank])} of {self.size})"
-        if user:
-            _print_error(f"rlhf_spmd: error: {error}{where}")
-        else:
-            _print_error("".join(traceback.format_exception(error)).rstrip() + "\n" + where.strip())
-        _end_job(USER_STATUS if user else CRASH_STATUS)
+        reporter = "" if self.size == 1 else f"{self.name_ranks([self.rank])} of {self.size}"
+        go_on = how_to_go_on(self.flight.run, self.size)
+        text = failures.report(error, reporter, self.flight.where if self.flight.count else "", go_on)
+        keep_message(self.flight.run, text.removeprefix(PREFIX))
+        print_error(text)
+        mendable = isinstance(error, UserError) or failures.in_words(error) is not None
+        _end_job(USER_STATUS if mendable else CRASH_STATUS)
 
     # torch.distributed
 
@@ -242,7 +246,7 @@ class World:
         how many threads torch may use on this rank; by default OMP_NUM_THREADS or a fair share of the cores.
         """
         assert self._groups is None, "torch.distributed starts once"
-        timeout_s = self.deadline_s if deadline_s is None else deadline_s
+        timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
         with self.together("importing torch"):
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             if threads is not None or "OMP_NUM_THREADS" not in os.environ:
@@ -268,7 +272,7 @@ class World:
 
     def _meet(self, timeout_s: float) -> Any:
         peers = sorted({host for host in self.hosts if host != self.hosts[0]})
-        interface, address = torch_groups.LOOPBACK_INTERFACE, torch_groups.LOOPBACK
+        interface, address = network.LOOPBACK_INTERFACE, torch_groups.LOOPBACK
         if not self.one_network and self.rank == 0:
             interface, address = torch_groups.choose_interface(peers)
         store, port = torch_groups.make_store(address, timeout_s) if self.rank == 0 else (None, 0)
@@ -278,10 +282,9 @@ class World:
                 interface, _ = torch_groups.choose_interface([address])
             store = torch_groups.join_store(address, port, timeout_s)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if not self.one_network:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = it names all that begin so
         if self.num_nodes > 1 or not all(self.allgather(self.board.shared, "the boards")):
-            self.board.store = store.clone()
+            self.board.store, self.board.second_store = store.clone(), store.clone()
         return store
 
     @property
@@ -303,21 +306,42 @@ class World:
 
     def shutdown(self) -> None:
         """Ends torch.distributed, all ranks together, so that the process can exit quietly."""
+        self.watch.stop()
         if self._groups is None:
             return
         from torch import distributed
 
         self.barrier("the end of the run")
-        self._groups = self.board.store = None
+        self._groups = self.board.store = self.board.second_store = None
         distributed.destroy_process_group()
         self.barrier("the end of torch.distributed")  # rank 0 keeps the store until nobody needs it
 
     # Who is late
 
-    def progress(self, position: str) -> None:
+    def progress(self, position: str, iteration: int = NOWHERE, place: int = NOWHERE) -> None:
         """Notes where this rank is, before it may block: a text that is unique in the run and the same on every rank
-        that meets there. A few microseconds."""
-        self.board.post(position)
+        that meets there, and its place in this rank's instruction list. A few microseconds."""
+        text = position.encode()
+        self.board.post(text, iteration, place)
+        self.flight.begin(text, iteration, place)
+
+    def will_execute(self, program: "Program") -> None:
+        """What the ranks execute from now on: from it follows who waits for whom."""
+        from rlhf_spmd.runtime.steps import steps_of
+
+        self.watch.steps = steps_of(program)
+        self.flight.set_program(len(program.instructions[self.rank]))
+
+    def keep_records(self, run: str | Path) -> None:
+        """From now on the flight records stand in this run folder, beside the instruction lists; for all ranks."""
+        if self.rank == 0 and self.watch.steps is not None:
+            forget(run, self.size)
+            self.watch.steps.write(Path(run))
+        self.flight.set_run(run)
+
+    def _note(self, what: str) -> None:
+        """Notes what this rank does besides its instructions, or within one."""
+        self.progress(what, self.flight.iteration, self.flight.position)
 
     def stragglers(self, ranks: Sequence[int], position: str) -> dict[int, str]:
         """Of `ranks` those that have not come to `position`, with what each last said it was doing.
@@ -330,10 +354,11 @@ class World:
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
-        return _name_ranks(ranks, self.hosts)
+        return name_ranks(ranks, self.hosts)
 
 
 def _load_mpi() -> Any:
+    network.choose_for_mpi(os.environ)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, but no MPI library
@@ -347,45 +372,15 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:
-    me = _name_ranks([rank], hosts or [socket.gethostname()] * (rank + 1))
-    if not late.ranks:
-        text = "all ranks arrived, but their messages did not get through: look at the network between the hosts"
-    else:
-        text = f"{_name_ranks(late.ranks, hosts)} did not arrive; find out what holds them up, or raise the deadline"
-        for straggler, position in last.items():
-            text += f"\n  rank {straggler} last said: {position}"
-    return DeadlineError(f"{late.what}: {me} waited {late.waited_s:.1f} s, but {text}")
-
-
-def _name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    by_host: dict[str, list[str]] = {}
-    for rank in sorted(ranks):
-        by_host.setdefault(hosts[rank] if hosts else "", []).append(str(rank))
-    parts = [", ".join(numbers) + (f" (host {host})" if host else "") for host, numbers in by_host.items()]
-    return ("ranks " if len(ranks) > 1 else "rank ") + " and ".join(parts)
-
-
-def _shown(view: list | None) -> str:
-    if view is None:
-        return "missing"
-    digest, value = view
-    return repr(value) if value is not None else f"{digest[:8]}..."
-
-
-def _print_error(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 def _end_job(status: int) -> NoReturn:
     """Ends all processes of the job with this status; the report is out, so MPI's own words go nowhere."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(FORWARD_S)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-        faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
-        _load_mpi().COMM_WORLD.Abort(status)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+            _load_mpi().COMM_WORLD.Abort(status)
+    finally:  # also where there is no memory for any of this
         os._exit(status)

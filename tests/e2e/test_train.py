@@ -1,6 +1,8 @@
 """The main job as a user starts it: what it prints, what it leaves behind, and that its numbers are its own seed's."""
 
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -31,9 +33,13 @@ def overrides(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(overrides, tmp_path_factory) -> tuple[str, dict, Path]:
-    """Standard output, last line and run folder of one run on four ranks."""
-    runs = tmp_path_factory.mktemp("runs")
-    status, stdout, stderr = train(4, [*overrides, "--runs", str(runs), "--name", "one"])
+    """Standard output, last line and run folder of one run on four ranks, in a container that has no umask."""
+    runs = tmp_path_factory.mktemp("runs") / "new"
+    before = os.umask(0)
+    try:
+        status, stdout, stderr = train(4, [*overrides, "--runs", str(runs), "--name", "one"])
+    finally:
+        os.umask(before)
     assert status == 0, stderr
     return stdout, json.loads(stdout.splitlines()[-1]), runs / "one"
 
@@ -72,7 +78,9 @@ def test_run_folder(finished):
     assert list(folder.glob("events.out.tfevents.*"))
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 3
     assert (folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
-    assert not folder.stat().st_mode & 0o007, "a run folder is not for the world"
+    for path in (folder.parent, folder):
+        assert not path.stat().st_mode & 0o007, "a run folder is not for the world"
+    assert [path for path in folder.rglob("*") if path.stat().st_mode & stat.S_IWOTH] == [], "whatever the umask"
 
 
 def test_timeline_has_a_lane_per_rank(finished):

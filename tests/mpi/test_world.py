@@ -134,8 +134,8 @@ def test_expiry_names_the_late_rank_and_what_it_did(world):
             other.barrier("the stop decision")
         assert DEADLINE_S <= time.monotonic() - start < 3 * DEADLINE_S
         text = str(caught.value)
-        assert text.startswith(f"the stop decision: rank {world.rank} (host {socket.gethostname()}) waited ")
-        assert f"rank {late} (host {socket.gethostname()}) did not arrive" in text
+        assert text.startswith(f"the stop decision: rank {world.rank} (host {world.hosts[world.rank]}) waited ")
+        assert f"rank {late} (host {world.hosts[late]}) did not arrive" in text
         assert f"rank {late} last said: iteration 3: asleep" in text
     settle(world, other)
 
@@ -202,7 +202,7 @@ def test_a_mistake_on_one_rank_names_it(world, capsys, no_end):
     status, printed = leave(world, block, capsys)
     assert status == 2 and printed[:-1] == [""] * (world.size - 1)
     assert printed[-1].startswith("rlhf_spmd: error: no such file: a.json")
-    assert printed[-1].endswith(f" (on rank {world.size - 1} (host {socket.gethostname()}) of {world.size})\n")
+    assert printed[-1].endswith(f" (on rank {world.size - 1} (host {world.hosts[-1]}) of {world.size})\n")
 
 
 def test_different_mistakes_are_all_told_by_the_first(world, capsys, no_end):

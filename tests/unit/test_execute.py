@@ -41,8 +41,11 @@ class RankOf:
         self.rank, self.board, self.hosts = rank, board, ("here",) * len(board.texts)
         self.device = torch.device("cpu")
 
-    def progress(self, position: str) -> None:
+    def progress(self, position: str, iteration: int = -1, place: int = -1) -> None:
         self.board.texts[self.rank].append(position)
+
+    def will_execute(self, program: Program) -> None:
+        pass
 
     def stragglers(self, ranks, position: str) -> dict[int, str]:
         texts = self.board.texts
@@ -140,7 +143,7 @@ def test_a_peer_that_has_forgotten_its_post_is_not_late():
                 weights = program.transfers[step.transfer].reallocation is not None  # all stand at the Wait for them
                 posted = steps.index(step if weights else Post(step.transfer))
                 for stopped in range(len(steps)):
-                    last = f"iteration 0: {steps[stopped]}"
+                    last = executor._meeting(steps[stopped], iteration())
                     executor.world.stragglers = lambda ranks, _, peer=peer, last=last: {peer: last}  # remembers nothing
                     error = executor._explained(RuntimeError("gloo: timed out"), step, position, iteration())
                     assert (f"rank {peer} on here last said" in str(error)) == (stopped <= posted), (step, last)

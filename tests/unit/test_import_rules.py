@@ -30,6 +30,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.plan": ("plan",),
+    "rlhf_spmd.generate_verb": ("model", "plan", "runtime"),
     "rlhf_spmd.plan_verb": ("plan", "config", "strategy", "strategies", "calibration_file", "cluster_file", "runtime"),
     "rlhf_spmd.runtime": ("runtime", "plan", "model", "kernels", "algorithms", "config"),
     "rlhf_spmd.strategies": ("plan",),

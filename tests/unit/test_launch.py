@@ -88,10 +88,14 @@ def test_a_board_shows_positions_and_grants_one_claim():
     path = new_file(2)
     first, second = (Board(path, rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
     assert first.read((4, 6)) == {4: [""], 6: [""]}
-    second.post("iteration 1")
-    second.post("iteration 2 \u2603" + "x" * 2000)
+    second.post(b"iteration 1", 1, 0)
+    second.post(("iteration 2 \u2603" + "x" * 2000).encode(), 2, 0)
     assert first.read((6,))[6][-1].endswith("xxx") and len(first.read((6,))[6][-1].encode()) <= 1020
-    second.post("iteration 3")
+    assert first.said((6,)) == {}  # it has shown no life yet
+    second.post(b"iteration 3", 3, 7)
+    second.speak(life_s=1.0, meets=True)
     assert first.read((6,))[6][-1] == "iteration 3"
+    said = first.said((4, 6))[6]
+    assert (said.text, said.iteration, said.position, said.life_s, said.meets) == ("iteration 3", 3, 7, 1.0, True)
     assert first.read((5,)) == {}  # on another node, and there is no store to ask
     assert [first.claim(), second.claim(), first.claim()] == [True, False, False]

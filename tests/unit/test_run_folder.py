@@ -71,13 +71,14 @@ def test_files(tmp_path):
     folder = RunFolder.create(tmp_path, strategy="flattening")
     folder.write_config({"preset": "tiny", "path": tmp_path, "ppo": {"kl_coef": 0.05}})
     folder.write_strategy("def place(): ...\n")
-    folder.write_program("abc", "two\nlines")
+    folder.write_program("abc", "two\nlines", strategy="mine")
     folder.write_samples(SAMPLES[:1])
     folder.write_samples(SAMPLES)
     read = {path.name: path.read_text() for path in folder.path.iterdir()}
     assert json.loads(read["config.json"]) == {"preset": "tiny", "path": str(tmp_path), "ppo": {"kl_coef": 0.05}}
     assert read["strategy.py"] == "def place(): ...\n"
-    assert json.loads(read["program.json"]) == {"fingerprint": "abc", "summary": ["two", "lines"]}
+    program = {"strategy": "mine", "fingerprint": "abc", "summary": ["two", "lines"]}
+    assert json.loads(read["program.json"]) == program
     rows = [json.loads(line) for line in read["samples.jsonl"].splitlines()]
     assert [row["after"] for row in rows] == [" good", None] and rows[0]["before"] == SAMPLES[0].before
     assert "-0.500" in read["samples.txt"] and "+0.750" in read["samples.txt"]
@@ -132,7 +133,7 @@ def test_other_ranks_write_nothing(tmp_path):
     folder = RunFolder(tmp_path, writes=False)
     folder.write_config({})
     folder.write_strategy("")
-    folder.write_program("", "")
+    folder.write_program("", "", strategy="")
     folder.write_metrics(1, {"reward": 0.5})
     folder.write_samples(SAMPLES)
     folder.write_timeline([], title="t")
@@ -249,3 +250,38 @@ def test_a_log_that_only_knows_ascii_does_not_end_the_run():
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Console(stream=stream).note("naïve \U0001f600")
     assert raw.getvalue() == b"na\\xefve \\U0001f600\n"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_full_disk_is_told(tmp_path, name):
+    folder = RunFolder(tmp_path)
+    (tmp_path / name).symlink_to("/dev/full")  # what is written there does not fit
+    with pytest.raises(UserError, match="can't be written: No space left on device; make room there.*--resume"):
+        if name == "metrics.jsonl":
+            folder.write_metrics(0, {"reward": 1.0})
+        else:
+            (tmp_path / f".{name}.{os.getpid()}").symlink_to("/dev/full")
+            folder.write_samples(SAMPLES)
+
+
+def test_a_resumed_run_drops_what_it_does_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    for iteration in range(4):
+        folder.write_metrics(iteration, {"reward": float(iteration)})
+    folder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "rew')  # killed
+    again = RunFolder(tmp_path)
+    assert [row["reward"] for row in again.keep_metrics(2)] == [0.0, 1.0]
+    again.write_metrics(2, {"reward": 7.0})
+    again.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["iteration"], row["reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 7.0)]
+
+
+def test_nobody_else_runs_in_a_locked_folder(tmp_path):
+    first = RunFolder(tmp_path)
+    first.lock()
+    with pytest.raises(UserError, match="is in use: another run goes on in it"):
+        RunFolder(tmp_path).lock()
+    RunFolder(tmp_path, writes=False).lock()

@@ -1,0 +1,210 @@
+"""Kills at random moments: does a resumed run end with the same bits, is the dead rank named, does anything hang, is a
+process left behind?
+
+Each point starts a run on four ranks, kills a random rank with SIGKILL at a random moment between the start of its
+first iteration and its end, and resumes it. What that leaves (metrics but for times, weights, moments, responses) is
+compared byte by byte with an undisturbed run. Rows are added as they come: an interrupted bench goes on where it was.
+
+Cost: a quarter of a minute per point on an idle machine, so 12 points with --quick are a few minutes and all 400 two
+hours. Command: python -m bench faults [--quick]
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.rows import REPOSITORY, RESULTS, provenance, write
+from bench.tables import read_rows, text_table
+
+STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
+NUM_RANKS, NUM_POINTS, NUM_QUICK = 4, 100, 3
+DEADLINE_S = 60.0  # of a job of which a rank is dead
+ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
+LIMIT_S = 300.0
+ITERATIONS = 5
+OPTIONS = ["rollout_batch=32", "mini_batch=16", "ppo.epochs=2", "generation.max_new_tokens=12", "num_samples=2"]
+OPTIONS += [f"iterations={ITERATIONS}", "checkpoint.every=1", "ppo.kl_controller=adaptive", "deadline_s=30"]
+TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
+POINTS = RESULTS / "fault_points.jsonl"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench faults", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{NUM_QUICK} points per strategy, kept out of the results"
+    )
+    quick = parser.parse_args(arguments).quick
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+        points = Path(folder) / "points.jsonl" if quick else POINTS
+        for strategy in STRATEGIES:
+            measure(strategy, NUM_QUICK if quick else NUM_POINTS, points, Path(folder))
+        rows = [summary(strategy, read_rows(points)) for strategy in STRATEGIES]
+    if not quick:
+        write("faults", rows)
+    print(text_table("faults", rows))
+    result = {"bench": "faults", "points": sum(row["points"] for row in rows), "ok": all(row["ok"] for row in rows)}
+    print(
+        json.dumps(result | {name: sum(row[name] for row in rows) for name in ("equal", "hangs", "orphans", "named")})
+    )
+    return 0 if result["ok"] else 1
+
+
+def measure(strategy: str, num_points: int, points: Path, folder: Path) -> None:
+    """Adds the points of a strategy that are not there yet."""
+    done = {row["point"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
+    options = [*OPTIONS, "--strategy", strategy]
+    expected, iteration_s = None, 0.0
+    for point in range(num_points):
+        if point in done:
+            continue
+        if expected is None:
+            alone = Started(NUM_RANKS, folder / strategy, *options)
+            status, stderr = alone.end()
+            assert status == 0, stderr
+            expected, iteration_s = outcome(alone.folder), slowest_s(alone.folder)
+        row = {"bench": "faults", "strategy": strategy, "point": point}
+        row |= one(options, folder / f"{strategy}-{point}", expected, iteration_s, seed=f"{strategy} {point}")
+        points.parent.mkdir(exist_ok=True)
+        with points.open("a") as file:
+            file.write(json.dumps(row | provenance()) + "\n")
+        told = ", ".join(f"{name} {row[name]}" for name in ("rank", "iterations", "equal", "hang", "orphans", "named"))
+        print(f"{strategy} {point}: {told}", flush=True)
+
+
+def one(options: list[str], folder: Path, expected: dict, iteration_s: float, *, seed: str) -> dict:
+    """One point: killed, looked after, resumed, compared."""
+    dice = random.Random(seed)
+    started = Started(NUM_RANKS, folder, *options)
+    started.wait_for(dice.randrange(ITERATIONS))
+    time.sleep(dice.uniform(0, iteration_s))
+    ranks = started.ranks()
+    pid = dice.choice(sorted(ranks)) if ranks else None
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    status, stderr = started.end(limit_s=DEADLINE_S)
+    row = {"rank": ranks.get(pid), "iterations": num_iterations(folder), "end_s": time.monotonic() - began}
+    row |= {"hang": status is None, "orphans": started.num_left(), "named": f"rank {ranks.get(pid)}" in stderr}
+    resumed = Started(NUM_RANKS, folder, "--resume")
+    status, stderr = resumed.end()
+    row["orphans"] += resumed.num_left()
+    row["why_not"] = stderr[-500:] if status else ""
+    return row | {"hang": row["hang"] or status is None, "equal": status == 0 and outcome(folder) == expected}
+
+
+def summary(strategy: str, points: list[dict]) -> dict:
+    """The row of a strategy."""
+    mine = [row for row in points if row["strategy"] == strategy]
+    found = {name: sum(row[name] for row in mine) for name in ("equal", "orphans", "named")}
+    found |= {"hangs": sum(row["hang"] for row in mine), "slowest_end_s": max(row["end_s"] for row in mine)}
+    killed = sum(row["rank"] is not None for row in mine)  # the others had ended before
+    ok = found["equal"] == len(mine) and found["named"] == killed and not found["hangs"] and not found["orphans"]
+    return {"bench": "faults", "strategy": strategy, "ranks": NUM_RANKS, "points": len(mine), **found, "ok": ok}
+
+
+# ---- runs under way --------------------------------------------------------------------------------------------------
+
+
+class Started:
+    """A run under way in the folder, new or (--resume) resumed; tests use it, too."""
+
+    def __init__(self, num_ranks: int, folder: Path, *options: str):
+        self.folder = folder
+        words = (
+            ["--resume", folder, *options[1:]] if options[:1] == ("--resume",) else [*options, "--name", folder.name]
+        )
+        words += [] if options[:1] == ("--resume",) else ["--runs", folder.parent]
+        mpirun = str(Path(sys.executable).with_name("mpirun"))
+        self.process = subprocess.Popen(
+            [mpirun, "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, iterations: int) -> None:
+        """Returns when so many iterations are done, at least one has begun, or the run has ended."""
+        end = time.monotonic() + LIMIT_S
+        while self.process.poll() is None and time.monotonic() < end:
+            begun = (self.folder / "samples.txt").exists() or iterations > 0
+            if begun and num_iterations(self.folder) >= iterations:
+                return
+            time.sleep(0.005)
+
+    def ranks(self) -> dict[int, int]:
+        """Process id -> rank of the processes that are the ranks; each is the child of its supervisor."""
+        found = self.processes()
+        return {pid: rank for pid, rank in found.items() if _parent(pid) in found}
+
+    def processes(self) -> dict[int, int]:
+        """Process id -> rank of the ranks and of their supervisors."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words, environment = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            except OSError:
+                continue
+            mine = {str(self.folder).encode(), self.folder.name.encode()} & set(words)
+            rank = next((line.partition(b"=")[2] for line in environment if line.startswith(b"PMI_RANK=")), None)
+            if mine and rank is not None and b"python" in words[0]:
+                found[int(path.name)] = int(rank)
+        return found
+
+    def num_left(self) -> int:
+        """How many of them outlive their job; they are ended."""
+        end = time.monotonic() + ORPHAN_S
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return len(left)
+
+    def end(self, *, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
+        """Exit status (None: it hung, and has been killed) and standard error."""
+        try:
+            _, stderr = self.process.communicate(timeout=limit_s)
+            return self.process.returncode, stderr
+        except subprocess.TimeoutExpired:
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            return None, self.process.communicate()[1]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return None
+
+
+def num_iterations(folder: Path) -> int:
+    """How many a run has done."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def slowest_s(folder: Path) -> float:
+    """The longest iteration of a run."""
+    return max(row["iteration_s"] for row in read_rows(folder / "metrics.jsonl"))
+
+
+def outcome(folder: Path) -> dict:
+    """All that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor, responses."""
+    rows = read_rows(folder / "metrics.jsonl")
+    last = max((folder / "checkpoints").glob("iteration-*"))
+    names = [path.relative_to(folder) for path in last.glob("rank-*")] + [last.relative_to(folder) / "state.json"]
+    names += [Path("actor/model.safetensors"), Path("samples.jsonl")]
+    return {
+        "metrics": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
+        **{str(name): (folder / name).read_bytes() for name in names if (folder / name).exists()},
+    }

@@ -1,0 +1,32 @@
+"""Where MPI's own sockets listen, which must be said before MPI starts: by itself it takes the machine's first address.
+
+MPI carries discovery and small control messages only, so an interface that is slower than the best one costs nothing.
+"""
+
+from collections.abc import Mapping, MutableMapping
+
+LOOPBACK_INTERFACE = "lo"
+INTERFACE_OPTION = "RLHF_SPMD_INTERFACE"
+# by which the libraries are told an interface: MPICH's two network layers (UCX, libfabric), and Open MPI
+MPI_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
+# how many processes a launcher started, and how many of them on this node; the nearest launcher comes first
+PROCESSES = (("PMI_SIZE", "MPI_LOCALNRANKS"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+SLURM_NODES = "SLURM_STEP_NUM_NODES"
+
+
+def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
+    """Loopback for a job on one node, else the interface that the user names; what is set already stays."""
+    interface = LOOPBACK_INTERFACE if on_one_node(environment) else environment.get(INTERFACE_OPTION)
+    if interface:
+        for name in MPI_VARIABLES:
+            environment.setdefault(name, interface)
+
+
+def on_one_node(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all processes are on this node; also true without a launcher."""
+    for everywhere, here in PROCESSES:
+        if everywhere in environment and here in environment:
+            return environment[everywhere] == environment[here]
+    if SLURM_NODES in environment:
+        return environment[SLURM_NODES] == "1"
+    return not any(name in environment for names in PROCESSES for name in names)

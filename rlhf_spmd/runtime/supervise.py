@@ -1,0 +1,209 @@
+"""A parent for every rank, which says how the rank ended when it could not say so itself, and leaves nothing behind.
+
+A process that gets SIGKILL or SIGSEGV has no last words, and the launcher then ends all others at once. So the program
+forks before it loads MPI: the child is the rank, and the parent does nothing but wait for it, pass signals on, and copy
+the rank's flight record (flight.py) into the run folder. The rank ends with its parent (PR_SET_PDEATHSIG), the parent
+with its launcher, in whatever way these end. Costs a fork at the start and two small file writes a second.
+"""
+
+import ctypes
+import faulthandler
+import fcntl
+import mmap
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from rlhf_spmd.runtime import launch
+from rlhf_spmd.runtime.flight import (
+    BEAT,
+    BEAT_AT,
+    BOARD_AT,
+    DEVICE_AT,
+    END,
+    END_AT,
+    NUMBER,
+    SIZE,
+    Flight,
+    Record,
+    file_of,
+    how_to_go_on,
+    keep_message,
+    parse,
+)
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+TICK_S = 0.5  # between two looks at the rank
+LINGER_S = 2 * TICK_S  # after the message: the supervisors of the other ranks write their records before all is ended
+SIGNALS = frozenset(
+    {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+)
+ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # who gets one knows why it ends
+FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which reaches the rank by itself
+STACK_LINES = 6
+CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
+
+
+def supervised() -> Flight:
+    """Forks; returns in the child, which goes on as the rank. The parent never returns from here."""
+    memory, stack = mmap.mmap(-1, SIZE), os.memfd_create("rlhf_spmd_stack")
+    supervisor = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    libc, child = ctypes.CDLL(None), os.fork()
+    if child:
+        libc.prctl(PR_SET_NAME, b"supervisor")  # what `top` shows
+        Supervisor(memory, stack, child).run()
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it ended before that
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    faulthandler.enable(file=stack)
+    return Flight(memory)
+
+
+class Supervisor:
+    """The parent of one rank."""
+
+    def __init__(self, memory: mmap.mmap, stack: int, child: int):
+        self.memory, self.stack, self.child = memory, stack, child
+        self.launcher = os.getppid() if launch.num_launched(os.environ) > 1 else None
+        self.num_oom_kills = _num_oom_kills()
+        self.board: int | None = None
+        self.asked: set[int] = set()
+        self.most_bytes = 0
+
+    def run(self) -> NoReturn:
+        """Waits for the rank and ends with its status (128 + n if signal n ended it)."""
+        ticked_s = 0.0
+        while True:
+            info = signal.sigtimedwait(SIGNALS, TICK_S)
+            if info is not None and info.si_signo != signal.SIGCHLD:
+                self._pass_on(info)
+            process, status, usage = os.wait4(self.child, os.WNOHANG)
+            if process:
+                self._end(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+            if time.monotonic() - ticked_s >= TICK_S:
+                self._look()
+                ticked_s = time.monotonic()
+
+    def _pass_on(self, info: signal.struct_siginfo) -> None:
+        self.asked.add(info.si_signo)
+        if info.si_code != FROM_KERNEL:
+            os.kill(self.child, info.si_signo)
+
+    def _look(self) -> None:
+        if self.launcher is not None and os.getppid() != self.launcher:
+            os.kill(self.child, signal.SIGKILL)
+            os._exit(128 + signal.SIGKILL)
+        fields = process_fields(self.child)
+        if fields is not None:
+            state, processor_s, num_bytes = fields
+            self.most_bytes = max(self.most_bytes, num_bytes)
+            (device_bytes,) = NUMBER.unpack_from(self.memory, DEVICE_AT)
+            beat = time.time(), processor_s, num_bytes, self.most_bytes, device_bytes, state.encode()
+            BEAT.pack_into(self.memory, BEAT_AT, *beat)
+        if self.board is None:
+            self._open_board()
+        self._keep()
+
+    def _open_board(self) -> None:
+        """The memory by which the ranks of the node agree who reports; it has no name, so it is taken over."""
+        descriptor = int.from_bytes(self.memory[BOARD_AT : BOARD_AT + 4], "little", signed=True)
+        if descriptor > 0:
+            with suppress(OSError):
+                self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+    def _keep(self) -> None:
+        """Copies the record into the run folder; a full disk must not matter."""
+        record = parse(self.memory)
+        if record is None or not record.run:
+            return
+        path = file_of(record.run, record.rank)
+        with suppress(OSError):
+            path.parent.mkdir(mode=0o750, exist_ok=True)
+            path.touch(mode=0o640)
+            with path.open("r+b") as file:
+                file.write(self.memory[:])
+
+    def _end(self, status: int, most_bytes: int) -> NoReturn:
+        number = -status if status < 0 else 0
+        END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
+        self._keep()
+        asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
+        if number and not asked and claim(self.board):
+            record = parse(self.memory)
+            text = last_words(record, number, most_bytes, _num_oom_kills() - self.num_oom_kills) + self._stack()
+            keep_message(record.run, text)
+            os.write(2, f"rlhf_spmd: error: {text}\n".encode())
+            time.sleep(LINGER_S)
+            launch.abort(os.environ, 128 + number)
+        os._exit(128 + number if number else status)
+
+    def _stack(self) -> str:
+        """Where Python was when a fatal signal came, from faulthandler."""
+        with suppress(OSError):
+            lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").splitlines()
+            start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), None)
+            if start is not None:
+                return "\n" + "\n".join(line for line in lines[start : start + STACK_LINES] if line)
+        return ""
+
+
+def last_words(record: Record, number: int, most_bytes: int, num_oom_kills: int) -> str:
+    """What to say about a rank that signal `number` ended."""
+    host = record.host or socket.gethostname()
+    name = f"rank {record.rank} of {record.size}" if record.host else "a rank"  # known once it has met the others
+    who = f"{name} (host {host}, process {record.process})"
+    doing = f"in {record.where}" if record.num_begun else "before it had met the others"
+    since = f", {time.time() - record.since_s:.1f} s after it began that" if record.num_begun else ""
+    used = f"{most_bytes / 2**30:.1f} GiB"
+    if number == signal.SIGKILL and num_oom_kills:
+        why = f"the kernel of this host has just ended processes for want of memory; this one had used {used} at most"
+    elif number == signal.SIGKILL:
+        why = f"somebody sent it, or the batch system did, perhaps for its memory ({used} at most)"
+    else:
+        why = f"its own code failed, most likely compiled code (memory {used} at most)"
+    go_on = how_to_go_on(record.run, record.size)
+    return f"{who} was ended by {signal.Signals(number).name} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
+
+
+def claim(board: int | None) -> bool:
+    """Whether nobody on this node has reported anything yet; the first byte of the board says so. See board.py."""
+    if board is None:
+        return True
+    fcntl.flock(board, fcntl.LOCK_EX)
+    try:
+        taken = os.pread(board, 1, 0) != b"\0"
+        os.pwrite(board, b"\1", 0)
+    finally:
+        fcntl.flock(board, fcntl.LOCK_UN)
+    return not taken
+
+
+def process_fields(process: int) -> tuple[str, float, int] | None:
+    """State, processor seconds and bytes of memory of a process; None if there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[21]) * PAGE_BYTES
+
+
+def _num_oom_kills() -> int:
+    """How many processes of this host the kernel has ended for want of memory, and of our container alone if known."""
+    counts = _counts("/proc/vmstat"), _counts("/sys/fs/cgroup/memory.events")
+    return sum(found.get("oom_kill", 0) for found in counts)
+
+
+def _counts(path: str) -> Mapping[str, int]:
+    try:
+        return {name: int(count) for name, count in (line.split() for line in Path(path).read_text().splitlines())}
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# What all job scripts share: the environment of a job, and how its tasks become MPI ranks. Sourced behind env.sh.
+
+if [[ -n $RLHF_SPMD_MODULES ]]; then
+    # shellcheck disable=SC2086  # several words
+    module load $RLHF_SPMD_MODULES
+fi
+if [[ ! -x $RLHF_SPMD_VENV/bin/python ]]; then
+    echo "slurm: there is no $RLHF_SPMD_VENV/bin/python on $(hostname): name the virtual environment in slurm/env.sh" >&2
+    exit 2
+fi
+export PATH="$RLHF_SPMD_VENV/bin:$PATH"
+unset SLURM_EXPORT_ENV # a job submitted with --export=NONE hands its own environment to its ranks all the same
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over from sbatch by itself
+fi
+if [[ -n ${RLHF_SPMD_INTERFACE:-} ]]; then
+    export HYDRA_IFACE=$RLHF_SPMD_INTERFACE # where MPICH's mpirun listens for its helpers on other nodes
+fi
+
+# shellcheck disable=SC2034  # the scripts use it
+case $RLHF_SPMD_LAUNCHER in
+# without --kill-on-bad-exit one dead rank leaves the others waiting
+srun) launcher=(srun "--mpi=$RLHF_SPMD_PMI" --kill-on-bad-exit=1) ;;
+mpirun) launcher=(mpirun -n "$SLURM_NTASKS") ;;
+*)
+    echo "slurm: RLHF_SPMD_LAUNCHER=$RLHF_SPMD_LAUNCHER in slurm/env.sh is neither srun nor mpirun" >&2
+    exit 2
+    ;;
+esac

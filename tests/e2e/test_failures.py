@@ -1,0 +1,212 @@
+"""Runs that something happens to in the middle: each ends as a whole, within the deadline, with one message that names
+rank, host, iteration, call and instruction, and leaves no process. What happens is real: a reward function, which is
+code of the user on every rank, does it. Six seconds of start-up each on two idle cores."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.runtime.flight import read_records
+from tests.folders import write_all
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LIMIT_S = 150.0  # for a hang
+DEADLINE_S = 5.0
+NUM_RANKS = 3
+PREFIX = "rlhf_spmd: error: "
+WHERE = ("iteration 1: Run reward_infer", "(instruction ")
+
+REWARD = """
+import os, resource, signal, socket, time
+from mpi4py import MPI
+
+num_calls = 0
+
+def fill_memory():
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used, used))
+
+def hurt():
+    {hurt}
+
+def f(prompts, responses):
+    global num_calls
+    num_calls += 1
+    if MPI.COMM_WORLD.rank == {rank} and num_calls == 2:
+        print(f"hurt at {{time.time()}}", flush=True)
+        hurt()
+    return [float(len(response)) for response in responses]
+"""
+CLOSE = """
+    of_launcher = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{os.getppid()}/fd")}
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{name}"):  # all but the listing itself
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:") and link not in of_launcher:
+                connection = socket.socket(fileno=int(name))
+                try:
+                    if connection.getpeername()[0] == "127.0.0.1":  # of torch.distributed; MPI's own are others
+                        connection.shutdown(socket.SHUT_RDWR)
+                except OSError:  # it has no peer
+                    pass
+                connection.detach()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank does in its reward function in iteration 1, and what the message must say."""
+
+    hurt: str
+    says: tuple[str, ...]
+    rank: int = 1
+    limit_s: float = 10.0  # from then to the end of the job, on an idle machine
+    options: tuple[str, ...] = ()
+
+
+CASES = {
+    "kill": Case("os.kill(os.getpid(), signal.SIGKILL)", ("rank 1 of 3 (host ", "was ended by SIGKILL", *WHERE)),
+    "stop": Case(
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        (
+            "rank 1 (host ",
+            "did not come to iteration 1: Run actor_train",
+            "ranks 0, 2 wait for it",
+            "is stopped",
+            WHERE[0],
+        ),
+        limit_s=DEADLINE_S + 10,
+    ),
+    "another collective": Case(
+        "__import__('torch').distributed.barrier()",
+        ("rank 1 (host ", "did not come to iteration 1: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
+        limit_s=DEADLINE_S + 10,
+    ),
+    "disk full": Case(
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+        ("can't be written: File too large", "make room there", "reported by rank 0 (host ", "iteration 1"),
+        rank=0,
+    ),
+    "crash": Case(
+        "os.kill(os.getpid(), signal.SIGSEGV)", ("was ended by SIGSEGV", *WHERE, "Current thread", "in hurt")
+    ),
+    "lost connection": Case(CLOSE, ("lost a connection in iteration 1", "Run actor_train", "rank 1 on "), limit_s=15),
+    "exception": Case(
+        "raise ValueError('no such luck')", ("r.py:f raised ValueError: no such luck", "reported by rank 1", *WHERE)
+    ),
+    "memory": Case("fill_memory()", ("ran out of memory", "reported by rank 1", "in iteration ", "(instruction ")),
+    "not finite": Case(
+        "pass", ("the gradient norm is nan", "iteration 0: Run actor_train"), options=("optimizer.actor_lr=1e30",)
+    ),
+}
+FAST = ("kill", "stop", "another collective", "disk full")
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    return write_all(tmp_path_factory.mktemp("models"))
+
+
+def train(overrides: list[str], folder: Path) -> list[str]:
+    options = [*overrides, f"reward_function={folder / 'r.py'}:f", f"deadline_s={DEADLINE_S}", "num_samples=0"]
+    command = [*mpi_command(NUM_RANKS), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    return [*command, "--runs", str(folder), "--name", "run"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES])
+def test_one_message_and_nothing_left(name, overrides, tmp_path):
+    case = CASES[name]
+    (tmp_path / "r.py").write_text(REWARD.format(hurt=case.hurt.strip(), rank=case.rank))
+    status, stdout, stderr = run_limited([*train(overrides, tmp_path), *case.options], limit_s=LIMIT_S)
+    ended_s = time.time()
+    assert status not in (0, None), stderr
+    assert stderr.count(PREFIX) == 1 and stderr.startswith(PREFIX) and "Traceback" not in stderr, stderr
+    for words in (*case.says, "There is no whole checkpoint in"):
+        assert words in stderr, f"{words!r} is not in:\n{stderr}"
+    if "hurt at" in stdout:
+        assert ended_s - float(stdout.partition("hurt at ")[2].split()[0]) < case.limit_s, stderr
+    wait_for(lambda: not remaining(tmp_path / "run"), 10)
+    kept = status_of("postmortem", tmp_path / "run")["message"]
+    assert kept == (None if name == "disk full" else stderr.removeprefix(PREFIX).rstrip())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_rank_of_another_node(stopped, overrides, tmp_path):
+    """Two nodes that share no memory, as far as MPI tells: ranks see each other by the store, which rank 0 keeps."""
+    hurt = "os.kill(os.getpid(), signal.SIGSTOP)"
+    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=stopped))
+    environment = mpi_environment(MPIR_CVAR_NUM_CLIQUES="2", MPIR_CVAR_CLIQUES_BY_BLOCK="1")
+    status, stdout, stderr = run_limited(train(overrides, tmp_path), limit_s=LIMIT_S, environment=environment)
+    assert status not in (0, None) and stderr.count(PREFIX) == 1, stderr
+    assert time.time() - float(stdout.partition("hurt at ")[2].split()[0]) < 3 * DEADLINE_S + 10
+    assert f"rank {stopped} (host " in stderr and "iteration 1: Run actor_train" in stderr, stderr
+    wait_for(lambda: not remaining(tmp_path / "run"), 10)
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_is_not_late(overrides, tmp_path):
+    """Three deadlines long, in code that lets no other thread of its process run, so that it can't even say so."""
+    hurt = f"end = time.time() + {3 * DEADLINE_S}\n    while time.time() < end: sum(range(10**8))"
+    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=1))
+    status, stdout, stderr = run_limited(train(overrides, tmp_path), limit_s=LIMIT_S)
+    assert status == 0 and "hurt at" in stdout, stderr
+
+
+def test_nothing_outlives_the_launcher(overrides, tmp_path):
+    """mpiexec itself gets SIGKILL, while `status` is asked about the run."""
+    (tmp_path / "r.py").write_text(REWARD.format(hurt="pass", rank=0))
+    command = [*train(overrides, tmp_path), "iterations=100000"]
+    devnull = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher = subprocess.Popen(command, env=mpi_environment(), **devnull)
+    try:
+        wait_for(lambda: len(metrics(tmp_path / "run")) >= 15)
+        found = status_of("status", tmp_path / "run")
+        assert found["state"] == "running" and found["iteration"] >= 15 and found["iterations"] == 100000
+        assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2] and found["slowest_rank"] in (0, 1, 2)
+        assert all(rank["iteration"] >= 1 and rank["memory_bytes"] > 10**7 for rank in found["ranks"])
+        assert all(rank["heartbeat_age_s"] < 10 for rank in found["ranks"])
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: not remaining(tmp_path / "run"))
+
+
+def metrics(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+
+
+def wait_for(condition, limit_s: float = 60.0) -> None:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s
+        time.sleep(0.1)
+
+
+def remaining(run: Path) -> list[int]:
+    """Ranks and their supervisors that still live, found by what they were started with."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if str(run.parent).encode() in words and state not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+def status_of(verb: str, run: Path) -> dict:
+    """The last line of `status` or `postmortem`."""
+    status, stdout, stderr = run_limited([sys.executable, "-m", "rlhf_spmd", verb, str(run)], limit_s=LIMIT_S)
+    assert status == 0, stderr
+    found = json.loads(stdout.splitlines()[-1])
+    assert [rank["process"] for rank in found["ranks"]] == [record.process for record in read_records(run)]
+    return found

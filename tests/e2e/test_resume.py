@@ -1,0 +1,201 @@
+"""Runs that are killed, told to end, or resumed as they may not be, as a user sees them.
+
+A run killed with SIGKILL and resumed leaves what a run leaves that was let alone, to the bit.
+"""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.faults import Started, num_iterations, outcome
+from tests.folders import write_all
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LIMIT_S = 180.0
+PREFIX = "rlhf_spmd: error: "
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    more = ["iterations=5", "checkpoint.every=1", "num_samples=2", "ppo.kl_controller=adaptive"]
+    return [*write_all(folder), *more]
+
+
+def command(num_ranks: int, *options: str) -> list[str]:
+    launcher = mpi_command(num_ranks) if num_ranks > 1 else []
+    return [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *map(str, options)]
+
+
+def train(num_ranks: int, *options: str) -> tuple[int | None, str, str]:
+    return run_limited(command(num_ranks, *options), limit_s=LIMIT_S, environment=mpi_environment())
+
+
+def done(*arguments) -> str:
+    status, stdout, stderr = train(*arguments)
+    assert status == 0, stderr
+    return stdout
+
+
+def kill_and_resume(overrides, folder: Path, num_ranks: int, *strategy: str, seed: int) -> None:
+    """A random rank is killed at a random moment after the second iteration; then the run is resumed."""
+    dice = random.Random(seed)
+    done(num_ranks, *overrides, *strategy, "--runs", folder, "--name", "undisturbed")
+    started = Started(num_ranks, folder / f"killed-{seed}", *overrides, *strategy)
+    started.wait_for(dice.randint(2, 4))
+    time.sleep(dice.uniform(0, 0.15))
+    ranks = started.ranks()
+    assert sorted(ranks.values()) == list(range(num_ranks))
+    pid = dice.choice(list(ranks))
+    os.kill(pid, signal.SIGKILL)
+    status, stderr = started.end()
+    assert started.num_left() == 0
+    assert f"rank {ranks[pid]} of {num_ranks}" in stderr and "SIGKILL" in stderr
+    before = num_iterations(started.folder)
+    assert status != 0 and 2 <= before <= 5
+    stdout = done(num_ranks, "--resume", started.folder)
+    assert "resumed" in stdout and json.loads(stdout.splitlines()[-1])["iterations"] == 5
+    found, expected = outcome(started.folder), outcome(folder / "undisturbed")
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []
+
+
+def test_killed_and_resumed_is_the_same_run(overrides, tmp_path):
+    kill_and_resume(overrides, tmp_path, 2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("strategy", ["separation", "reallocation", "interleaving1"])
+def test_under_every_strategy(overrides, tmp_path, strategy, seed):
+    kill_and_resume(overrides, tmp_path, 4, "--strategy", strategy, seed=seed)
+
+
+def test_signals_and_another_number_of_ranks(overrides, tmp_path):
+    """SIGUSR1 to one rank: a checkpoint, and on. SIGTERM to another one: a checkpoint, and the end of all with status
+    143. Then on with two ranks under another strategy; it goes on as the undisturbed run does."""
+    overrides = [*overrides, "checkpoint.every=0", "iterations=60"]
+    started = Started(4, tmp_path / "run-told-to-end", *overrides)
+    checkpoints = started.folder / "checkpoints"
+    started.wait_for(2)
+    pids = {rank: pid for pid, rank in started.ranks().items()}
+    os.kill(pids[1], signal.SIGUSR1)
+    end = time.monotonic() + LIMIT_S
+    while not list(checkpoints.glob("iteration-*")):
+        assert time.monotonic() < end and started.process.poll() is None
+        time.sleep(0.01)
+    os.kill(pids[2], signal.SIGTERM)
+    status, stderr = started.end()
+    reached = num_iterations(started.folder)
+    assert status == 143 and reached < 60
+    resume = f"python -m rlhf_spmd train --resume {started.folder}"
+    assert stderr == f"rlhf_spmd: ended by SIGTERM after {reached} of 60 iterations; go on with: mpirun -n 4 {resume}\n"
+    assert sorted(path.name for path in checkpoints.iterdir())[-1] == f"iteration-{reached:06d}"
+
+    more = reached + 1
+    stdout = done(2, "--resume", started.folder, "--strategy", "separation", f"iterations={more}")
+    assert f"after {reached} of {more} iterations" in stdout
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == "separation"
+    done(1, *overrides, f"iterations={more}", "--runs", tmp_path, "--name", "undisturbed")
+    mine, theirs = outcome(started.folder)["metrics"], outcome(tmp_path / "undisturbed")["metrics"]
+    assert [row["tokens_sha256"] for row in mine] == [row["tokens_sha256"] for row in theirs]
+    for name in ("reward", "kl", "policy_loss", "value_loss", "actor_grad_norm", "kl_coef"):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(overrides, tmp_path_factory) -> Path:
+    """A run of three iterations on one rank, with checkpoints of the last two."""
+    folder = tmp_path_factory.mktemp("runs")
+    done(1, *overrides, "iterations=3", "num_samples=0", "--runs", folder, "--name", "finished")
+    return folder / "finished"
+
+
+def refused(*options) -> str:
+    """The message; in one process, which is as quick as it gets."""
+    status, _, stderr = train(1, *options)
+    assert status == 2 and stderr.startswith(PREFIX) and "Traceback" not in stderr, stderr
+    return stderr.removeprefix(PREFIX).strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["seed=1"], ["seed=1 would make another run of", "which has 0", "may change iterations"]),
+        (["ppo.kl_coef=0.1"], ["ppo.kl_coef=0.1 would make another run", "which has 0.05"]),
+        (["rollout_batch=48"], ["rollout_batch=48 would make another run", "which has 24"]),
+        (["iterations=2"], ["iterations=2, but", "has done 3"]),
+        (["--preset", "tiny"], ["--preset and --resume", "drop --preset"]),
+        (["--strategy", "no_such"], ["unknown strategy 'no_such'"]),
+        (["strategy.no_such=1"], ["no option 'no_such'"]),
+    ],
+)
+def test_what_would_be_another_run_is_refused(finished, options, words):
+    message = refused("--resume", finished, *options)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(("option", "what"), [("data.prompts=", "prompts"), ("models.reward=", "model")])
+def test_other_inputs_are_refused(finished, overrides, option, what):
+    """A prompt more, or another number among the weights of the reward model."""
+    named = Path(next(text for text in overrides if text.startswith(option)).partition("=")[2])
+    path = named if named.is_file() else named / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"prompt": "ba"}\n' if named.is_file() else whole[:-1] + bytes([whole[-1] ^ 1]))
+    try:
+        message = refused("--resume", finished)
+    finally:
+        path.write_bytes(whole)
+    assert f"the {what} in {named} changed since {finished} was started" in message
+
+
+def test_a_folder_in_use_is_refused(finished):
+    with (finished / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert f"{finished} is in use" in refused("--resume", finished)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    assert "is not a run folder" in refused("--resume", tmp_path)
+    assert "is not a run folder" in refused("--resume", tmp_path / "nothing")
+
+
+def test_a_damaged_checkpoint_is_refused_and_left_alone(finished):
+    path = finished / "checkpoints" / "iteration-000003" / "rank-0000.safetensors"
+    whole = path.read_bytes()
+    damaged = whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]
+    path.write_bytes(damaged)
+    try:
+        message = refused("--resume", finished)
+    finally:
+        path.write_bytes(whole)
+    assert f"{path} is damaged" in message and "to go on from iteration-000002" in message
+
+
+def test_a_finished_run_has_nothing_left_to_do(finished):
+    before = outcome(finished)
+    stdout = done(1, "--resume", finished)
+    assert json.loads(stdout.splitlines()[-1])["iterations"] == 3 and outcome(finished) == before
+
+
+def test_without_a_checkpoint_it_begins_again(finished, tmp_path):
+    """As a run that was killed before its first one: config, strategy and some metrics are there, and no more."""
+    folder = tmp_path / "young"
+    folder.mkdir()
+    for name in ("config.json", "strategy.py", "program.json", "metrics.jsonl"):
+        (folder / name).write_bytes((finished / name).read_bytes())
+    stdout = done(1, "--resume", folder)
+    assert "has no checkpoint yet: it begins again with iteration 0" in stdout
+    found, expected = outcome(folder), outcome(finished)
+    assert [name for name in expected if name != "samples.jsonl" and found[name] != expected[name]] == []

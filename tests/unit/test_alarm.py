@@ -1,0 +1,29 @@
+"""What runs away is named once, and what only grows is not."""
+
+from rlhf_spmd.runtime.alarm import Alarm
+
+
+def test_growth_is_no_alarm():
+    alarm = Alarm()
+    for number in range(30):
+        metrics = {"kl": 0.2 * number, "ratio": 1.0 + 0.01 * number, "actor_grad_norm": 3.0, "tokens_sha256": "x"}
+        assert alarm.notes(metrics) == []
+
+
+def test_an_explosion_is_told_once():
+    alarm = Alarm()
+    for number in range(4):
+        assert alarm.notes({"kl": 0.3 + 0.1 * number, "value_loss": 0.5}) == []
+    (text,) = alarm.notes({"kl": 9.0, "value_loss": 0.5})
+    assert text.startswith("warning: kl is 9, and was at most 0.6 before: ") and "ppo.kl_coef" in text
+    assert alarm.notes({"kl": 1000.0, "value_loss": 0.6}) == []  # told already
+    (text,) = alarm.notes({"kl": 1000.0, "value_loss": 60.0, "ratio": 1.5})
+    assert "value_loss is 60" in text
+    (text,) = alarm.notes({"kl": 1.0, "ratio": 3.0})
+    assert "ratio is 3, far from 1" in text
+
+
+def test_the_first_iterations_only_teach():
+    alarm = Alarm()
+    assert alarm.notes({"actor_grad_norm": 0.1}) == []
+    assert alarm.notes({"actor_grad_norm": 50.0}) == []

@@ -1,0 +1,36 @@
+"""What the bench of kills calls ok, and what it compares."""
+
+import json
+
+import pytest
+
+from bench.faults import outcome, summary
+from bench.tables import text_table
+
+POINT = {"strategy": "flattening", "rank": 2, "equal": True, "hang": False, "orphans": 0, "named": True, "end_s": 0.3}
+TOO_LATE = POINT | {"rank": None, "named": False}  # the run had ended before: nobody was killed, nobody can be named
+
+
+@pytest.mark.parametrize("wrong", [{"equal": False}, {"hang": True}, {"orphans": 1}, {"named": False}])
+def test_one_bad_point_is_not_ok(wrong):
+    others = [POINT | {"strategy": "separation", "equal": False}]
+    assert summary("flattening", [POINT, POINT, TOO_LATE, *others])["ok"]
+    row = summary("flattening", [POINT, POINT | wrong, *others])
+    assert not row["ok"] and row["points"] == 2
+    assert "flattening" in text_table("faults", [row])
+
+
+def test_times_are_not_compared_and_all_else_is(tmp_path):
+    def run(name: str, weights: bytes = b"weights", **metrics):
+        folder = tmp_path / name
+        for iteration in (3, 4):
+            (folder / "checkpoints" / f"iteration-00000{iteration}").mkdir(parents=True)
+            (folder / "checkpoints" / f"iteration-00000{iteration}" / "rank-0000.safetensors").write_bytes(weights)
+            (folder / "checkpoints" / f"iteration-00000{iteration}" / "state.json").write_text("{}")
+        (folder / "metrics.jsonl").write_text(json.dumps({"iteration": 0, "reward": 1.0, **metrics}) + "\n")
+        return outcome(folder)
+
+    first = run("first", iteration_s=1.0)
+    assert first == run("second", iteration_s=2.0, generate_s=1.0)
+    assert first != run("third", reward=1.0000000000000002)
+    assert first != run("fourth", weights=b"weighty")

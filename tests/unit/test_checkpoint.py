@@ -1,0 +1,252 @@
+"""Checkpoints on disk: whole or not there, whatever byte a crash comes at; refused by name when anything is wrong."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import checkpoint
+from rlhf_spmd.runtime.checkpoint import MANIFEST, Checkpoint, FileRecord, folder_of, newest, rank_file
+
+TEXTS = {"state.json": "{}", "config.json": "{}", "strategy.py": "def place(): ...\n", rank_file(0): "numbers" * 30}
+
+
+def write(root: Path, iteration: int, *, keep: int = 2) -> None:
+    """A checkpoint with a second rank's file, as the threads of two ranks write it."""
+    draft = checkpoint.make_draft(root, iteration)
+    name = rank_file(1)
+    checkpoint.say_written(draft, name, checkpoint.write(draft / name, [b"others", b"!" * 50]))
+    files = {name: checkpoint.write(draft / name, [text.encode()]) for name, text in TEXTS.items()}
+    files |= checkpoint.wait_for(draft, [name], deadline_s=5.0)
+    checkpoint.commit(root, iteration, files)
+    checkpoint.keep_newest(root, keep)
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    write(tmp_path, 5)
+    write(tmp_path, 10)
+    return tmp_path
+
+
+def verified(root: Path) -> Checkpoint | None:
+    found = newest(root)
+    if found is not None:
+        found.verify(found.files)
+    return found
+
+
+def test_the_newest_is_found_and_whole(root):
+    found = verified(root)
+    assert found.iteration == 10 and found.tensor_files == (rank_file(0), rank_file(1))
+    assert found.text("strategy.py") == TEXTS["strategy.py"]
+    assert set(found.files) == {*TEXTS, rank_file(1)}
+    assert {path.name for path in found.folder.iterdir()} == {*found.files, MANIFEST}
+    assert not any(path.stat().st_mode & 0o007 for path in (found.folder, found.folder.parent / "iteration-000005"))
+
+
+def test_only_the_newest_are_kept(root):
+    write(root, 15)
+    assert [path.name for path in sorted(root.iterdir())] == ["iteration-000010", "iteration-000015"]
+
+
+def test_none_is_no_error(tmp_path):
+    assert newest(tmp_path) is None and newest(tmp_path / "nothing") is None
+
+
+# ---- a crash ---------------------------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """Stands for SIGKILL: nobody catches it."""
+
+
+class Budget:
+    """Lets so many bytes and so many other changes of the disk through, each byte and each change a unit."""
+
+    def __init__(self, monkeypatch, units: float):
+        self.left = units
+        real = {name: getattr(os, name) for name in ("write", "rename", "unlink", "mkdir", "rmdir")}
+
+        def write(descriptor, data):
+            part = data[: int(min(len(data), self.left))]
+            if len(part):
+                real["write"](descriptor, part)
+            self._spend(len(data))
+            return len(data)
+
+        def counted(name):
+            def change(*arguments, **options):
+                self._spend(1)
+                return real[name](*arguments, **options)
+
+            return change
+
+        monkeypatch.setattr(os, "write", write)
+        for name in real.keys() - {"write"}:
+            monkeypatch.setattr(os, name, counted(name))
+
+    def _spend(self, units: int) -> None:
+        self.left -= units
+        if self.left < 0:
+            raise Crash
+
+
+def test_a_crash_at_any_byte_leaves_a_whole_checkpoint(root, monkeypatch, tmp_path_factory):
+    with monkeypatch.context() as patch:
+        budget = Budget(patch, 10**9)
+        write(tmp_path_factory.mktemp("whole"), 15)
+        total = 10**9 - budget.left
+    assert total > 700
+    committed = 0
+    for units in range(total + 12):  # and the deletion of the oldest
+        with monkeypatch.context() as patch:
+            Budget(patch, units)
+            try:
+                write(root, 15)
+                crashed = False
+            except Crash:
+                crashed = True
+        found = verified(root)
+        assert found.iteration in (10, 15), units
+        for folder in checkpoint.whole(root):
+            Checkpoint.read(folder).verify(Checkpoint.read(folder).files)
+        if found.iteration == 15:
+            committed += 1
+            assert crashed or not folder_of(root, 5).exists()
+            checkpoint._remove(folder_of(root, 15))
+            if not folder_of(root, 5).exists():
+                write(root, 5)
+        checkpoint.remove_drafts(root)
+    assert 0 < committed < 40
+
+
+def test_the_next_run_removes_what_a_killed_one_left(root, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        Budget(patch, 60)
+        write(root, 15)
+    assert (root / ".iteration-000015").is_dir()
+    checkpoint.remove_drafts(root)
+    assert {path.name for path in root.iterdir()} == {"iteration-000005", "iteration-000010"}
+
+
+def test_a_full_disk_is_told_and_changes_nothing(root, monkeypatch):
+    def write_nothing(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(os, "write", write_nothing)
+        write(root, 15)
+    for words in ("rank-0001.safetensors", "No space left on device", "checkpoint.keep"):
+        assert words in str(error.value)
+    assert verified(root).iteration == 10
+
+
+def test_a_file_that_never_comes_is_named(tmp_path):
+    draft = checkpoint.make_draft(tmp_path, 3)
+    with pytest.raises(UserError, match="rank-0007.safetensors.*deadline_s.*share"):
+        checkpoint.wait_for(draft, [rank_file(7)], deadline_s=0.05)
+
+
+# ---- tampering -------------------------------------------------------------------------------------------------------
+
+
+def edit(root: Path, change) -> Path:
+    path = folder_of(root, 10) / MANIFEST
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    return path
+
+
+def refused(root: Path) -> str:
+    with pytest.raises(UserError) as error:
+        verified(root)
+    return str(error.value)
+
+
+def test_any_changed_byte_is_found(root):
+    folder = folder_of(root, 10)
+    for name in (*TEXTS, rank_file(1)):
+        path, whole = folder / name, (folder / name).read_bytes()
+        for place in {0, len(whole) // 2, len(whole) - 1}:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            message = refused(root)
+            assert f"{path} is damaged" in message and f"remove {folder} to go on from iteration-000005" in message
+        path.write_bytes(whole)
+    assert verified(root).iteration == 10
+
+
+def test_a_shorter_file_is_found(root):
+    path = folder_of(root, 10) / rank_file(0)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{path} has 209 bytes, not 210" in refused(root)
+
+
+def test_a_missing_file_is_found(root):
+    (folder_of(root, 10) / rank_file(1)).unlink()
+    assert "rank-0001.safetensors is missing" in refused(root)
+
+
+def test_a_link_is_refused(root):
+    path = folder_of(root, 10) / "state.json"
+    path.rename(root / "elsewhere")
+    path.symlink_to(root / "elsewhere")
+    assert "state.json is a link" in refused(root)
+
+
+@pytest.mark.parametrize("name", ["../state.json", "/etc/passwd", "a/b", "..", "", "..\\state.json"])
+def test_a_path_out_of_the_folder_is_refused(root, name):
+    path = edit(root, lambda values: values["files"].update({name: values["files"]["state.json"]}))
+    assert f"{path} names the file {name!r}, which is outside the folder" in refused(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values.update(format=2), "of format 2"),
+        (lambda values: values.update(iteration=11), "of iteration 11, but its folder is iteration-000010"),
+        (lambda values: values.pop("files"), "can't be read (KeyError"),
+        (lambda values: values.update(files=[]), "can't be read (AttributeError"),
+        (lambda values: values["files"].pop("state.json"), "does not name state.json"),
+        (lambda values: [values["files"].pop(rank_file(rank)) for rank in (0, 1)], "any rank-*.safetensors"),
+        (lambda values: values["files"]["state.json"].update(bytes="many"), "can't be read (ValueError"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(root, change, words):
+    path = edit(root, change)
+    message = refused(root)
+    assert str(path) in message and words in message and "iteration-000005" in message
+
+
+def test_half_a_manifest_is_refused(root):
+    path = folder_of(root, 10) / MANIFEST
+    path.write_bytes(path.read_bytes()[:40])
+    assert "manifest.json can't be read (JSONDecodeError" in refused(root)
+
+
+def test_without_a_manifest_it_is_no_checkpoint(root):
+    (folder_of(root, 10) / MANIFEST).unlink()
+    assert verified(root).iteration == 5 and checkpoint.without_manifest(root) == [folder_of(root, 10)]
+
+
+def test_the_only_checkpoint_has_another_mend(root):
+    checkpoint._remove(folder_of(root, 5))
+    (folder_of(root, 10) / rank_file(0)).unlink()
+    assert "there is no older checkpoint; start anew" in refused(root)
+
+
+def test_a_folder_without_a_manifest_makes_way(root):
+    (folder_of(root, 10) / MANIFEST).unlink()
+    write(root, 10)
+    assert verified(root).iteration == 10 and checkpoint.without_manifest(root) == []
+
+
+def test_records_survive_as_json(tmp_path):
+    draft = checkpoint.make_draft(tmp_path, 1)
+    record = FileRecord(3, "abc")
+    checkpoint.say_written(draft, "x", record)
+    assert checkpoint.wait_for(draft, ["x"], deadline_s=1.0) == {"x": record}

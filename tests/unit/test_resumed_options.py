@@ -1,0 +1,138 @@
+"""What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.config import PRESETS, Checkpointing, resolved
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import checkpoint
+from rlhf_spmd.runtime.checkpoint import Checkpoint
+from rlhf_spmd.runtime.resume import config_of, read_run, refuse_changes
+
+STATE = {"kl_coef": 0.1, "scores": {"count": 3.0, "mean": 0.1, "squares": 2.5}, "inputs": {"prompts in x": "abc"}}
+
+
+def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
+    """A run folder as a run with these options leaves it."""
+    values = json.dumps(resolved(configs.load("tiny", overrides)))
+    (folder / "config.json").write_text(values)
+    (folder / "strategy.py").write_text("def place(): ...\n")
+    (folder / "program.json").write_text(json.dumps({"strategy": "mine"}))
+    if iteration is not None:
+        draft = checkpoint.make_draft(folder / "checkpoints", iteration)
+        texts = {"config.json": values, "strategy.py": "", "state.json": json.dumps(state)}
+        texts["rank-0000.safetensors"] = ""
+        files = {name: checkpoint.write(draft / name, [text.encode()]) for name, text in texts.items()}
+        checkpoint.commit(folder / "checkpoints", iteration, files)
+    return folder
+
+
+def resumed(folder: Path, *overrides: str, other_strategy: bool = False):
+    return read_run(str(folder), overrides, other_strategy=other_strategy)
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        resumed(folder, *overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_options_survive_a_file(preset):
+    config = configs.load(preset, ["strategy.zero=1", 'generation.stop=["a,b"]', "ppo.clip_score=none"])
+    assert config_of(json.loads(json.dumps(resolved(config))), "x.json") == config
+
+
+def test_older_files_get_defaults_and_newer_ones_are_refused():
+    values = resolved(configs.load("tiny"))
+    del values["checkpoint"]
+    assert config_of(values, "x.json").checkpoint == Checkpointing()
+    with pytest.raises(UserError, match="x.json has the option ppo.new, which this version does not know"):
+        config_of(values | {"ppo": values["ppo"] | {"new": 1}}, "x.json")
+    with pytest.raises(UserError, match="x.json: ppo.gamma=much"):
+        config_of(values | {"ppo": {"gamma": "much"}}, "x.json")
+    with pytest.raises(UserError, match="x.json: ppo is not an object"):
+        config_of(values | {"ppo": 3}, "x.json")
+
+
+def test_a_run_and_its_checkpoint(tmp_path):
+    run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
+    assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
+    assert run.state == STATE and run.config.checkpoint.keep == 3 and run.notes == ()
+
+
+def test_every_option_may_change_or_is_refused_by_name():
+    before = configs.load("tiny")
+    for key in configs.all_keys():
+        if key in ("preset", "shape", "strategy", "iterations"):
+            continue
+        group, _, leaf = key.rpartition(".")
+        part = getattr(before, group) if group else before
+        changed = dataclasses.replace(part, **{leaf: "another"})
+        after = dataclasses.replace(before, **{group: changed}) if group else changed
+        if key in ("deadline_s", "parity_tolerance") or group == "checkpoint":
+            refuse_changes(before, after, "RUN")
+            continue
+        with pytest.raises(UserError, match=f"^{key}=another would make another run of RUN"):
+            refuse_changes(before, after, "RUN")
+
+
+def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
+    """The checkpoint knows what it was made with."""
+    values = json.loads((write_run(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}))
+    assert "seed=5 would make another run" in refused(tmp_path)
+
+
+def test_iterations_may_change_where_no_schedule_depends_on_them(tmp_path):
+    assert resumed(write_run(tmp_path), "iterations=20").config.iterations == 20
+    assert "has done 2; give iterations=2 or more" in refused(tmp_path, "iterations=1")
+
+
+def test_iterations_of_a_schedule_stay(tmp_path):
+    write_run(tmp_path, "optimizer.schedule=cosine")
+    message = refused(tmp_path, "iterations=20")
+    assert "every learning rate" in message and "cosine ends after 15" in message
+
+
+def test_another_strategy_forgets_the_options_of_the_first(tmp_path):
+    write_run(tmp_path, "strategy.zero=1")
+    assert resumed(tmp_path).config.strategy == {"zero": "1"}
+    assert resumed(tmp_path, "strategy.zero=2").config.strategy == {"zero": "2"}
+    assert resumed(tmp_path, "strategy.tp=2", other_strategy=True).config.strategy == {"tp": "2"}
+
+
+def test_without_a_checkpoint_options_are_still_fixed(tmp_path):
+    run = resumed(write_run(tmp_path, iteration=None))
+    assert run.iteration == 0 and run.state == {} and "begins again" in run.notes[0]
+    assert "seed=3 would make another run" in refused(tmp_path, "seed=3")
+
+
+def test_a_folder_without_a_manifest_is_noted(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "checkpoints" / "iteration-000004").mkdir()
+    run = resumed(tmp_path)
+    assert run.iteration == 2 and "iteration-000004 has no manifest, so it is not used" in run.notes[0]
+
+
+@pytest.mark.parametrize("state", [[], {}, STATE | {"kl_coef": "much"}, STATE | {"scores": {"count": 1.0}}])
+def test_a_state_that_makes_no_sense_is_refused(tmp_path, state):
+    assert "state.json can't be read" in refused(write_run(tmp_path, state=state))
+
+
+def test_a_cluster_file_is_found_again(tmp_path):
+    assert resumed(write_run(tmp_path)).cluster is None
+    (tmp_path / "cluster.toml").write_text("")
+    assert resumed(tmp_path).cluster == str(tmp_path / "cluster.toml")
+
+
+def test_checkpoints_of_later_runs_are_read_as_numbers(tmp_path):
+    """A million and one is more than 999,999."""
+    write_run(tmp_path, "iterations=2000000", iteration=999_999)
+    write_run(tmp_path, "iterations=2000000", iteration=1_000_001)
+    assert resumed(tmp_path).iteration == 1_000_001
+    assert isinstance(resumed(tmp_path).checkpoint, Checkpoint)

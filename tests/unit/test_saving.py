@@ -1,0 +1,94 @@
+"""The thread that writes checkpoints, and the signals that ask for them."""
+
+import errno
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime import checkpoint, saving
+from rlhf_spmd.runtime.checkpoint import newest
+from rlhf_spmd.runtime.saving import Saver
+from rlhf_spmd.runtime.signals import CHECKPOINT, END, Asked
+from tests.runs import OneRank
+
+TEXTS = {"config.json": "{}", "strategy.py": ""}
+
+
+@pytest.fixture
+def saver(tmp_path, monkeypatch) -> Saver:
+    """Of a rank with nothing but small files to write."""
+    monkeypatch.setattr(saving, "collect", lambda models: ({}, {"places": "{}", "steps": "{}"}))
+    world = OneRank()
+    world.deadline_s = 5.0
+    models = SimpleNamespace(program=SimpleNamespace(trained=lambda rank: ("actor",)))
+    return Saver(world, models, tmp_path, every=4, keep=2, texts=TEXTS)
+
+
+def test_when_it_is_due(saver):
+    assert [number for number in range(1, 13) if saver.is_due(number)] == [4, 8, 12]
+    saver.every = 0
+    assert not any(saver.is_due(number) for number in range(1, 13))
+
+
+def test_the_loop_does_not_wait_for_the_disk(saver, monkeypatch):
+    go, real = threading.Event(), checkpoint.commit
+
+    def slow(*arguments):
+        go.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "commit", slow)
+    saver.save(4, {"kl_coef": 1.0})
+    saver.check()
+    assert newest(saver.root) is None
+    go.set()
+    saver.finish()
+    found = newest(saver.root)
+    assert found.iteration == 4 and '"kl_coef": 1.0' in found.text("state.json")
+
+
+def test_one_after_the_other(saver):
+    for number in (4, 5, 6):
+        saver.save(number, {})
+    saver.finish()
+    assert [path.name for path in checkpoint.whole(saver.root)] == ["iteration-000005", "iteration-000006"]
+
+
+def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
+    saver.save(4, {})
+    saver.finish()
+
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    saver.save(8, {})
+    with pytest.raises(UserError, match="rank-0000.safetensors can't be written: No space left.*checkpoint.keep"):
+        saver.finish()
+    with pytest.raises(UserError):
+        saver.check()
+    monkeypatch.undo()
+    assert newest(saver.root).iteration == 4
+
+
+def test_nothing_saved_is_nothing_to_finish(saver):
+    saver.finish()
+    assert not saver.root.exists()
+
+
+def test_signals_are_told_once():
+    asked, before = Asked(), {number: signal.getsignal(number) for number in (CHECKPOINT, END)}
+    assert asked.take() == []
+    try:
+        for number in (CHECKPOINT, END):
+            asked.listen(number)
+        for number in (END, CHECKPOINT, END):
+            os.kill(os.getpid(), number)
+        assert asked.take() == ["SIGTERM", "SIGUSR1"] and asked.take() == []
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
