@@ -8,9 +8,10 @@ Attention over a KV cache is in paged.py.
 # B sequences, T tokens at hand, N tokens of packed sequences, H heads, K key-value heads, d head_dim;
 # heads are those of this rank's slice
 
+import functools
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -19,14 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_spmd.model.linear import Joined
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # old torch
-    varlen_attn = None
-_VARLEN_FITS = (
-    varlen_attn is not None and not {"window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
-)
 
 
 class Context(Protocol):
@@ -87,7 +80,7 @@ class Packed:
         if has_packed_kernel(q):
             left = -1 if window is None else window - 1
             cuts, longest = self._cuts_B1, max(self.lengths)
-            return varlen_attn(
+            return _varlen_attn()(
                 q, k, v, cuts, cuts, longest, longest, window_size=(left, 0), enable_gqa=q.shape[1] > k.shape[1]
             )
         outputs, sizes = [], [rows * length for rows, length in self._runs]
@@ -99,10 +92,22 @@ class Packed:
 
 def has_packed_kernel(q_NHd: Tensor) -> bool:
     """Whether torch's kernel for packed sequences takes these: flash attention, so half precision on a GPU."""
-    fits = _VARLEN_FITS and q_NHd.dtype.itemsize == 2 and q_NHd.shape[2] % 8 == 0 and q_NHd.shape[2] <= 256
+    fits = q_NHd.dtype.itemsize == 2 and q_NHd.shape[2] % 8 == 0 and q_NHd.shape[2] <= 256
     if q_NHd.device.type != "cuda" or not fits or torch.version.hip:
         return False
-    return torch.cuda.get_device_capability(q_NHd.device) >= (8, 0)
+    return torch.cuda.get_device_capability(q_NHd.device) >= (8, 0) and _varlen_attn() is not None
+
+
+@functools.cache
+def _varlen_attn() -> Callable[..., Tensor] | None:
+    """torch's kernel for packed sequences, if it has one that takes what `Packed` gives. Looked for on a GPU only: the
+    import takes a second, a third of a rank's start."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # old torch
+        return None
+    fits = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if fits else None
 
 
 def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""ZeRO 0 and 1 over any layout: gradients in one flat buffer, our own all-reduce and clipping, torch's AdamW.
+"""ZeRO 0 and 1 over any layout: gradients in one flat buffer, our own all-reduce and clipping, torch's fused AdamW.
 
 Ours, because DeepSpeed's stage 0 goes wrong silently when two engines live on the same ranks and refuses float64, and
 because its stage 1 reduces gradients from inside the backward pass, where a pipeline's stages that share embeddings
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.runtime.adamw import AdamW
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Interval = tuple[str, int, int]  # a parameter's name, and which numbers [start, stop) of it flattened, as a rank has it
@@ -86,8 +87,7 @@ class FlatEngine:
                 p.register_post_accumulate_grad_hook(lambda p, g=g: _move_gradient(p, g))
         self._flat_weights: Tensor | None = None
         self.masters = self._make_masters(shards)
-        settings = dict(betas=betas, eps=eps, weight_decay=weight_decay)
-        self.optimizer = torch.optim.AdamW(self.masters, lr=0.0, fused=True, **settings)
+        self._adamw = AdamW(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """The weights' parts of a flat buffer, in their shapes."""
@@ -140,9 +140,7 @@ class FlatEngine:
             return StepStats(grad_norm)
         if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
             self._gradient.mul_(self._max_grad_norm / (grad_norm + 1e-6))
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = lr
-        self.optimizer.step()
+        self._adamw.step(lr=lr)
         self.publish()
         return StepStats(grad_norm)
 
@@ -212,39 +210,37 @@ class FlatEngine:
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """See `train_engine.TrainEngine.optimizer_state`."""
-        steps, found, mine = {0}, {}, self._share()
+        found, mine = {}, self._share()
         place_of = {id(p): number for number, p in enumerate(self._weights)}
         for interval, p, start in self._shares(mine):
             _, first, last = interval
             if self._flat_weights is not None:
-                master, offset = self.masters[0], start - mine.start
+                place, offset = 0, start - mine.start
             else:
-                master, offset = self.masters[place_of[id(p)]], 0
-            state, part = self.optimizer.state[master], slice(offset + first, offset + last)
-            values = {"master": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+                place, offset = place_of[id(p)], 0
+            values, part = self._values(place), slice(offset + first, offset + last)
             found[interval] = {kind: value.detach().reshape(-1)[part] for kind, value in values.items()}
-            steps = {int(state["step"])}
-        return steps.pop(), found
+        return self._adamw.num_steps, found
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
         """See `train_engine.TrainEngine.load`."""
-        for master in self.masters:
-            moments = {kind: torch.zeros_like(master) for kind in ("exp_avg", "exp_avg_sq")}
-            step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
-            self.optimizer.state[master] = {"step": step, **moments}
+        self._adamw.begin(num_steps)
         if self._flat_weights is None:
-            for name, p, master in zip(self._names, self._weights, self.masters, strict=True):
-                self._fill(master, (name, 0, p.numel()), slice(0, p.numel()), read)
+            for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
+                self._fill(place, (name, 0, p.numel()), slice(0, p.numel()), read)
             return
         mine = self._share()
         for interval, _, start in self._shares(mine):
             offset = start - mine.start
-            self._fill(self.masters[0], interval, slice(offset + interval[1], offset + interval[2]), read)
+            self._fill(0, interval, slice(offset + interval[1], offset + interval[2]), read)
 
-    def _fill(self, master: nn.Parameter, interval: Interval, part: slice, read: ReadState) -> None:
-        state = self.optimizer.state[master]
-        for kind, value in (("master", master), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
+    def _values(self, place: int) -> dict[str, Tensor]:
+        """What a checkpoint holds of a master."""
+        return {"master": self.masters[place], **self._adamw.moments[place]}
+
+    def _fill(self, place: int, interval: Interval, part: slice, read: ReadState) -> None:
+        for kind, value in self._values(place).items():
             value.detach().view(-1)[part] = read(kind, interval).to(value.device)
 
     # ---- what others see --------------------------------------------------------------------------------------------
