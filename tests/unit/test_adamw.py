@@ -1,4 +1,4 @@
-"""The optimizer's step against torch's own class, bit by bit; that importing the runtime leaves torch's compiler alone."""
+"""The optimizer's step against torch's own class, bit by bit; the runtime is imported without torch's compiler."""
 
 import subprocess
 import sys
