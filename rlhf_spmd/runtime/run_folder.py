@@ -162,17 +162,19 @@ class RunFolder:
         names = ("config.json", "strategy.py", "program.json", "cluster.toml") if self.writes else ()
         return {name: (self.path / name).read_text() for name in names if (self.path / name).is_file()}
 
-    def keep_metrics(self, num_iterations: int) -> list[dict[str, Any]]:
-        """Drops the metrics of all but the first iterations, which a resumed run does again; returns what is left."""
-        self._purge_step = num_iterations
+    def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
+        """What metrics.jsonl says of the first iterations."""
         rows, path = [], self.path / "metrics.jsonl"
         for line in path.read_text().splitlines() if path.is_file() else ():
             with suppress(ValueError):  # the last line of a run that was killed may be half a line
                 rows.append(json.loads(line))
         wanted = range(num_iterations)
-        rows = [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
+        return [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
+
+    def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Drops the metrics of all other iterations, which a resumed run does again."""
+        self._purge_step = len(rows)
         self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        return rows
 
     def samples_before(self) -> list[tuple[str, float]]:
         """Response and reward before training of each sample, as an earlier part of this run wrote them."""

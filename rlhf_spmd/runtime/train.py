@@ -171,14 +171,14 @@ def train(
     started = time.perf_counter()
     recorder = Recorder(world.rank, world.hosts[world.rank])
     job = prepare(config, program, world)
-    folder = open_folder(job, origin, summary)
+    folder = open_folder(job, origin)
     console = Console(enabled=world.rank == 0)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     facts = report.facts(job, folder) | origin.facts(config)
     console.heading(f"rlhf_spmd: PPO by {origin.strategy} on {ranks}", facts)
     for note in origin.resumed.notes if origin.resumed else ():
         console.note(f"note: {note}")
-    state, history, before = begin(job, folder, origin.resumed)
+    state, history, before = begin(job, folder, origin, summary)
     saver = Saver(
         world,
         job.models,
@@ -228,8 +228,8 @@ def train(
     return result
 
 
-def open_folder(job: Job, origin: Origin, summary: str) -> RunFolder:
-    """The run folder, made or opened again, with what says what runs. Collective; raises UserError."""
+def open_folder(job: Job, origin: Origin) -> RunFolder:
+    """The run folder, made or opened again, and locked. Collective; raises UserError."""
     world, path = job.world, ""
     if origin.resumed is None:
         with world.together("making the run folder"):
@@ -241,26 +241,22 @@ def open_folder(job: Job, origin: Origin, summary: str) -> RunFolder:
     folder = RunFolder(path, writes=world.rank == 0)
     with world.together("locking the run folder"):
         folder.lock()
-    folder.write_config(resolved(job.config))
-    folder.write_strategy(origin.source)
-    folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
-    if origin.cluster:
-        folder.write_cluster(origin.cluster)
     return folder
 
 
-def begin(job: Job, folder: RunFolder, resumed: Resumed | None) -> tuple[State, list[dict], list[tuple[str, float]]]:
+def begin(
+    job: Job, folder: RunFolder, origin: Origin, summary: str
+) -> tuple[State, list[dict], list[tuple[str, float]]]:
     """What the first iteration to run begins with: the state between iterations, the metrics of those before, samples
-    of the untrained actor. Collective; raises UserError."""
-    state, world = State(kl_coef=job.config.ppo.kl_coef), job.world
+    of the untrained actor. Collective; raises UserError, and then a run that was to go on is left as it was."""
+    state, world, resumed = State(kl_coef=job.config.ppo.kl_coef), job.world, origin.resumed
     history: list[dict] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
-            if world.rank == 0:
-                remove_drafts(folder.path / "checkpoints")
-                history = folder.keep_metrics(resumed.iteration)
+            history = folder.metrics(resumed.iteration) if world.rank == 0 else []
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
+        describe(job, folder, origin, summary, history)
         before = report.sample_responses(job)
         folder.write_samples(report.join_samples(job, before))
         return state, history, before
@@ -279,8 +275,22 @@ def begin(job: Job, folder: RunFolder, resumed: Resumed | None) -> tuple[State, 
     state = state_after(job, resumed.iteration, resumed.state)
     with world.together("reading the samples"):
         before = folder.samples_before() if world.rank == 0 else []
+    describe(job, folder, origin, summary, history)
     before = [(text, score) for text, score in world.bcast(before, what="the samples")]
     return state, history, before
+
+
+def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
+    """Writes what runs into the run folder, and drops what a resumed run does again. Collective; raises UserError."""
+    with job.world.together("describing the run"):
+        if origin.resumed is not None and folder.writes:
+            remove_drafts(folder.path / "checkpoints")
+            folder.keep_metrics(history)
+        folder.write_config(resolved(job.config))
+        folder.write_strategy(origin.source)
+        folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
+        if origin.cluster:
+            folder.write_cluster(origin.cluster)
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> State:

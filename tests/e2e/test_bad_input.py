@@ -12,6 +12,7 @@ import pytest
 
 from tests.folders import write_all, write_model
 from tests.run_mpi import mpi_command, run_limited
+from tests.unchanged import contents
 
 LIMIT_S = 60.0  # for a hang; what is promised is measured below
 PROMISED_S = 10.0
@@ -212,7 +213,9 @@ def test_one_message(name, folder, tmp_path):
         (tmp_path / file).write_text(text)
     shown = folder if not case.files else tmp_path
     options = [option.format(folder=shown, models=folder) for option in case.options]
+    before = contents(folder) | contents(tmp_path)
     status, output, seconds = run(folder, options, tmp_path)
+    assert (contents(folder) | contents(tmp_path)).items() >= before.items()
     assert status not in (0, None), output
     assert output.count("rlhf_spmd: error:") == 1, output
     assert "Traceback" not in output, output

@@ -1,0 +1,134 @@
+"""Run folders and checkpoints that a resume on two ranks must refuse: one message that names the file and the mend, no
+traceback, and not a byte of the folder changed. test_bad_input.py does the same for options, strategies and prompts."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.folders import write_all
+from tests.run_mpi import mpi_command, run_limited
+from tests.unchanged import contents
+
+LIMIT_S = 120.0
+LAST = "checkpoints/iteration-000002"
+RANK_FILE = f"{LAST}/rank-0001.safetensors"
+OLDER = "to go on from iteration-000001"
+
+
+def put(run: Path, name: str, content: bytes) -> None:
+    """Replaces a file of the last checkpoint, in the manifest too: as whoever changes a checkpoint on purpose would."""
+    (run / LAST / name).write_bytes(content)
+    manifest = json.loads((run / LAST / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (run / LAST / "manifest.json").write_text(json.dumps(manifest))
+
+
+def change(run: Path, name: str, edit: Callable[[dict], object]) -> None:
+    """Edits a JSON file of the last checkpoint in the same way."""
+    values = json.loads((run / LAST / name).read_text())
+    edit(values)
+    put(run, name, json.dumps(values).encode())
+
+
+def cut(run: Path, name: str) -> None:
+    whole = (run / name).read_bytes()
+    (run / name).write_bytes(whole[: len(whole) // 2])
+
+
+def flip(run: Path, name: str) -> None:
+    whole = bytearray((run / name).read_bytes())
+    whole[-100] ^= 1
+    (run / name).write_bytes(bytes(whole))
+
+
+def edit_manifest(run: Path, edit: Callable[[dict], object]) -> None:
+    values = json.loads((run / LAST / "manifest.json").read_text())
+    edit(values)
+    (run / LAST / "manifest.json").write_text(json.dumps(values))
+
+
+def link(run: Path) -> None:
+    (run / RANK_FILE).rename(run / "elsewhere")
+    os.symlink(run / "elsewhere", run / RANK_FILE)
+
+
+def other_shapes(run: Path) -> None:
+    """One number of one tensor is missing."""
+    path = run / RANK_FILE
+    tensors = load_file(path)
+    name = min(tensors)
+    tensors[name] = tensors[name][:-1].clone()
+    about = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])["__metadata__"]
+    save_file(tensors, path, metadata=about)
+    put(run, path.name, path.read_bytes())
+
+
+CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a changed byte": (lambda run: flip(run, RANK_FILE), [RANK_FILE, "is damaged", OLDER]),
+    "a file cut short": (lambda run: cut(run, RANK_FILE), [RANK_FILE, "bytes, not", OLDER]),
+    "a missing file": (lambda run: (run / RANK_FILE).unlink(), [RANK_FILE, "is missing", OLDER]),
+    "a link": (link, [RANK_FILE, "is a link", OLDER]),
+    "no safetensors": (lambda run: put(run, "rank-0001.safetensors", b"\x80\x04pickled"), [RANK_FILE, "can't be read"]),
+    "other shapes": (other_shapes, [RANK_FILE, "has the shape", "as placed", OLDER]),
+    "half a manifest": (lambda run: cut(run, f"{LAST}/manifest.json"), ["manifest.json can't be read", OLDER]),
+    "a path outside": (
+        lambda run: edit_manifest(run, lambda values: values["files"].update({"../x": {"bytes": 1, "sha256": ""}})),
+        ["manifest.json names the file '../x', which is outside the folder", OLDER],
+    ),
+    "a later format": (
+        lambda run: edit_manifest(run, lambda values: values.update(format=2)),
+        ["manifest.json is of format 2", OLDER],
+    ),
+    "another iteration": (
+        lambda run: edit_manifest(run, lambda values: values.update(iteration=7)),
+        ["manifest.json is of iteration 7", OLDER],
+    ),
+    "no controller": (lambda run: change(run, "state.json", lambda state: state.pop("kl_coef")), ["state.json", OLDER]),
+    "an option of a later version": (
+        lambda run: change(run, "config.json", lambda config: config.update(novelty=1)),
+        ["config.json has the option novelty, which this version does not know"],
+    ),
+    "half a config": (lambda run: cut(run, "config.json"), ["config.json", "JSON"]),
+    "no strategy": (lambda run: (run / "strategy.py").unlink(), ["is not a run folder", "no strategy.py"]),
+    "half a strategy": (
+        lambda run: (run / "strategy.py").write_text("def place(workload, cluster:\n"),
+        ["strategy", "SyntaxError"],
+    ),
+    "metrics lost": (lambda run: (run / "metrics.jsonl").write_text(""), ["metrics.jsonl has 0 of the 2 iterations"]),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of two iterations on two ranks, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = [*write_all(folder), "iterations=2", "checkpoint.every=1", "num_samples=0", "--runs", str(folder)]
+    status, _, stderr = run_limited(command(*options, "--name", "finished"), limit_s=LIMIT_S)
+    assert status == 0, stderr
+    return folder / "finished"
+
+
+def command(*options: str) -> list[str]:
+    return [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_message_and_nothing_changed(name, finished, tmp_path):
+    spoil, says = CASES[name]
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    spoil(run)
+    before = contents(run)
+    status, stdout, stderr = run_limited(command("--resume", str(run), "iterations=3"), limit_s=LIMIT_S)
+    assert status not in (0, None), stdout + stderr
+    assert stderr.count("rlhf_spmd: error:") == 1, stderr
+    assert "Traceback" not in stdout + stderr
+    for words in says:
+        assert words in stderr, f"{words!r} is not in:\n{stderr}"
+    assert contents(run) == before
