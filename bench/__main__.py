@@ -18,6 +18,8 @@ BENCHES = {
     "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
     "convergence": "reward and KL under every strategy on top of each other: does the placement change them?",
     "faults": "kills at random moments under four strategies: resumed to the same bits? hangs, orphans",
+    "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
+    "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
     "report": "all rows and pictures of bench/results/ on one page, report.html",
     "tables": "the tables of README.md, written anew from bench/results/",
 }

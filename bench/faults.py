@@ -104,8 +104,9 @@ def summary(strategy: str, points: list[dict]) -> dict:
     mine = [row for row in points if row["strategy"] == strategy]
     found = {name: sum(row[name] for row in mine) for name in ("equal", "orphans", "named")}
     found |= {"hangs": sum(row["hang"] for row in mine), "slowest_end_s": max(row["end_s"] for row in mine)}
-    killed = sum(row["rank"] is not None for row in mine)  # the others had ended before
-    ok = found["equal"] == len(mine) and found["named"] == killed and not found["hangs"] and not found["orphans"]
+    found["killed"] = sum(row["rank"] is not None for row in mine)  # the others had ended before
+    ok = found["equal"] == len(mine) and found["named"] == found["killed"]
+    ok = ok and not found["hangs"] and not found["orphans"]
     return {"bench": "faults", "strategy": strategy, "ranks": NUM_RANKS, "points": len(mine), **found, "ok": ok}
 
 

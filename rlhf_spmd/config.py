@@ -100,6 +100,7 @@ class Config:
     parity_tolerance: NonNegative | None = None  # nats; None: 1e-4 in float32, 0.5 in bfloat16
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long
     num_samples: NonNegativeInt = 3  # prompts whose responses before and after are shown
+    wandb: str = ""  # project at Weights & Biases for the metrics; WANDB_MODE=offline: in the run folder
     data: Data = Data()
     generation: Generation = Generation()
     ppo: PPO = PPO()

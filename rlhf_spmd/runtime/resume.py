@@ -18,7 +18,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.runtime.checkpoint import STATE, Checkpoint, newest, without_manifest
 
-MAY_CHANGE = ("iterations", "deadline_s", "parity_tolerance", "checkpoint.", "strategy.")
+MAY_CHANGE = ("iterations", "deadline_s", "parity_tolerance", "wandb", "checkpoint.", "strategy.")
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 
 

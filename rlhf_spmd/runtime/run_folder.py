@@ -6,6 +6,7 @@
     timeline.json   Chrome trace, opens in Perfetto     actor/                 the trained model (Hugging Face)
     timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
     checkpoints/    what `train --resume` goes on from  cluster.toml           if one was given
+    wandb_id, wandb/ with `wandb=PROJECT`
 
 Only the run itself, resumed, writes into an existing folder: two runs can't mix, and no result is lost.
 """
@@ -23,14 +24,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.curves import Curves
 from rlhf_spmd.runtime.timeline import write_png
 from rlhf_spmd.runtime.trace import write_chrome
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 DIRECTORY_MODE = 0o750
 PNG_ITERATIONS = 2  # drawn in timeline.png
@@ -91,9 +90,8 @@ class RunFolder:
         self.path, self.writes = Path(path), writes
         self.notes: list[str] = []  # what could not be written and why; the console prints them at the end
         self._metrics: TextIO | None = None
-        self._tensorboard: SummaryWriter | None = None
         self._lock: TextIO | None = None
-        self._purge_step: int | None = None  # from here on, TensorBoard forgets what it was told before
+        self.curves = Curves(self.path, self.notes)
 
     @classmethod
     def create(cls, root: str | Path, *, strategy: str, name: str | None = None) -> RunFolder:
@@ -173,7 +171,7 @@ class RunFolder:
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Drops the metrics of all other iterations, which a resumed run does again."""
-        self._purge_step = len(rows)
+        self.curves.purge_step = len(rows)
         self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def samples_before(self) -> list[tuple[str, float]]:
@@ -183,22 +181,17 @@ class RunFolder:
         return [(row["before"], row["reward_before"]) for row in rows]
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float | str]) -> None:
-        """One line of metrics.jsonl and one step in TensorBoard, on disk when this returns. No NaN in JSON: null."""
+        """One line of metrics.jsonl and one point of each curve, on disk when this returns. No NaN in JSON: null."""
         if not self.writes:
             return
         with writing(self.path / "metrics.jsonl"):
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a")
-                self._tensorboard = self._open_tensorboard()
             row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                if isinstance(value, str):  # tokens_sha256
-                    continue
-                self._tensorboard.add_scalar(f"{METRICS.get(name, 'other')}/{name}", value, iteration)
-            self._tensorboard.flush()
+        values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
+        self.curves.add(iteration, {f"{METRICS.get(name, 'other')}/{name}": value for name, value in values.items()})
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt: before training first, with the responses after it at the end."""
@@ -222,19 +215,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Closes the files that stay open during a run."""
-        for file in (self._metrics, self._tensorboard):
-            if file is not None:
-                file.close()
-        self._metrics = self._tensorboard = None
-
-    def _open_tensorboard(self) -> SummaryWriter | None:
-        # Imported with the first metrics and on rank 0 only: 0.1 to 0.2 s that no start-up waits for.
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            self.notes.append(f"no TensorBoard events, because it can't be imported ({error}): pip install tensorboard")
-            return None
-        return SummaryWriter(self.path, purge_step=self._purge_step)
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = None
+        self.curves.close()
 
     def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
         self._write(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")

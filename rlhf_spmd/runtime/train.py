@@ -291,6 +291,9 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
         if origin.cluster:
             folder.write_cluster(origin.cluster)
+        if job.config.wandb and folder.writes:
+            place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
+            folder.notes.append(f"Weights & Biases: {place}")
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> State:

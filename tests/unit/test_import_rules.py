@@ -58,6 +58,7 @@ FENCES = {
     "deepspeed": "rlhf_spmd.runtime.train_engine",
     "transformers": "rlhf_spmd.model.hf",
     "triton": "rlhf_spmd.kernels",
+    "wandb": "rlhf_spmd.runtime.curves",
 }
 LAZY = "rlhf_spmd.__main__"  # at module level it imports errors and the standard library, nothing else
 NOT_PACKAGES = (

@@ -1,0 +1,53 @@
+"""Curves on Weights & Biases, by its own package in its offline mode, and what is said where it can't be used."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.curves import WANDB_ID, Curves
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch, tmp_path_factory):
+    """A user whom Weights & Biases does not know."""
+    home = tmp_path_factory.mktemp("home")
+    for name, value in {"HOME": home, "NETRC": home / "netrc", "WANDB_CONFIG_DIR": home}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def draw(folder: Path, *steps: int) -> str:
+    curves = Curves(folder, [])
+    place = curves.start_wandb("a-project", {"seed": 3})
+    for step in steps:
+        curves.add(step, {"reward/reward": step / 4})
+    curves.close()
+    return place
+
+
+def test_a_resumed_run_has_the_same_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    places = [draw(tmp_path, 0, 1), draw(tmp_path, 1, 2)]
+    name = (tmp_path / WANDB_ID).read_text()
+    assert re.fullmatch("[0-9a-f]{16}", name)
+    for place in places:
+        (run,) = Path(place).parent.glob(f"run-{name}.wandb")
+        content = run.read_bytes()
+        assert b"reward/reward" in content and b"a-project" in content and b"0.25" in content
+
+
+def test_a_user_who_is_not_logged_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    code = f"from pathlib import Path\nfrom tests.unit.test_curves import draw\ndraw(Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)  # the package reads it once
+    assert re.search("UserError: wandb=a-project: .* can't be used .*run `wandb login`, or set WANDB_MODE", done.stderr)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="wandb=a-project needs the package wandb .*: pip install wandb"):
+        draw(tmp_path)
