@@ -1,18 +1,20 @@
 """Kills at random moments: does a resumed run end with the same bits, is the dead rank named, does anything hang, is a
 process left behind?
 
-Each point starts a run on four ranks, kills a random rank with SIGKILL at a random moment between the start of its
-first iteration and its end, and resumes it. What that leaves (metrics but for times, weights, moments, responses) is
-compared byte by byte with an undisturbed run. Rows are added as they come: an interrupted bench goes on where it was.
+A run on four ranks is killed four times: each time a random rank gets SIGKILL at a random moment, the first time in the
+first quarter of the iterations, the last time in the last, and the run is resumed. What it leaves in the end (metrics
+but for times, weights, moments, responses) is compared byte by byte with an undisturbed run: one kill that spoils it
+spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
-Cost: a quarter of a minute per point on an idle machine, so 12 points with --quick are a few minutes and all 400 two
-hours. Command: python -m bench faults [--quick]
+Cost: half a minute for four kills on an idle machine, so 12 with --quick are three minutes and all 400 an hour.
+Command: python -m bench faults [--quick]
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,11 +26,13 @@ from bench.rows import REPOSITORY, RESULTS, provenance, write
 from bench.tables import read_rows, text_table
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
-NUM_RANKS, NUM_POINTS, NUM_QUICK = 4, 100, 3
+NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
+NUM_RUNS = 25  # of a strategy
+NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
 LIMIT_S = 300.0
-ITERATIONS = 5
+ITERATIONS = 8  # a multiple of NUM_KILLS
 OPTIONS = ["rollout_batch=32", "mini_batch=16", "ppo.epochs=2", "generation.max_new_tokens=12", "num_samples=2"]
 OPTIONS += [f"iterations={ITERATIONS}", "checkpoint.every=1", "ppo.kl_controller=adaptive", "deadline_s=30"]
 TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
@@ -37,14 +41,12 @@ POINTS = RESULTS / "fault_points.jsonl"
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench faults", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{NUM_QUICK} points per strategy, kept out of the results"
-    )
+    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} kills per strategy, kept out of the results")
     quick = parser.parse_args(arguments).quick
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         points = Path(folder) / "points.jsonl" if quick else POINTS
         for strategy in STRATEGIES:
-            measure(strategy, NUM_QUICK if quick else NUM_POINTS, points, Path(folder))
+            measure(strategy, 1 if quick else NUM_RUNS, NUM_QUICK if quick else NUM_KILLS, points, Path(folder))
         rows = [summary(strategy, read_rows(points)) for strategy in STRATEGIES]
     if not quick:
         write("faults", rows)
@@ -56,47 +58,53 @@ def main(arguments: list[str]) -> int:
     return 0 if result["ok"] else 1
 
 
-def measure(strategy: str, num_points: int, points: Path, folder: Path) -> None:
-    """Adds the points of a strategy that are not there yet."""
-    done = {row["point"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
+def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
+    """Adds the runs of a strategy that are not there yet."""
+    done = {row["run"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
     options = [*OPTIONS, "--strategy", strategy]
     expected, iteration_s = None, 0.0
-    for point in range(num_points):
-        if point in done:
-            continue
+    for run in sorted(set(range(num_runs)) - done):
         if expected is None:
             alone = Started(NUM_RANKS, folder / strategy, *options)
             status, stderr = alone.end()
             assert status == 0, stderr
             expected, iteration_s = outcome(alone.folder), slowest_s(alone.folder)
-        row = {"bench": "faults", "strategy": strategy, "point": point}
-        row |= one(options, folder / f"{strategy}-{point}", expected, iteration_s, seed=f"{strategy} {point}")
+        rows = killed(options, folder / f"{strategy}-{run}", expected, iteration_s, num_kills, f"{strategy} {run}")
+        about = {"bench": "faults", "strategy": strategy, "run": run}
         points.parent.mkdir(exist_ok=True)
         with points.open("a") as file:
-            file.write(json.dumps(row | provenance()) + "\n")
-        told = ", ".join(f"{name} {row[name]}" for name in ("rank", "iterations", "equal", "hang", "orphans", "named"))
-        print(f"{strategy} {point}: {told}", flush=True)
+            file.write("".join(json.dumps(about | row | provenance()) + "\n" for row in rows))
+        names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")
+        for row in rows:
+            print(f"{strategy} {run}: " + ", ".join(f"{name} {row[name]}" for name in names), flush=True)
 
 
-def one(options: list[str], folder: Path, expected: dict, iteration_s: float, *, seed: str) -> dict:
-    """One point: killed, looked after, resumed, compared."""
-    dice = random.Random(seed)
-    started = Started(NUM_RANKS, folder, *options)
-    started.wait_for(dice.randrange(ITERATIONS))
-    time.sleep(dice.uniform(0, iteration_s))
-    ranks = started.ranks()
-    pid = dice.choice(sorted(ranks)) if ranks else None
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-    began = time.monotonic()
-    status, stderr = started.end(limit_s=DEADLINE_S)
-    row = {"rank": ranks.get(pid), "iterations": num_iterations(folder), "end_s": time.monotonic() - began}
-    row |= {"hang": status is None, "orphans": started.num_left(), "named": f"rank {ranks.get(pid)}" in stderr}
-    resumed = Started(NUM_RANKS, folder, "--resume")
-    status, stderr = resumed.end()
-    row["orphans"] += resumed.num_left()
-    row["why_not"] = stderr[-500:] if status else ""
-    return row | {"hang": row["hang"] or status is None, "equal": status == 0 and outcome(folder) == expected}
+def killed(
+    options: list[str], folder: Path, expected: dict, iteration_s: float, num_kills: int, seed: str
+) -> list[dict]:
+    """A run that is killed so many times, looked after, resumed each time and compared in the end: a row per kill."""
+    dice, rows = random.Random(seed), []
+    started, part = Started(NUM_RANKS, folder, *options), ITERATIONS // num_kills
+    for kill in range(num_kills):
+        started.wait_for(kill * part + dice.randrange(part))
+        time.sleep(dice.uniform(0, iteration_s))
+        ranks = started.ranks()
+        pid = dice.choice(sorted(ranks)) if ranks else None
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        status, stderr = started.end(limit_s=DEADLINE_S)
+        row = {"kill": kill, "rank": ranks.get(pid), "iterations": num_iterations(folder)}
+        row |= {"end_s": time.monotonic() - began, "hang": status is None, "orphans": started.num_left()}
+        rows.append(row | {"named": f"rank {ranks.get(pid)} of" in stderr})
+        started = Started(NUM_RANKS, folder, "--resume")
+    status, stderr = started.end()
+    equal = status == 0 and outcome(folder) == expected
+    rows[-1]["hang"] |= status is None
+    rows[-1]["orphans"] += started.num_left()
+    why_not = stderr[-500:] if status else ""
+    shutil.rmtree(folder)
+    return [row | {"equal": equal, "why_not": why_not} for row in rows]
 
 
 def summary(strategy: str, points: list[dict]) -> dict:
@@ -133,11 +141,12 @@ class Started:
         )
 
     def wait_for(self, iterations: int) -> None:
-        """Returns when so many iterations are done, at least one has begun, or the run has ended."""
+        """Returns when so many iterations are done (of a new run: the first one has begun) and there are ranks, or the
+        run has ended."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
             begun = (self.folder / "samples.txt").exists() or iterations > 0
-            if begun and num_iterations(self.folder) >= iterations:
+            if begun and num_iterations(self.folder) >= iterations and self.ranks():
                 return
             time.sleep(0.005)
 

@@ -81,12 +81,12 @@ CASES = {
             "is stopped",
             WHERE[0],
         ),
-        limit_s=DEADLINE_S + 10,
+        limit_s=DEADLINE_S + 25,
     ),
     "another collective": Case(
         "__import__('torch').distributed.barrier()",
         ("rank 1 (host ", "did not come to iteration 1: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
-        limit_s=DEADLINE_S + 10,
+        limit_s=DEADLINE_S + 25,
     ),
     "disk full": Case(
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",

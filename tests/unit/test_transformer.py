@@ -149,7 +149,7 @@ def test_padding_never_reaches_a_real_token():
     mine = ours(theirs("llama"))
     tokens_BT = some_tokens(1, 8, mine.config.vocab_size)
     padded_BT = torch.cat((tokens_BT, torch.full((1, 5), -1)), 1)
-    torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=1e-6, rtol=0)
+    torch.testing.assert_close(mine(padded_BT)[:, :8], mine(tokens_BT), atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "yarn", "mistral window"])
