@@ -328,4 +328,4 @@ def test_recomputation_under_zero_3(world, make_group, cheap_garbage_collection,
     assert states[0]["norm.weight"].std() > 0.01
     assert all(torch.equal(weight, states[1][key]) for key, weight in states[0].items())
     for key, weight in states[0].items():  # Adam's first steps scale a gradient of rounding alone up to the rate
-        torch.testing.assert_close(states[2][key], weight, rtol=0, atol=1e-3)
+        torch.testing.assert_close(states[2][key], weight, rtol=0, atol=1e-2)  # of two steps of 0.1
