@@ -125,8 +125,8 @@ def wait_for(draft: Path, names: Iterable[str], *, deadline_s: float) -> dict[st
             return found
         if time.monotonic() - began > deadline_s:
             raise UserError(
-                f"{draft / lacking[0]} has not been written within deadline_s; is the run folder on a disk that all "
-                "hosts share, and fast enough?"
+                f"{draft / lacking[0]} has not been written within {deadline_s:g} s; is the run folder on a disk that "
+                "all hosts share, and fast enough? If it is, raise deadline_s"
             )
         time.sleep(POLL_S)
 

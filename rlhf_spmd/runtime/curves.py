@@ -7,6 +7,7 @@ draws over what it does again.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,15 +39,15 @@ class Curves:
         except ImportError as error:
             raise UserError(f"wandb={project} needs the package wandb ({error}): pip install wandb") from None
         path = self.folder / WANDB_ID
-        if not path.exists():
-            path.write_text(hashlib.sha256(str(self.folder.absolute()).encode()).hexdigest()[:16])
+        new = hashlib.sha256(f"{self.folder.absolute()} {time.time()}".encode()).hexdigest()[:16]
+        name = path.read_text() if path.exists() else new
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_S)
         try:
             self._wandb = wandb.init(
                 project=project,
                 dir=self.folder,
                 name=self.folder.name,
-                id=path.read_text(),
+                id=name,
                 resume="allow",
                 config=dict(config),
                 settings=settings,
@@ -54,6 +55,7 @@ class Curves:
         except wandb.errors.Error as error:
             text = f"wandb={project}: Weights & Biases can't be used ({str(error).strip()})"
             raise UserError(f"{text}; run `wandb login`, or set WANDB_MODE=offline") from None
+        path.write_text(name)
         return self._wandb.dir if self._wandb.offline else self._wandb.url
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:

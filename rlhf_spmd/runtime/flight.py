@@ -36,7 +36,8 @@ TEXT_BYTES = 254
 BOARD_AT = struct.calcsize("<8s i i i 64s 512s")
 DEVICE_AT = BEAT_AT + struct.calcsize("<d d q q")
 END_OF_ENTRY_AT = struct.calcsize("<i i d")
-assert END_AT + END.size <= RING_AT
+LEFT_AT = END_AT + END.size  # a byte
+assert LEFT_AT < RING_AT
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,10 @@ class Flight:
         """What this rank does now, as Record.where."""
         _, _, _, _, length, text = NOW.unpack_from(self.memory, NOW_AT)
         return where(text[:length].decode(errors="replace"), self.position, self.num_instructions)
+
+    def leave(self) -> None:
+        """From here on this rank may end: whatever there is to say has been said, or will be."""
+        self.memory[LEFT_AT] = 1
 
     def set_device_bytes(self, num_bytes: int) -> None:
         """Memory in use on this rank's device."""

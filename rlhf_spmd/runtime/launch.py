@@ -24,6 +24,12 @@ def num_launched(environment: Mapping[str, str]) -> int:
     return int(_with_tasks(environment)[launcher[0]]) if launcher else 1
 
 
+def rank_launched(environment: Mapping[str, str]) -> int | None:
+    """The rank that the nearest launcher gave this process; None without a launcher."""
+    launcher = _launcher(environment)
+    return int(environment[launcher[1]]) if launcher else None
+
+
 def _launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
     known = _with_tasks(environment)
     return next(((count, rank) for count, rank, _ in LAUNCHERS if count in known and rank in known), None)

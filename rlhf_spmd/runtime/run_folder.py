@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import socket
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ from rlhf_spmd.runtime.timeline import write_png
 from rlhf_spmd.runtime.trace import write_chrome
 
 DIRECTORY_MODE = 0o750
+CONFIG = "config.json"
+BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml")
+FIND_S = 10.0  # a file system may show a folder so much later to other hosts
 PNG_ITERATIONS = 2  # drawn in timeline.png
 
 # The standard metrics and their group in TensorBoard. Sums and means are global: over all ranks.
@@ -106,7 +110,8 @@ class RunFolder:
             if not root.is_dir():
                 root.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
             if name is not None:
-                (root / name).mkdir(DIRECTORY_MODE)
+                if not _begun_only(root / name):
+                    (root / name).mkdir(DIRECTORY_MODE)
                 return cls(root / name)
             stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
             for number in range(1, 10_000):
@@ -123,6 +128,17 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None
         raise AssertionError(f"10,000 runs called {stem}")
+
+    def find(self) -> None:
+        """Raises UserError if the folder that rank 0 has made is not there on this rank's host."""
+        end = time.monotonic() + FIND_S
+        while not self.path.is_dir():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the run folder {self.path} is not there on {socket.gethostname()}: put it on a disk that all "
+                    "hosts share (--runs FOLDER)"
+                )
+            time.sleep(FIND_S / 100)
 
     def lock(self) -> None:
         """Until this process ends, nobody else may run in the folder. Raises UserError if somebody does."""
@@ -142,7 +158,7 @@ class RunFolder:
         return self.path / "actor"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        self._write_json("config.json", config)
+        self._write_json(CONFIG, config)
 
     def write_strategy(self, source: str) -> None:
         self._write("strategy.py", source)
@@ -229,8 +245,18 @@ class RunFolder:
             return
         temporary = self.path / f".{name}.{os.getpid()}"
         with writing(self.path / name):
-            temporary.write_text(text, errors="backslashreplace")
+            with temporary.open("w", errors="backslashreplace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # a power failure, too, leaves one of the two
             temporary.replace(self.path / name)
+
+
+def _begun_only(path: Path) -> bool:
+    """Whether a run was killed here before its folder was that of a run, which config.json, the last to come, makes
+    it."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {CONFIG}
+    return all(name in BEFORE_CONFIG or name.startswith(f".{CONFIG}.") for name in names)
 
 
 @contextmanager

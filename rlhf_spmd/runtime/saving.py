@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_spmd.runtime import checkpoint as files
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.train_state import collect, write_tensors
+from rlhf_spmd.runtime.watch import LONGEST_WAIT
 from rlhf_spmd.runtime.world import World
 
 
@@ -89,7 +90,8 @@ class Saver:
             written[name] = files.write(draft / name, [text.encode(errors="backslashreplace")])
         self._mine_written.set()
         others = [files.rank_file(rank) for rank in self.writers if rank > 0]
-        written |= files.wait_for(draft, others, deadline_s=self.world.deadline_s)
+        # one that can't write says so itself, one that dies ends the job: so it is only the disk that may be slow
+        written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
         with suppress(FileNotFoundError):  # metrics of these iterations must not be lost while the weights are not
             descriptor = os.open(self.run / "metrics.jsonl", os.O_RDONLY)
             os.fsync(descriptor)

@@ -1,11 +1,13 @@
 """A parent for every rank, which says how the rank ended when it could not say so itself, and leaves nothing behind.
 
-A process that gets SIGKILL or SIGSEGV has no last words, and the launcher then ends all others at once. So the program
-forks before it loads MPI: the child is the rank, and the parent does nothing but wait for it, pass signals on, and copy
-the rank's flight record (flight.py) into the run folder. The rank ends with its parent (PR_SET_PDEATHSIG), the parent
-with its launcher, in whatever way these end. Costs a fork at the start and two small file writes a second.
+A process that gets SIGKILL or SIGSEGV, or whose code calls exit, has no last words, and the launcher then ends all
+others at once. So the program forks before it loads MPI: the child is the rank, and the parent does nothing but wait
+for it, pass signals on, and copy the rank's flight record (flight.py) into the run folder. The rank ends with its
+parent (PR_SET_PDEATHSIG), the parent with its launcher, in whatever way these end. Costs a fork at the start and two
+small file writes a second.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import fcntl
@@ -15,6 +17,7 @@ import resource
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +31,7 @@ from rlhf_spmd.runtime.flight import (
     DEVICE_AT,
     END,
     END_AT,
+    LEFT_AT,
     NUMBER,
     SIZE,
     Flight,
@@ -47,6 +51,7 @@ SIGNALS = frozenset(
 ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # who gets one knows why it ends
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which reaches the rank by itself
 STACK_LINES = 6
+OOM_TICKS = 20  # who dies so soon after the kernel ended processes for want of memory may be one of them
 CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
 
@@ -65,7 +70,9 @@ def supervised() -> Flight:
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
-    return Flight(memory)
+    flight = Flight(memory)
+    atexit.register(flight.leave)
+    return flight
 
 
 class Supervisor:
@@ -74,7 +81,7 @@ class Supervisor:
     def __init__(self, memory: mmap.mmap, stack: int, child: int):
         self.memory, self.stack, self.child = memory, stack, child
         self.launcher = os.getppid() if launch.num_launched(os.environ) > 1 else None
-        self.num_oom_kills = _num_oom_kills()
+        self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.board: int | None = None
         self.asked: set[int] = set()
         self.most_bytes = 0
@@ -109,6 +116,7 @@ class Supervisor:
             (device_bytes,) = NUMBER.unpack_from(self.memory, DEVICE_AT)
             beat = time.time(), processor_s, num_bytes, self.most_bytes, device_bytes, state.encode()
             BEAT.pack_into(self.memory, BEAT_AT, *beat)
+        self.num_oom_kills.append(_num_oom_kills())
         if self.board is None:
             self._open_board()
         self._keep()
@@ -137,14 +145,17 @@ class Supervisor:
         END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
         self._keep()
         asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
-        if number and not asked and claim(self.board):
-            record = parse(self.memory)
-            text = last_words(record, number, most_bytes, _num_oom_kills() - self.num_oom_kills) + self._stack()
+        record = parse(self.memory)
+        lost = not asked if number else bool(record.host) and not self.memory[LEFT_AT]
+        status = 128 + number if number else status or int(lost)
+        if lost and claim(self.board):
+            by_kernel = _num_oom_kills() > self.num_oom_kills[0]
+            text = last_words(record, most_bytes, by_kernel=by_kernel) + self._stack()
             keep_message(record.run, text)
             os.write(2, f"rlhf_spmd: error: {text}\n".encode())
             time.sleep(LINGER_S)
-            launch.abort(os.environ, 128 + number)
-        os._exit(128 + number if number else status)
+            launch.abort(os.environ, status)
+        os._exit(status)
 
     def _stack(self) -> str:
         """Where Python was when a fatal signal came, from faulthandler."""
@@ -156,22 +167,26 @@ class Supervisor:
         return ""
 
 
-def last_words(record: Record, number: int, most_bytes: int, num_oom_kills: int) -> str:
-    """What to say about a rank that signal `number` ended."""
-    host = record.host or socket.gethostname()
-    name = f"rank {record.rank} of {record.size}" if record.host else "a rank"  # known once it has met the others
-    who = f"{name} (host {host}, process {record.process})"
+def last_words(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
+    """What to say about a rank that a signal or its own exit ended. by_kernel: it may have been for want of memory."""
+    rank, size = record.rank, record.size
+    if not record.host:  # it has not met the others, but the launcher has numbered it
+        rank, size = launch.rank_launched(os.environ) or 0, launch.num_launched(os.environ)
+    who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
     doing = f"in {record.where}" if record.num_begun else "before it had met the others"
     since = f", {time.time() - record.since_s:.1f} s after it began that" if record.num_begun else ""
     used = f"{most_bytes / 2**30:.1f} GiB"
-    if number == signal.SIGKILL and num_oom_kills:
+    if record.signal == signal.SIGKILL and by_kernel:
         why = f"the kernel of this host has just ended processes for want of memory; this one had used {used} at most"
-    elif number == signal.SIGKILL:
+    elif record.signal == signal.SIGKILL:
         why = f"somebody sent it, or the batch system did, perhaps for its memory ({used} at most)"
-    else:
+    elif record.signal:
         why = f"its own code failed, most likely compiled code (memory {used} at most)"
+    else:
+        why = "code that it runs called exit (os._exit, or exit in compiled code)"
+    ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
     go_on = how_to_go_on(record.run, record.size)
-    return f"{who} was ended by {signal.Signals(number).name} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
+    return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
 
 
 def claim(board: int | None) -> bool:
@@ -194,6 +209,15 @@ def process_fields(process: int) -> tuple[str, float, int] | None:
     except OSError:
         return None
     return fields[0], (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[21]) * PAGE_BYTES
+
+
+def waits_for_disk() -> bool:
+    """Whether a thread of this process is in uninterruptible sleep, e.g. until a file is safe."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if path.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
 
 
 def _num_oom_kills() -> int:

@@ -214,6 +214,7 @@ def train(
             with recorder.span("checkpoint", "control"):
                 saver.save(number + 1, about | report.run_state(state))
         saver.check()
+    saver.finish()  # at once: whatever fails from here on, the run can be resumed
     if before:
         samples = report.join_samples(job, before, report.sample_responses(job))
         folder.write_samples(samples)
@@ -221,7 +222,6 @@ def train(
     save_actor(job, folder)
     if answers:
         _write_timeline(job, folder, console, recorder, answers, f"{origin.strategy} on {ranks}", calibration)
-    saver.finish()
     folder.close()
     result = report.result(origin.strategy, world.size, history, time.perf_counter() - started, folder)
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
@@ -239,7 +239,8 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
     else:
         path = origin.resumed.folder
     folder = RunFolder(path, writes=world.rank == 0)
-    with world.together("locking the run folder"):
+    with world.together("opening the run folder"):
+        folder.find()
         folder.lock()
     return folder
 
@@ -283,17 +284,17 @@ def begin(
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
     """Writes what runs into the run folder, and drops what a resumed run does again. Collective; raises UserError."""
     with job.world.together("describing the run"):
+        if job.config.wandb and folder.writes:  # first, since it may fail
+            place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
+            folder.notes.append(f"Weights & Biases: {place}")
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
             folder.keep_metrics(history)
-        folder.write_config(resolved(job.config))
         folder.write_strategy(origin.source)
         folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
         if origin.cluster:
             folder.write_cluster(origin.cluster)
-        if job.config.wandb and folder.writes:
-            place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
-            folder.notes.append(f"Weights & Biases: {place}")
+        folder.write_config(resolved(job.config))  # last: with it, the folder is that of a run
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> State:

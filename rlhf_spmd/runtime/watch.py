@@ -9,7 +9,6 @@ wait whatever the reason.
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import threading
@@ -20,7 +19,7 @@ from rlhf_spmd.runtime.board import Said
 from rlhf_spmd.runtime.divergence import Standing, Steps, diagnose
 from rlhf_spmd.runtime.failures import HungError, name_ranks
 from rlhf_spmd.runtime.flight import NOWHERE
-from rlhf_spmd.runtime.supervise import process_fields
+from rlhf_spmd.runtime.supervise import process_fields, waits_for_disk
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.world import World
@@ -78,8 +77,7 @@ class Watch:
         begun = world.flight.count
         busy = work - self._work >= BUSY_SHARE * world.deadline_s or disk != self._disk
         if now - self._life > world.deadline_s / 2 and not world.is_meeting:
-            fields = process_fields(os.getpid())
-            busy = busy or (fields is not None and fields[0] == "D")  # waits for a disk, e.g. for a file to be safe
+            busy = busy or waits_for_disk()
         was_stopped = now - self._looked > (SILENT_LOOKS + 1) * self.look_s + 1.0  # the whole job may have been
         if begun != self._begun or (busy and not world.is_meeting) or was_stopped:
             self._life, self._begun, self._work, self._disk = now, begun, work, disk

@@ -90,7 +90,7 @@ class World:
             if first.rank != min(set(range(comm.size)) - set(late.ranks)):
                 time.sleep(SECOND_REPORT_S)
             print_error(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
-            _end_job(USER_STATUS)
+            _end_job(USER_STATUS, flight or Flight())
         control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # everyone is here, so MPI's own collectives, which know no deadline, may be used for a moment
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -210,7 +210,7 @@ class World:
         status = CRASH_STATUS if any("crash" in failure for failure in told.values()) else USER_STATUS
         with suppress(Late, Failed):  # the first to end ends all, so not before the message is out
             self.control.exchange("leaving", b"", deadline_s=5.0)
-        atexit.register(_end_job, status)
+        atexit.register(_end_job, status, self.flight)
         raise _Leaving(status) from None
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -222,7 +222,7 @@ class World:
         if isinstance(error, _Leaving):
             raise error
         if isinstance(error, KeyboardInterrupt):
-            _end_job(INTERRUPTED_STATUS)
+            _end_job(INTERRUPTED_STATUS, self.flight)
         if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
             time.sleep(LOST_S)  # a rank that died has a supervisor, who knows how
         if not self.board.claim():
@@ -233,7 +233,7 @@ class World:
         keep_message(self.flight.run, text.removeprefix(PREFIX))
         print_error(text)
         mendable = isinstance(error, UserError) or failures.in_words(error) is not None
-        _end_job(USER_STATUS if mendable else CRASH_STATUS)
+        _end_job(USER_STATUS if mendable else CRASH_STATUS, self.flight)
 
     # torch.distributed
 
@@ -372,8 +372,9 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _end_job(status: int) -> NoReturn:
+def _end_job(status: int, flight: Flight) -> NoReturn:
     """Ends all processes of the job with this status; the report is out, so MPI's own words go nowhere."""
+    flight.leave()
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(FORWARD_S)

@@ -1,5 +1,6 @@
 """A supervisor changes nothing about a program but what is said of its end. No MPI here; a second in all."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,10 +71,28 @@ def test_a_crash_shows_where_python_was():
     assert "was ended by SIGSEGV before it had met the others" in found.stderr and "in hurt" in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("launched", "name"), [({}, "rank 0 of 1"), ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "rank 2 of 4")]
+)
+def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
+    process, child = start("time.sleep(60)", **launched)
+    os.kill(child, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert f"{name} (host " in stderr and "was ended by SIGKILL before it had met the others" in stderr, stderr
+
+
+@pytest.mark.parametrize(("status", "told"), [(0, 1), (3, 3)])
+def test_an_exit_that_says_nothing_is_told(status, told):
+    found = run(f"flight.identify(1, 2, 'a-host', -1)\nos._exit({status})")
+    assert found.returncode == told and found.stderr.count(PREFIX) == 1
+    assert "rank 1 of 2 (host a-host, process " in found.stderr and f"exited with {status}" in found.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(number):
     process, _ = start(
-        f"signal.signal({number:d}, lambda *_: (print('got it', flush=True), os._exit(5)))\n"
+        f"signal.signal({number:d}, lambda *_: (print('got it', flush=True), sys.exit(5)))\n"
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     assert process.stdout.readline() == "ready\n"

@@ -295,7 +295,7 @@ def test_draws_the_same_tokens(team, name, options):
     expected, found = (generate(model, prompts_BP, draws_BG, **options) for model in (whole, mine))
     assert torch.equal(found[0], expected[0])
     assert len(expected[0].unique()) > 5
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-5)
     assert (found[2] is None) == (expected[2] is None)
     if expected[2] is not None:
         assert torch.equal(found[2].sort(-1)[0], expected[2].sort(-1)[0])

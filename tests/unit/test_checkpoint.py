@@ -147,7 +147,7 @@ def test_a_full_disk_is_told_and_changes_nothing(root, monkeypatch):
 
 def test_a_file_that_never_comes_is_named(tmp_path):
     draft = checkpoint.make_draft(tmp_path, 3)
-    with pytest.raises(UserError, match="rank-0007.safetensors.*deadline_s.*share"):
+    with pytest.raises(UserError, match="rank-0007.safetensors.* within 0.05 s.*share.*deadline_s"):
         checkpoint.wait_for(draft, [rank_file(7)], deadline_s=0.05)
 
 

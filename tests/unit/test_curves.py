@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,10 @@ def test_a_resumed_run_has_the_same_id(tmp_path, monkeypatch):
     assert re.fullmatch("[0-9a-f]{16}", name)
     for place in places:
         (run,) = Path(place).parent.glob(f"run-{name}.wandb")
-        content = run.read_bytes()
-        assert b"reward/reward" in content and b"a-project" in content and b"0.25" in content
+        end = time.monotonic() + 10  # a process of its own writes it
+        while not all(part in run.read_bytes() for part in (b"reward/reward", b"a-project", b"0.25")):
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
 
 def test_a_user_who_is_not_logged_in(tmp_path, monkeypatch):

@@ -38,9 +38,30 @@ def test_names_are_made_and_never_reused(tmp_path, monkeypatch):
     names = [RunFolder.create(root, strategy="strategies/my strategy.py").path.name for _ in range(3)]
     stem = "20250102-030405-my-strategy"
     assert names == [stem, f"{stem}-2", f"{stem}-3"]
-    assert RunFolder.create(root, strategy="flattening", name="mine").path == root / "mine"
+    mine = RunFolder.create(root, strategy="flattening", name="mine")
+    assert mine.path == root / "mine"
+    mine.write_config({})
     with pytest.raises(UserError, match="mine exists already and is never overwritten"):
         RunFolder.create(root, strategy="flattening", name="mine")
+
+
+def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
+    """A job that is put back into the queue comes with its name again, and there is nothing to resume."""
+    first = RunFolder.create(tmp_path, strategy="flattening", name="job-1")
+    first.lock()
+    first.write_strategy("")
+    (first.path / ".config.json.123").write_text("{")  # killed
+    assert RunFolder.create(tmp_path, strategy="flattening", name="job-1").path == first.path
+    (first.path / "notes.txt").write_text("somebody else's")
+    with pytest.raises(UserError, match="job-1 exists already"):
+        RunFolder.create(tmp_path, strategy="flattening", name="job-1")
+
+
+def test_a_folder_that_other_hosts_do_not_see_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_spmd.runtime.run_folder.FIND_S", 0.05)
+    RunFolder(tmp_path).find()
+    with pytest.raises(UserError, match="nowhere is not there on .*: put it on a disk that all hosts share"):
+        RunFolder(tmp_path / "nowhere").find()
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp", "a/"])
