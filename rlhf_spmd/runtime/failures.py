@@ -127,8 +127,8 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     """The message about one rank's failure. reporter: this rank, if the message must name it; where: what it does."""
     text = str(error) if isinstance(error, UserError) else in_words(error)
     said = isinstance(error, DeadlineError | PeerError)  # these name ranks and place themselves
-    place = f", in {where}" if where and not said else ""
-    by = f" (reported by {reporter}{place})" if reporter and not said else ""
+    parts = [f"reported by {reporter}"] * bool(reporter) + [f"in {where}"] * bool(where)
+    by = f" ({', '.join(parts)})" if parts and not said else ""
     if text is not None:
         lines = [f"{PREFIX}{text}{by}"]
     else:

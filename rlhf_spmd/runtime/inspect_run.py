@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.divergence import Divergence, Standing, Steps, diagnose
 from rlhf_spmd.runtime.flight import NOWHERE, Entry, Record, newest_checkpoint, read_message, read_records
+from rlhf_spmd.runtime.signals import TERMINATED_STATUS
 
 STALE_S = 15.0  # supervisors write twice a second, but a file system of several nodes may show it later
 RECENT = 10  # iterations that rates are taken from
@@ -161,6 +162,8 @@ def _total(run: Path) -> int | None:
 
 
 def _state_of(records: Sequence[Record], now: float) -> str:
+    if all(record.end_s and record.status == TERMINATED_STATUS for record in records):
+        return "ended by SIGTERM"
     if all(record.end_s for record in records):
         return "finished" if not any(record.status or record.signal for record in records) else "failed"
     if any(record.end_s and (record.status or record.signal) for record in records):

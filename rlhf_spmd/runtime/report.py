@@ -1,6 +1,7 @@
 """From what the ranks said to what a person reads: metrics of an iteration, samples before and after, the result."""
 
 import hashlib
+import importlib.util
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ class Command:
     overrides: Sequence[str]
 
 
-END_BYTES = 2**16  # of a file
+PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 SAMPLE_ITERATION = 2**32 - 1  # the uniforms of the samples before and after: apart from those of any iteration
 
 
@@ -114,23 +115,54 @@ def inputs(job: "Job") -> dict[str, str]:
     """Fingerprints of what a run reads beside its options, by name."""
     config = job.config
     found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    path = Path(config.reward_function.rpartition(":")[0])
-    if path.suffix == ".py" and path.is_file():
+    path = _source(config.reward_function.rpartition(":")[0])
+    if path is not None:
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in model_folders(config).values() if folder)
     return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
 
 
+def _source(name: str) -> Path | None:
+    """The file of a reward function: of a module by its name, or a file.py; None if there is none."""
+    if not name or name.endswith(".py"):
+        return Path(name) if Path(name).is_file() else None
+    found = importlib.util.find_spec(name)
+    return Path(found.origin) if found is not None and found.origin and Path(found.origin).is_file() else None
+
+
 def _fingerprint(folder: Path) -> str:
-    """Of a model folder: names, sizes and both ends of its files. Other weights differ there, and it is read in no
-    time."""
+    """Of a model folder: names and sizes of its files, and pieces of them, near enough to one another to meet every
+    layer of a model. It is read in no time."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes} ".encode())
         with path.open("rb") as file:
-            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(END_BYTES))
-            file.seek(max(0, path.stat().st_size - END_BYTES))
-            digest.update(file.read(END_BYTES))
+            for start in range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES)):
+                file.seek(start)
+                digest.update(file.read(PIECE_BYTES))
+            file.seek(max(0, num_bytes - PIECE_BYTES))
+            digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()
+
+
+def surroundings(job: "Job") -> dict[str, str]:
+    """What the last bits of a run's numbers depend on, beside its options and inputs."""
+    return {
+        "program": job.program.fingerprint,
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def changed(job: "Job", before: Mapping[str, str]) -> str:
+    """What to say when a run goes on in other surroundings than its checkpoint was made in; empty if in the same."""
+    now, told = surroundings(job), []
+    for name in now:
+        if before.get(name, now[name]) != now[name]:
+            told.append("another program" if name == "program" else f"{name} {now[name]} instead of {before[name]}")
+    return f"{', '.join(told)}: from here on numbers may differ in their last digits" if told else ""
 
 
 def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:

@@ -78,8 +78,9 @@ def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         values = json.loads(checkpoint.text(STATE))
         scores = {name: float(values["scores"][name]) for name in ("count", "mean", "squares")}
-        return {"kl_coef": float(values["kl_coef"]), "scores": scores, "inputs": dict(values["inputs"])}
-    except (ValueError, KeyError, TypeError) as error:
+        about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
+        return {"kl_coef": float(values["kl_coef"]), "scores": scores, **about}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
         raise checkpoint.refused(f"{name} can't be read ({type(error).__name__}: {error})") from None
 

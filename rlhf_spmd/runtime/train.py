@@ -179,6 +179,8 @@ def train(
     for note in origin.resumed.notes if origin.resumed else ():
         console.note(f"note: {note}")
     state, history, before = begin(job, folder, origin, summary)
+    if origin.resumed and (text := report.changed(job, origin.resumed.state.get("surroundings", {}))):
+        console.note(f"note: {text}")
     saver = Saver(
         world,
         job.models,
@@ -188,6 +190,7 @@ def train(
         texts=folder.texts(),
     )
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
+    about["surroundings"] = report.surroundings(job)
     executor = Executor(program, world, job.models, job.calls, recorder, asked)
     world.keep_records(folder.path)
     alarm = Alarm()

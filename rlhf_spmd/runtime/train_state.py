@@ -6,6 +6,7 @@ it, and whoever reads takes from any number of files what it needs: the layout m
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,8 +119,9 @@ class Reader:
             try:
                 self.files[file] = safe_open(path, framework="pt")
                 about = self.files[file].metadata() or {}
-                places, steps = json.loads(about["places"]), json.loads(about["steps"])
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
+                places = {model: dict(found) for model, found in json.loads(about["places"]).items()}
+                steps = {model: int(num) for model, num in json.loads(about["steps"]).items()}
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise checkpoint.refused(f"{path} can't be read ({type(error).__name__}: {error})") from None
             for model, found in places.items():
                 for name, place in found.items():
@@ -148,15 +150,18 @@ class Reader:
             if not shared:
                 continue
             stored = self._stored(file, f"{model}.{kind}.{name}", held)
-            out = torch.empty(wanted.stop - wanted.start, dtype=stored.dtype) if out is None else out
+            if out is None:
+                out = torch.full((wanted.stop - wanted.start,), math.nan, dtype=stored.dtype)
             for there, here, common in shared:
                 source = _part(stored, *there, common)
                 _part(out, *here, common).copy_(source)
                 num_found += source.numel()
-        if num_found != wanted.stop - wanted.start:
+        num_wanted = wanted.stop - wanted.start
+        twice = num_found > num_wanted or (num_found == num_wanted and bool(out.isnan().any()))
+        if num_found != num_wanted or twice:
             raise self.checkpoint.refused(
-                f"{self.checkpoint.folder} has {num_found:,} of the {wanted.stop - wanted.start:,} numbers "
-                f"that this rank needs of {model}.{kind}.{name}"
+                f"{self.checkpoint.folder} has {num_found:,} of the {num_wanted:,} numbers "
+                f"that this rank needs of {model}.{kind}.{name}" + ", some of them twice" * twice
             )
         return out
 

@@ -206,7 +206,9 @@ class World:
 
     def _leave(self, told: Mapping[int, Mapping[str, str]]) -> NoReturn:
         if self.rank == min(told):
-            print_error(merged(told, self.hosts))
+            text = "\n".join(filter(None, (merged(told, self.hosts), how_to_go_on(self.flight.run, self.size))))
+            keep_message(self.flight.run, text.removeprefix(PREFIX))
+            print_error(text)
         status = CRASH_STATUS if any("crash" in failure for failure in told.values()) else USER_STATUS
         with suppress(Late, Failed):  # the first to end ends all, so not before the message is out
             self.control.exchange("leaving", b"", deadline_s=5.0)
@@ -229,7 +231,8 @@ class World:
             time.sleep(SECOND_REPORT_S)
         reporter = "" if self.size == 1 else f"{self.name_ranks([self.rank])} of {self.size}"
         go_on = how_to_go_on(self.flight.run, self.size)
-        text = failures.report(error, reporter, self.flight.where if self.flight.count else "", go_on)
+        inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
+        text = failures.report(error, reporter, self.flight.where if inside else "", go_on)
         keep_message(self.flight.run, text.removeprefix(PREFIX))
         print_error(text)
         mendable = isinstance(error, UserError) or failures.in_words(error) is not None

@@ -9,11 +9,12 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import PRESETS, Checkpointing, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import checkpoint
+from rlhf_spmd.runtime import checkpoint, report
 from rlhf_spmd.runtime.checkpoint import Checkpoint
 from rlhf_spmd.runtime.resume import config_of, read_run, refuse_changes
 
 STATE = {"kl_coef": 0.1, "scores": {"count": 3.0, "mean": 0.1, "squares": 2.5}, "inputs": {"prompts in x": "abc"}}
+STATE["surroundings"] = {"torch": "2.11"}
 
 
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
@@ -136,3 +137,11 @@ def test_checkpoints_of_later_runs_are_read_as_numbers(tmp_path):
     write_run(tmp_path, "iterations=2000000", iteration=1_000_001)
     assert resumed(tmp_path).iteration == 1_000_001
     assert isinstance(resumed(tmp_path).checkpoint, Checkpoint)
+
+
+def test_other_surroundings_are_told(monkeypatch):
+    monkeypatch.setattr(report, "surroundings", lambda job: {"program": "b", "torch": "2.13", "threads": "1"})
+    assert report.changed(None, {"program": "b", "torch": "2.13", "threads": "1"}) == ""
+    assert report.changed(None, {}) == ""  # of a version that did not write them
+    text = report.changed(None, {"program": "a", "torch": "2.11", "threads": "1"})
+    assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"

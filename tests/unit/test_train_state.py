@@ -158,3 +158,22 @@ def test_ranks_that_counted_other_steps_are_refused(tmp_path):
     path.write_bytes(path.read_bytes().replace(b'{\\"actor\\": 7}', b'{\\"actor\\": 8}'))
     with pytest.raises(UserError, match="8 optimizer steps of actor, not 7"):
         Reader(found, {"actor": SHAPE})
+
+
+def test_what_comes_twice_does_not_stand_for_what_is_missing(tmp_path):
+    """Two files with the first half of a parameter have as many numbers as the whole."""
+    half = Run(((0, 6), (0, 1)), 0, 3)
+    reader = Reader(write(tmp_path, (1, 1, 1, False)), {"actor": SHAPE})
+    file, _ = reader.runs["actor", NORM][0]
+    reader.runs["actor", NORM] = [(file, half), (file, half)]
+    reader._stored = lambda *_: torch.ones(3)
+    with pytest.raises(UserError, match="has 6 of the 6 numbers .* some of them twice"):
+        reader.read("actor", "exp_avg", NORM, Run(((0, 6), (0, 1)), 0, 6))
+
+
+@pytest.mark.parametrize("places", ["[]", "3", '{"actor": 1}', "null"])
+def test_places_that_are_no_table_are_refused(tmp_path, places):
+    found = write(tmp_path, (1, 1, 1, False))
+    write_tensors(found.folder / rank_file(0), {}, {"places": places, "steps": "{}"})
+    with pytest.raises(UserError, match="can't be read"):
+        Reader(found, {"actor": SHAPE})
