@@ -5,7 +5,7 @@ beside each rank. Bare ones have none of it: nothing is noted and the supervisor
 (an iteration of one number has its prompts and random numbers) and take turns, within one world. Then iterations that
 begin with a checkpoint, while whose files are written the training goes on, against ones that do not.
 
-Cost: ten minutes. Command: python -m bench guards
+Cost: six minutes. Command: python -m bench guards
 """
 
 import json
@@ -28,7 +28,7 @@ from rlhf_spmd.runtime.world import World
 from rlhf_spmd.strategy import load_strategy
 
 STRATEGIES = ("flattening", "separation")
-NUM_RANKS, NUM_PAIRS, NUM_WARM = 8, 40, 2
+NUM_RANKS, NUM_PAIRS, NUM_WARM = 8, 24, 2
 MOST_GUARDS, MOST_STALL = 0.02, 0.05  # shares of an iteration
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from bench/results/*.jsonl, between `<!-- rows: NAME -->` and `<!-- end -->`.
+"""Writes the tables of README.md and RESULTS.md from results/*.jsonl, between `<!-- rows: NAME -->` and `<!-- end -->`.
 
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
@@ -11,14 +11,15 @@ from pathlib import Path
 from bench.rows import REPOSITORY, RESULTS
 from bench.suites import STRATEGIES
 
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "bench" / "RESULTS.md")
 LEFT = 3  # columns of a table in a terminal that start at the left: names
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def main(arguments: list[str]) -> int:
     assert not arguments, "tables takes no options"
-    readme = REPOSITORY / "README.md"
-    readme.write_text(render(readme.read_text()))
+    for page in PAGES:
+        page.write_text(render(page.read_text()))
     print(json.dumps({"bench": "tables", "ok": True}))
     return 0
 
@@ -29,9 +30,9 @@ def render(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    rows = read_rows(RESULTS / f"{name}.jsonl")
-    lines = markdown(README_COLUMNS.get(name) or COLUMNS[name], by_place(rows) if name in README_COLUMNS else rows)
-    about = rows[0]
+    file, joined, columns = JOINED.get(name) or (name, list, COLUMNS[name])
+    rows = read_rows(RESULTS / f"{file}.jsonl")
+    lines, about = markdown(columns, joined(rows)), rows[0]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
     of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
@@ -72,6 +73,17 @@ def by_place(rows: Sequence[dict]) -> list[dict]:
     return list(places.values())
 
 
+def by_system(rows: Sequence[dict]) -> list[dict]:
+    """One row for each system whose published runs were forecast."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["system"], []).append(abs(row["error"]))
+    return [
+        {"system": system, "rows": len(found), "mean": sum(found) / len(found), "worst": max(found)}
+        for system, found in errors.items()
+    ]
+
+
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
@@ -109,12 +121,27 @@ SPEED: Columns = {
     "iteration, s": lambda row: _number(row["iteration_s"]),
 }
 OPTIONS: Columns = {"options, or why not": _options}
-README_COLUMNS: dict[str, Columns] = {  # of tables that have one row for several
-    "scan": {
-        "model": lambda row: row["preset"],
-        "layout": lambda row: row["layout"],
-        **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
-    },
+# tables that have one row for several: the file, what joins its rows, the columns
+JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
+    "scan": (
+        "scan",
+        by_place,
+        {
+            "model": lambda row: row["preset"],
+            "layout": lambda row: row["layout"],
+            **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
+        },
+    ),
+    "validate_systems": (
+        "validate",
+        by_system,
+        {
+            "system": lambda row: row["system"],
+            "published rows": lambda row: str(row["rows"]),
+            "mean error": lambda row: _percent(row["mean"]),
+            "worst": lambda row: _percent(row["worst"]),
+        },
+    ),
 }
 SCANS: dict[str, Columns] = {
     "scan": {
@@ -228,7 +255,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
         "transformers": lambda row: f"{max(row['peers_tokens_per_s'].values()):,.0f}",
         "times faster": lambda row: f"{row['ratio']:.2f}",
-        "asked": lambda row: f"{row['promised']:g}",
+        "promised": lambda row: f"{row['promised']:g}",
         "share of the floor": lambda row: _percent(row.get("share_of_floor")),
     },
     "kernels": {

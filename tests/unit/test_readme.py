@@ -6,26 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from bench.tables import BLOCK, render
+from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd.__main__ import _parse
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.partition("#")[0].strip()
-    for block in re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     for line in block.splitlines()
+    if not language
 ]
 
 
-def test_tables_come_from_rows():
-    assert BLOCK.search(TEXT)
-    assert render(TEXT) == TEXT, "run `python -m bench tables`"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_come_from_rows(page):
+    text = page.read_text()
+    assert BLOCK.search(text)
+    assert render(text) == text, "run `python -m bench tables`"
 
 
-def test_linked_files_exist():
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in link]
-    assert links and all((ROOT / link).exists() for link in links), links
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+    assert links
+    for link in links:
+        path, _, section = link.partition("#")
+        assert (page.parent / path).exists(), link
+        if section:
+            titles = re.findall(r"^#+ (.*)$", (page.parent / path).read_text(), re.MULTILINE)
+            assert section in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], link
 
 
 def test_named_files_exist():
@@ -43,7 +53,7 @@ def test_named_files_exist():
 def test_commands_are_understood(command):
     words = shlex.split(command)
     parsed = _parse(words[words.index("rlhf_spmd") + 1 :])
-    assert parsed.verb in ("train", "generate", "profile", "check", "plan", "convert")
+    assert parsed.verb in ("train", "generate", "profile", "check", "plan", "convert", "status", "postmortem")
 
 
 def test_make_targets_exist():
