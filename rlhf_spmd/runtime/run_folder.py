@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.curves import Curves
+from rlhf_spmd.runtime.curves import WANDB_ID, Curves
 from rlhf_spmd.runtime.timeline import write_png
 from rlhf_spmd.runtime.trace import write_chrome
 
 DIRECTORY_MODE = 0o750
 CONFIG = "config.json"
-BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml")
+BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "wandb", WANDB_ID)
 FIND_S = 10.0  # a file system may show a folder so much later to other hosts
 PNG_ITERATIONS = 2  # drawn in timeline.png
 

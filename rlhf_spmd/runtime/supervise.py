@@ -58,6 +58,7 @@ CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 def supervised() -> Flight:
     """Forks; returns in the child, which goes on as the rank. The parent never returns from here."""
     memory, stack = mmap.mmap(-1, SIZE), os.memfd_create("rlhf_spmd_stack")
+    Flight(memory)  # a record from the first moment, whenever the child ends
     supervisor = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
