@@ -188,6 +188,13 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
+def place_of(memory: mmap.mmap) -> Path | None:
+    """Where the record in this memory is to be kept; None as long as that is not known. Without reading the rest, which
+    takes most of a millisecond."""
+    _, rank, _, _, _, run, _, _ = WHO.unpack_from(memory, 0)
+    return file_of(_text(run), rank) if run.rstrip(b"\0") else None
+
+
 def file_of(run: str | Path, rank: int) -> Path:
     """Where a rank's record is kept."""
     return Path(run) / FOLDER / f"rank-{rank:04d}.bin"

@@ -13,12 +13,12 @@ import faulthandler
 import fcntl
 import mmap
 import os
+import re
 import resource
 import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -36,10 +36,10 @@ from rlhf_spmd.runtime.flight import (
     SIZE,
     Flight,
     Record,
-    file_of,
     how_to_go_on,
     keep_message,
     parse,
+    place_of,
 )
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -51,6 +51,7 @@ SIGNALS = frozenset(
 ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # who gets one knows why it ends
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which reaches the rank by itself
 STACK_LINES = 6
+OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 OOM_TICKS = 20  # who dies so soon after the kernel ended processes for want of memory may be one of them
 CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
@@ -84,6 +85,7 @@ class Supervisor:
         self.launcher = os.getppid() if launch.num_launched(os.environ) > 1 else None
         self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.board: int | None = None
+        self.made: Path | None = None  # the folder of the record, once it is there
         self.asked: set[int] = set()
         self.most_bytes = 0
 
@@ -131,15 +133,18 @@ class Supervisor:
 
     def _keep(self) -> None:
         """Copies the record into the run folder; a full disk must not matter."""
-        record = parse(self.memory)
-        if record is None or not record.run:
+        path = place_of(self.memory)
+        if path is None:
             return
-        path = file_of(record.run, record.rank)
         with suppress(OSError):
-            path.parent.mkdir(mode=0o750, exist_ok=True)
-            path.touch(mode=0o640)
-            with path.open("r+b") as file:
-                file.write(self.memory[:])
+            if path.parent != self.made:
+                path.parent.mkdir(mode=0o750, exist_ok=True)
+                self.made = path.parent
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            try:
+                os.pwrite(descriptor, self.memory, 0)
+            finally:
+                os.close(descriptor)  # by which other hosts see it
 
     def _end(self, status: int, most_bytes: int) -> NoReturn:
         number = -status if status < 0 else 0
@@ -223,12 +228,11 @@ def waits_for_disk() -> bool:
 
 def _num_oom_kills() -> int:
     """How many processes of this host the kernel has ended for want of memory, and of our container alone if known."""
-    counts = _counts("/proc/vmstat"), _counts("/sys/fs/cgroup/memory.events")
-    return sum(found.get("oom_kill", 0) for found in counts)
+    return sum(_oom_kills_in(path) for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"))
 
 
-def _counts(path: str) -> Mapping[str, int]:
-    try:
-        return {name: int(count) for name, count in (line.split() for line in Path(path).read_text().splitlines())}
-    except (OSError, ValueError):
-        return {}
+def _oom_kills_in(path: str) -> int:
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        found = OOM_KILLS.search(file.read(2**16))
+        return int(found[1]) if found else 0
+    return 0
