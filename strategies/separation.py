@@ -4,8 +4,8 @@ Finished mini-batches stream to the trainers, which start the first PPO epoch on
 weights return at the end of the iteration, so nothing is ever stale. Each side may be split as suits it: training into
 tp slices and pp stages, generation into tp slices inside a node, with several replicas. Where there are at least four
 generation ranks (times tp), actor, critic, reference and reward have ranks of their own there; otherwise they share
-them in the order of the calls. They wait while the trainers finish the other epochs, which must take less than
-`deadline_s`. Separation of APP (arXiv 2312.11819).
+them in the order of the calls. They wait while the trainers finish the other epochs. Separation of APP (arXiv
+2312.11819).
 """
 
 from rlhf_spmd.errors import UserError

@@ -93,7 +93,8 @@ def test_an_exit_that_says_nothing_is_told(status, told):
 def test_signals_are_passed_on(number):
     process, _ = start(
         f"signal.signal({number:d}, lambda *_: (print('got it', flush=True), sys.exit(5)))\n"
-        "print('ready', flush=True)\nfor _ in range(600): time.sleep(0.1)"  # one that comes just before a sleep waits for it
+        # short sleeps: a signal that comes just before one waits for its end
+        "print('ready', flush=True)\nfor _ in range(600): time.sleep(0.1)"
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
