@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 Category = Literal["compute", "transfer", "wait", "control"]
-MAX_SPANS = 100_000  # per rank; older ones are forgotten, so that a long run's memory does not grow
+MAX_SPANS = 100_000  # per rank; older ones are forgotten
 
 
 class Span(NamedTuple):
@@ -64,6 +64,11 @@ class Recorder:
     def add(self, name: str, category: Category, start_s: float, end_s: float, **args: object) -> None:
         """Adds a span measured elsewhere (perf_counter seconds), e.g. a transfer that ran in the background."""
         self.spans.append((name, category, start_s, end_s, self.iteration, args))
+
+    def forget(self, before: int) -> None:
+        """Drops the spans of iterations before this one (and those before the first): a day has millions."""
+        while self.spans and (self.spans[0][4] is None or self.spans[0][4] < before):
+            self.spans.popleft()
 
     def to_records(self, iterations: Iterable[int] | None = None) -> dict[str, object]:
         """JSON-able {"rank", "host", "spans": [[name, category, start_s, end_s, iteration, args], ...]}.

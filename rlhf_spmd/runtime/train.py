@@ -217,6 +217,7 @@ def train(
             with recorder.span("checkpoint", "control"):
                 saver.save(number + 1, about | report.run_state(state))
         saver.check()
+        recorder.forget(number + 1 - TIMELINE_ITERATIONS)
     saver.finish()  # at once: whatever fails from here on, the run can be resumed
     if before:
         samples = report.join_samples(job, before, report.sample_responses(job))

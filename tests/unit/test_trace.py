@@ -117,6 +117,22 @@ def check_chrome(document):
     return threads
 
 
+def test_old_iterations_are_forgotten():
+    recorder = Recorder()
+    for iteration in (None, 0, 1, 2, 3):
+        recorder.iteration = iteration
+        for name in ("actor_generate", "actor_train"):
+            with recorder.span(name):
+                pass
+    recorder.forget(2)
+    assert [(span[0], span[4]) for span in recorder.spans] == [
+        (name, iteration) for iteration in (2, 3) for name in ("actor_generate", "actor_train")
+    ]
+    recorder.forget(9)
+    recorder.forget(9)
+    assert not recorder.spans
+
+
 def test_chrome_trace(tmp_path):
     path = tmp_path / "timeline.json"
     write_chrome(path, two_ranks(), about={"strategy": "flattening"})
