@@ -17,7 +17,7 @@ BENCHES = {
     "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
     "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
     "convergence": "reward and KL under every strategy on top of each other: does the placement change them?",
-    "faults": "kills at random moments under four strategies: resumed to the same bits? hangs, orphans",
+    "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
     "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
     "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
     "report": "all rows and pictures of bench/results/ on one page, report.html",

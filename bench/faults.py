@@ -6,7 +6,7 @@ first quarter of the iterations, the last time in the last, and the run is resum
 but for times, weights, moments, responses) is compared byte by byte with an undisturbed run: one kill that spoils it
 spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
-Cost: half a minute for four kills on an idle machine, so 12 with --quick are three minutes and all 400 an hour.
+Cost: half a minute for four kills on an idle machine, so 21 with --quick are four minutes and all 700 two hours.
 Command: python -m bench faults [--quick]
 """
 
@@ -22,10 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import REPOSITORY, RESULTS, provenance, write
+from bench.rows import ABOUT, REPOSITORY, RESULTS, provenance, write
+from bench.strategies import TWO_TYPES
 from bench.tables import read_rows, text_table
 
-STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
 NUM_RUNS = 25  # of a strategy
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
 def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
     """Adds the runs of a strategy that are not there yet."""
     done = {row["run"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
-    options = [*OPTIONS, "--strategy", strategy]
+    options = [*OPTIONS, *options_of(strategy, folder)]
     expected, iteration_s = None, 0.0
     for run in sorted(set(range(num_runs)) - done):
         if expected is None:
@@ -77,6 +78,14 @@ def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: 
         names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")
         for row in rows:
             print(f"{strategy} {run}: " + ", ".join(f"{name} {row[name]}" for name in names), flush=True)
+
+
+def options_of(strategy: str, folder: Path) -> list[str]:
+    """The words that choose a strategy, and its cluster where it needs one (a file in the folder)."""
+    if strategy != "heterogeneous":
+        return ["--strategy", strategy]
+    (folder / "cluster.toml").write_text(TWO_TYPES)
+    return ["--strategy", strategy, "--cluster", str(folder / "cluster.toml")]
 
 
 def killed(
@@ -115,7 +124,8 @@ def summary(strategy: str, points: list[dict]) -> dict:
     found["killed"] = sum(row["rank"] is not None for row in mine)  # the others had ended before
     ok = found["equal"] == len(mine) and found["named"] == found["killed"]
     ok = ok and not found["hangs"] and not found["orphans"]
-    return {"bench": "faults", "strategy": strategy, "ranks": NUM_RANKS, "points": len(mine), **found, "ok": ok}
+    about = {name: mine[-1][name] for name in ABOUT if name in mine[-1]}  # a bench that went on may have new ones
+    return {"bench": "faults", "strategy": strategy, "ranks": NUM_RANKS, "points": len(mine), **found, "ok": ok} | about
 
 
 # ---- runs under way --------------------------------------------------------------------------------------------------

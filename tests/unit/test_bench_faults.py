@@ -20,6 +20,12 @@ def test_one_bad_point_is_not_ok(wrong):
     assert "flattening" in text_table("faults", [row])
 
 
+def test_a_row_was_measured_where_its_points_were():
+    """Not where the bench ended that went on with those of an earlier commit."""
+    points = [POINT | {"commit": "a"}, POINT | {"commit": "b"}, POINT | {"strategy": "separation", "commit": "c"}]
+    assert summary("flattening", points)["commit"] == "b"
+
+
 def test_times_are_not_compared_and_all_else_is(tmp_path):
     def run(name: str, weights: bytes = b"weights", **metrics):
         folder = tmp_path / name
