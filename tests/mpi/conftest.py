@@ -5,6 +5,8 @@ shows it, so that the ranks stay in step.
 """
 
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,14 @@ def make_group(world):
         return made[ranks]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def shared_folder(world):
+    """A folder that all ranks see (they share a machine), gone behind the last test of a file."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(world.bcast(name, what="the folder"))
+        world.barrier("the end of the folder")
 
 
 @pytest.fixture

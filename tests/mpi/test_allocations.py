@@ -5,9 +5,7 @@ they take the same bytes, but half as many ranks gather them.
 """
 
 import gc
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,15 +36,12 @@ def tensor_bytes() -> int:
 
 
 @pytest.fixture(scope="module")
-def settings(world):
-    with tempfile.TemporaryDirectory(prefix="memory_") as name:
-        folder = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            overrides = write_all(folder)
-            (folder / "overrides").write_text("\n".join(overrides))
-        world.barrier("the checkpoints")
-        yield load((folder / "overrides").read_text().split("\n"))
-        world.barrier("the end of the folder")
+def settings(world, shared_folder):
+    overrides = shared_folder / "overrides"
+    if world.rank == 0:
+        overrides.write_text("\n".join(write_all(shared_folder)))
+    world.barrier("the checkpoints")
+    return load(overrides.read_text().split("\n"))
 
 
 def measured(place, settings, world, make_group, **options) -> tuple[int, RunOf]:

@@ -8,7 +8,6 @@ Each one-rank run is made once, by one of the ranks, while the others make other
 
 import copy
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,15 +174,12 @@ CASES += [(name, "3 rows", 2) for name in ("separation", "separation zero 2") if
 
 
 @pytest.fixture(scope="module")
-def folder(world):
-    """Checkpoints and prompts in a folder that all ranks see (the ranks of these tests share a machine)."""
-    with tempfile.TemporaryDirectory(prefix="invariance_") as name:
-        path = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            write_all(path, eos_token_ids=EOS_IDS)
-        world.barrier("the checkpoints")
-        yield path
-        world.barrier("the end of the folder")
+def folder(world, shared_folder):
+    """Checkpoints and prompts."""
+    if world.rank == 0:
+        write_all(shared_folder, eos_token_ids=EOS_IDS)
+    world.barrier("the checkpoints")
+    return shared_folder
 
 
 def overrides_of(folder: Path, config: str, seed: int) -> list[str]:

@@ -7,7 +7,6 @@ the same tokens; losses, norms and weights within 1e-5 * max(1, |value|) over th
 """
 
 import json
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,15 +145,12 @@ def write_models(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(world):
-    """Checkpoints with enough heads and layers for the largest grids; the ranks of these tests share a machine."""
-    with tempfile.TemporaryDirectory(prefix="layouts_") as name:
-        path = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            write_models(path)
-        world.barrier("the checkpoints")
-        yield path
-        world.barrier("the end of the folder")
+def folder(world, shared_folder):
+    """Checkpoints with enough heads and layers for the largest grids."""
+    if world.rank == 0:
+        write_models(shared_folder)
+    world.barrier("the checkpoints")
+    return shared_folder
 
 
 def settings_of(folder: Path, config: str):

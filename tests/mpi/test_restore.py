@@ -9,7 +9,6 @@ tokens are the same and numbers agree within 1e-5. Half a minute; as long again 
 import json
 import math
 import shutil
-import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -72,16 +71,13 @@ ALL_CHANGES += ["optimizer.schedule=cosine", "optimizer.weight_decay=0.1"]
 
 
 @pytest.fixture(scope="module")
-def folder(world):
+def folder(world, shared_folder):
     if world.size != SIZE:
         pytest.skip(f"runs on {SIZE} ranks")
-    with tempfile.TemporaryDirectory(prefix="resume_") as name:
-        path = Path(world.bcast(name, what="the folder"))
-        if world.rank == 0:
-            write_models(path)
-        world.barrier("the checkpoints")
-        yield path
-        world.barrier("the end of the folder")
+    if world.rank == 0:
+        write_models(shared_folder)
+    world.barrier("the checkpoints")
+    return shared_folder
 
 
 class Runs:
