@@ -7,6 +7,7 @@ nodes can't reach each other by loopback or shared memory, and a node is lost by
 controller and the commands that talk to it are in a namespace, too: nothing listens on the machine's own network.
 """
 
+import fcntl
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter"
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
 NETWORK = "198.51.100"  # TEST-NET-2, which no real network has
 INTERFACE = "net0"  # of every node
+LOCK = Path("/run/rlhf-slurm.lock")  # the names of the namespaces are the machine's
 START_S, STOP_S, POLL_S = 60.0, 10.0, 0.2
 
 CONFIG = """
@@ -93,8 +95,14 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Cluster":
+        self.lock = LOCK.open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError("another cluster of these tests is up on this machine: wait for its end") from None
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/run"))  # short: a socket's path is at most 107 long
         try:
+            self._remove_nodes()  # of tests that were killed
             self._start()
         except BaseException:
             self.__exit__()
@@ -112,11 +120,15 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._remove_nodes()
+        shutil.rmtree(self.folder)
+        self.lock.close()
+
+    def _remove_nodes(self) -> None:
         for name in ("controller", *self.names):
             if Path(f"/run/netns/{_space(name)}").exists():
                 self.kill_all(name)
                 _ip("netns", "delete", _space(name))
-        shutil.rmtree(self.folder)
 
     def _start(self) -> None:
         for name in ("controller", *self.names):
@@ -146,7 +158,7 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         files = {"key-file": key, "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log"}
         options = [f"--{name}={self.folder / file}" for name, file in (files | {"seed-file": "munge.seed"}).items()]
-        self._spawn("munge", ["munged", "--foreground", "--force", *options])
+        self._spawn("munge", [*_inside("controller"), "munged", "--foreground", "--force", *options])
         wait_until(lambda: (self.folder / "munge.socket").exists(), START_S, "munged starts")
         self._daemon("controller", "slurmctld", "-D", "-f", str(self.folder / "slurm.conf"))
         for name in self.names:
