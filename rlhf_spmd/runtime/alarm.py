@@ -1,6 +1,6 @@
 """Says early that a metric runs away: long before it is infinite it is many times as large as it ever was."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 EXPLODED = 10.0  # times the largest value so far
 NUM_BEFORE = 3  # iterations that have to be known
@@ -25,11 +25,14 @@ ADVICE = {
 
 
 class Alarm:
-    """Remembers the largest value of each metric; speaks once of each."""
+    """Remembers the largest value of each metric; speaks once of each. history: metrics of the iterations before, of
+    a run that goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: Iterable[Mapping] = ()) -> None:
         self._largest: dict[str, float] = {}
         self._num_seen, self._told = 0, set()
+        for metrics in history:
+            self.notes({name: value for name, value in metrics.items() if isinstance(value, int | float)})
 
     def notes(self, metrics: Mapping[str, float | str]) -> list[str]:
         """Sentences about the metrics of one iteration that are far outside what they were."""

@@ -141,7 +141,9 @@ def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
     write_json(draft / MANIFEST, manifest)
     _sync(draft)
     try:
-        if folder.exists():  # without a manifest, or this run would have begun there
+        if folder.exists():
+            if (folder / MANIFEST).exists():  # this run would have begun there: the disk has no locks
+                raise UserError(f"{folder} is there already: another run goes on in this folder, too; end one of them")
             _remove(folder)
         draft.rename(folder)
     except OSError as error:

@@ -7,11 +7,14 @@ last is known however it ended. Beginning an instruction costs about a microseco
 
 import mmap
 import os
+import shlex
 import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlhf_spmd.runtime.checkpoint import whole
 
 FOLDER = "flight"  # in the run folder
 MESSAGE = "failure.txt"
@@ -246,9 +249,9 @@ def forget(run: str | Path, num_ranks: int) -> None:
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run folder: the manifest is written last."""
-    whole = sorted(Path(run).glob("checkpoints/iteration-*/manifest.json"))
-    return whole[-1].parent if whole else None
+    """The newest whole checkpoint of a run folder, the one that a resumed run goes on from."""
+    found = whole(Path(run) / "checkpoints")
+    return found[-1] if found else None
 
 
 def how_to_go_on(run: str, num_ranks: int) -> str:
@@ -259,4 +262,5 @@ def how_to_go_on(run: str, num_ranks: int) -> str:
     if newest is None:
         return f"There is no whole checkpoint in {run}."
     launcher = f"mpirun -n {num_ranks} " if num_ranks > 1 else ""
-    return f"The newest whole checkpoint is {newest}; go on with: {launcher}python -m rlhf_spmd train --resume {run}"
+    command = f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(run)}"
+    return f"The newest whole checkpoint is {newest}; go on with: {command}"

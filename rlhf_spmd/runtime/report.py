@@ -1,7 +1,6 @@
 """From what the ranks said to what a person reads: metrics of an iteration, samples before and after, the result."""
 
 import hashlib
-import importlib.util
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,14 @@ import torch
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import model_folders
+from rlhf_spmd.runtime.reward_function import source_of
 from rlhf_spmd.runtime.run_folder import RunFolder, Sample
 
 if TYPE_CHECKING:
@@ -115,19 +116,11 @@ def inputs(job: "Job") -> dict[str, str]:
     """Fingerprints of what a run reads beside its options, by name."""
     config = job.config
     found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    path = _source(config.reward_function.rpartition(":")[0])
+    path = source_of(config.reward_function) if config.reward_function else None
     if path is not None:
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in model_folders(config).values() if folder)
     return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
-
-
-def _source(name: str) -> Path | None:
-    """The file of a reward function: of a module by its name, or a file.py; None if there is none."""
-    if not name or name.endswith(".py"):
-        return Path(name) if Path(name).is_file() else None
-    found = importlib.util.find_spec(name)
-    return Path(found.origin) if found is not None and found.origin and Path(found.origin).is_file() else None
 
 
 def _fingerprint(folder: Path) -> str:
@@ -147,18 +140,27 @@ def _fingerprint(folder: Path) -> str:
 
 
 def surroundings(job: "Job") -> dict[str, str]:
-    """What the last bits of a run's numbers depend on, beside its options and inputs."""
-    return {
+    """What the last bits of a run's numbers depend on, beside its options and inputs: of each a value, or which ranks
+    have which. Collective."""
+    mine = {
         "program": job.program.fingerprint,
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
+    every, found = job.world.allgather(mine, "the surroundings"), {}
+    for name in mine:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(every):
+            ranks_of.setdefault(theirs[name], []).append(rank)
+        told = [f"{value} (ranks {format_ranks(tuple(ranks))})" for value, ranks in ranks_of.items()]
+        found[name] = ", ".join(told) if len(told) > 1 else mine[name]
+    return found
 
 
-def changed(job: "Job", before: Mapping[str, str]) -> str:
+def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     """What to say when a run goes on in other surroundings than its checkpoint was made in; empty if in the same."""
-    now, told = surroundings(job), []
+    told = []
     for name in now:
         if before.get(name, now[name]) != now[name]:
             told.append("another program" if name == "program" else f"{name} {now[name]} instead of {before[name]}")

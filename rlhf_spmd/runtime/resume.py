@@ -73,6 +73,18 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
 
 
+def refuse_older(resumed: Resumed) -> None:
+    """Raises UserError if somebody else has written a checkpoint, or begun anew, since this one was read: only who has
+    the folder's lock knows that nobody does."""
+    now = newest(resumed.folder / "checkpoints")
+    if now != resumed.checkpoint:
+        name = now.folder.name if now else "none"
+        raise UserError(
+            f"another run has just gone on in {resumed.folder}: the newest checkpoint is now {name}, while this one "
+            f"was about to begin after {resumed.iteration} iterations; resume it again"
+        )
+
+
 def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     """state.json of a checkpoint, with numbers where numbers must be."""
     try:

@@ -131,6 +131,20 @@ def load_reward_function(spec: str) -> RewardFunction:
     return RewardFunction(spec, function)
 
 
+def source_of(spec: str) -> Path | None:
+    """The file that has a reward function, found on every rank alike, whether it loads the function or not; None if
+    there is none."""
+    target = spec.rpartition(":")[0]
+    if not target or target.endswith(".py") or "/" in target:
+        return Path(target) if Path(target).is_file() else None
+    _extend_import_path(Path.cwd())
+    try:
+        found = importlib.util.find_spec(target)
+    except (Exception, SystemExit):  # the module's package does not load: the ranks that score say so
+        return None
+    return Path(found.origin) if found is not None and found.origin and Path(found.origin).is_file() else None
+
+
 def _load_file(spec: str, path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         why = "is not a .py file" if path.exists() else f"does not exist (looked in {Path.cwd()})"

@@ -112,6 +112,9 @@ class RunFolder:
             if name is not None:
                 if not _begun_only(root / name):
                     (root / name).mkdir(DIRECTORY_MODE)
+                for entry in (root / name).iterdir():
+                    if _is_draft(entry.name):
+                        entry.unlink()
                 return cls(root / name)
             stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
             for number in range(1, 10_000):
@@ -256,7 +259,12 @@ def _begun_only(path: Path) -> bool:
     """Whether a run was killed here before its folder was that of a run, which config.json, the last to come, makes
     it."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {CONFIG}
-    return all(name in BEFORE_CONFIG or name.startswith(f".{CONFIG}.") for name in names)
+    return all(name in BEFORE_CONFIG or _is_draft(name) for name in names)
+
+
+def _is_draft(name: str) -> bool:
+    """Whether this is a file that `_write` has not renamed yet, of those that come before the end of the first one."""
+    return name.startswith(tuple(f".{whole}." for whole in (CONFIG, *BEFORE_CONFIG)))
 
 
 @contextmanager

@@ -49,6 +49,7 @@ SIGNALS = frozenset(
     {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
 ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # who gets one knows why it ends
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS})
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which reaches the rank by itself
 STACK_LINES = 6
 OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
@@ -186,8 +187,10 @@ def last_words(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
         why = f"the kernel of this host has just ended processes for want of memory; this one had used {used} at most"
     elif record.signal == signal.SIGKILL:
         why = f"somebody sent it, or the batch system did, perhaps for its memory ({used} at most)"
-    elif record.signal:
+    elif record.signal in FAULTS:
         why = f"its own code failed, most likely compiled code (memory {used} at most)"
+    elif record.signal:
+        why = "somebody sent it to this process"
     else:
         why = "code that it runs called exit (os._exit, or exit in compiled code)"
     ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"

@@ -27,7 +27,7 @@ from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import Models, model_folders, shared_vocabulary
-from rlhf_spmd.runtime.resume import Resumed
+from rlhf_spmd.runtime.resume import Resumed, refuse_older
 from rlhf_spmd.runtime.run_folder import RunFolder, writing
 from rlhf_spmd.runtime.saving import Saver
 from rlhf_spmd.runtime.scorer import Scorer
@@ -179,7 +179,8 @@ def train(
     for note in origin.resumed.notes if origin.resumed else ():
         console.note(f"note: {note}")
     state, history, before = begin(job, folder, origin, summary)
-    if origin.resumed and (text := report.changed(job, origin.resumed.state.get("surroundings", {}))):
+    surroundings = report.surroundings(job)
+    if origin.resumed and (text := report.changed(surroundings, origin.resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
     saver = Saver(
         world,
@@ -190,10 +191,10 @@ def train(
         texts=folder.texts(),
     )
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
-    about["surroundings"] = report.surroundings(job)
+    about["surroundings"] = surroundings
     executor = Executor(program, world, job.models, job.calls, recorder, asked)
     world.keep_records(folder.path)
-    alarm = Alarm()
+    alarm = Alarm(history)
     answers: list[dict] = []
     signals: set[str] = set()
     if asked is not None:
@@ -246,6 +247,8 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
     with world.together("opening the run folder"):
         folder.find()
         folder.lock()
+        if origin.resumed is not None and folder.writes:
+            refuse_older(origin.resumed)
     return folder
 
 

@@ -69,6 +69,14 @@ def test_a_crash_shows_where_python_was():
     found = run("def hurt():\n    os.kill(os.getpid(), signal.SIGSEGV)\nhurt()")
     assert found.returncode == 128 + signal.SIGSEGV
     assert "was ended by SIGSEGV before it had met the others" in found.stderr and "in hurt" in found.stderr
+    assert "its own code failed" in found.stderr
+
+
+def test_a_signal_from_somebody_is_not_the_code():
+    """As `kill -TERM` with the process id that `status` shows."""
+    found = run("os.kill(os.getpid(), signal.SIGTERM)")
+    assert found.returncode == 128 + signal.SIGTERM and "SIGTERM before it had met the others" in found.stderr
+    assert "somebody sent it to this process" in found.stderr and "code failed" not in found.stderr
 
 
 @pytest.mark.parametrize(

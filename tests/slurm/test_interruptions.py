@@ -86,3 +86,4 @@ def test_a_cancelled_job_stays_so(site):
     fields = site.cluster.wait_for(job, *ENDED, limit_s=LIMIT_S)
     wait_until(lambda: site.ranks() == [], LIMIT_S, "all ranks have ended")
     assert fields["JobState"] == "CANCELLED" and fields["Restarts"] == "0"
+    assert "does not answer" not in site.log(job)

@@ -53,6 +53,13 @@ def test_only_the_newest_are_kept(root):
     assert [path.name for path in sorted(root.iterdir())] == ["iteration-000010", "iteration-000015"]
 
 
+def test_a_whole_one_is_never_replaced(root):
+    """Two runs in one folder, on a disk without locks."""
+    with pytest.raises(UserError, match="iteration-000010 is there already: another run goes on in this folder"):
+        write(root, 10)
+    assert verified(root).iteration == 10
+
+
 def test_none_is_no_error(tmp_path):
     assert newest(tmp_path) is None and newest(tmp_path / "nothing") is None
 

@@ -90,8 +90,14 @@ def test_the_newest_whole_checkpoint(tmp_path):
         if whole:
             (tmp_path / "checkpoints" / f"iteration-{number:06d}" / "manifest.json").write_text("{}")
     assert flight.newest_checkpoint(tmp_path).name == "iteration-000010"
+    (tmp_path / "checkpoints" / "iteration-000011.bad").mkdir()  # set aside by its owner
+    (tmp_path / "checkpoints" / "iteration-000011.bad" / "manifest.json").write_text("{}")
+    assert flight.newest_checkpoint(tmp_path).name == "iteration-000010"
     text = flight.how_to_go_on(str(tmp_path), 4)
     assert "iteration-000010; go on with: mpirun -n 4 python -m rlhf_spmd train --resume" in text
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "checkpoints").rename(tmp_path / "my run" / "checkpoints")
+    assert flight.how_to_go_on(str(tmp_path / "my run"), 1).endswith(f"train --resume '{tmp_path}/my run'")
 
 
 # Who held up whom

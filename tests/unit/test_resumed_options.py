@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,8 @@ from rlhf_spmd.config import PRESETS, Checkpointing, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime import checkpoint, report
 from rlhf_spmd.runtime.checkpoint import Checkpoint
-from rlhf_spmd.runtime.resume import config_of, read_run, refuse_changes
+from rlhf_spmd.runtime.resume import config_of, read_run, refuse_changes, refuse_older
+from tests.runs import OneRank
 
 STATE = {"kl_coef": 0.1, "scores": {"count": 3.0, "mean": 0.1, "squares": 2.5}, "inputs": {"prompts in x": "abc"}}
 STATE["surroundings"] = {"torch": "2.11"}
@@ -139,9 +141,38 @@ def test_checkpoints_of_later_runs_are_read_as_numbers(tmp_path):
     assert isinstance(resumed(tmp_path).checkpoint, Checkpoint)
 
 
-def test_other_surroundings_are_told(monkeypatch):
-    monkeypatch.setattr(report, "surroundings", lambda job: {"program": "b", "torch": "2.13", "threads": "1"})
-    assert report.changed(None, {"program": "b", "torch": "2.13", "threads": "1"}) == ""
-    assert report.changed(None, {}) == ""  # of a version that did not write them
-    text = report.changed(None, {"program": "a", "torch": "2.11", "threads": "1"})
+@pytest.mark.parametrize("before", [2, None])
+def test_a_checkpoint_that_came_since_is_not_overlooked(tmp_path, before):
+    """Another run was still writing when this one began to start: what it has done must not be cut off."""
+    found = resumed(write_run(tmp_path, iteration=before))
+    refuse_older(found)
+    write_run(tmp_path, iteration=3)
+    with pytest.raises(UserError, match="the newest checkpoint is now iteration-000003.*resume it again"):
+        refuse_older(found)
+    refuse_older(resumed(tmp_path))
+
+
+class TwoHosts(OneRank):
+    """Whose other rank has another processor."""
+
+    size = 2
+
+    def allgather(self, value, what="", **_):
+        return [value, value | {"processor": "none"}]
+
+
+def test_surroundings_of_all_ranks_count():
+    job = SimpleNamespace(program=SimpleNamespace(fingerprint="abc"), world=OneRank())
+    alone = report.surroundings(job)
+    job.world = TwoHosts()
+    both = report.surroundings(job)
+    assert both == alone | {"processor": f"{alone['processor']} (ranks 0), none (ranks 1)"}
+    assert "processor" in report.changed(both, alone) and report.changed(both, both) == ""
+
+
+def test_other_surroundings_are_told():
+    now = {"program": "b", "torch": "2.13", "threads": "1"}
+    assert report.changed(now, dict(now)) == ""
+    assert report.changed(now, {}) == ""  # of a version that did not write them
+    text = report.changed(now, {"program": "a", "torch": "2.11", "threads": "1"})
     assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"

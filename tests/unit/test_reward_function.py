@@ -9,7 +9,7 @@ import pytest
 from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime import reward_function
-from rlhf_spmd.runtime.reward_function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.reward_function import RewardFunction, load_reward_function, source_of
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -62,6 +62,20 @@ def test_a_file_and_a_module_give_the_same_scores(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spec", ["mine", "mine:", ":f", "mine:f()", "", "mine.py"])
 def test_a_name_without_both_parts(spec):
     refusal(lambda: load_reward_function(spec), repr(spec), "module:function", "file.py:function")
+
+
+def test_its_file_is_found_without_loading_it(tmp_path, monkeypatch):
+    """Also by ranks that do not score, and where the working folder is not on the import path."""
+    path = write(tmp_path, "raise RuntimeError")
+    (tmp_path / "mine_package").mkdir()
+    write(tmp_path / "mine_package", "raise RuntimeError", "inner.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    assert source_of("mine:score") == source_of(f"{path}:score") == path
+    assert source_of("mine.py:score").resolve() == path
+    assert source_of("mine_package.inner:score") == tmp_path / "mine_package" / "inner.py"
+    for spec in ("no_such:score", "no_such.inner:score", "mine.inner:score", "no_such.py:score", "sys:intern"):
+        assert source_of(spec) is None, spec
 
 
 def test_missing_files_and_modules(tmp_path, monkeypatch):

@@ -50,8 +50,10 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
     first = RunFolder.create(tmp_path, strategy="flattening", name="job-1")
     first.lock()
     first.write_strategy("")
-    (first.path / ".config.json.123").write_text("{")  # killed
-    assert RunFolder.create(tmp_path, strategy="flattening", name="job-1").path == first.path
+    for name in (".config.json.123", ".strategy.py.123", ".program.json.45", ".cluster.toml.6"):
+        (first.path / name).write_text("{")  # killed
+        assert RunFolder.create(tmp_path, strategy="flattening", name="job-1").path == first.path
+    assert {path.name for path in first.path.iterdir()} == {".lock", "strategy.py"}
     (first.path / "notes.txt").write_text("somebody else's")
     with pytest.raises(UserError, match="job-1 exists already"):
         RunFolder.create(tmp_path, strategy="flattening", name="job-1")
