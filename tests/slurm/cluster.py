@@ -9,6 +9,7 @@ controller and the commands that talk to it are in a namespace, too: nothing lis
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,6 +55,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout=6
+SlurmdDebug=debug3
 KillWait=2
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
@@ -215,6 +217,11 @@ class Cluster:
     def ranks(self, node: str) -> list[int]:
         """The processes of the program on a node."""
         return [pid for pid in self.pids(node) if command_of(pid)[1:4] in (["-m", "rlhf_spmd", "train"],)]
+
+    def pmi_lines(self, node: str) -> list[str]:
+        """What MPI on a node has published through Slurm."""
+        log = (self.folder / f"slurmd-{node}.log").read_text(errors="replace")
+        return re.findall(r"got client request: (cmd=put .*)", log)
 
     def listeners(self, node: str) -> list[str]:
         """`address process` of everything that listens on a node: addresses without ports, `*` for all."""

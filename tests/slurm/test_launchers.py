@@ -18,6 +18,12 @@ def test_srun_on_two_nodes(undisturbed):
     assert [row["iteration"] for row in rows] == list(range(NUM_ITERATIONS))
 
 
+def test_what_mpi_publishes_has_room(site, undisturbed):
+    """Slurm's PMI cuts lines at 1,024 characters, and then nobody starts."""
+    lines = [line for node in site.cluster.names for line in site.cluster.pmi_lines(node)]
+    assert lines and max(map(len, lines)) < 512, max(lines, key=len)
+
+
 def test_only_the_chosen_interface_listens(undisturbed):
     _, listeners = undisturbed
     for index, node in enumerate(listeners, start=11):

@@ -34,3 +34,18 @@ def test_several_nodes_keep_to_what_the_user_names(environment):
     named = {**environment, network.INTERFACE_OPTION: "ib0"}
     network.choose_for_mpi(named)
     assert {named[name] for name in network.MPI_VARIABLES} == {"ib0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "chosen"),
+    [
+        ({**SRUN, "PMI_FD": "11", "SLURM_STEP_NUM_NODES": "2"}, "ofi"),
+        ({**SRUN, "PMI_FD": "11", "SLURM_STEP_NUM_NODES": "2", network.NETMOD: "ucx"}, "ucx"),
+        ({**SRUN, "PMI_FD": "11"}, None),
+        ({**HYDRA, "PMI_FD": "11", "MPI_LOCALNRANKS": "4", "SLURM_STEP_NUM_NODES": "2"}, None),
+    ],
+    ids=["srun", "chosen by the user", "srun on one node", "mpirun in a job"],
+)
+def test_an_address_has_room_in_slurms_messages(environment, chosen):
+    network.choose_for_mpi(environment)
+    assert environment.get(network.NETMOD) == chosen
