@@ -1,12 +1,14 @@
 """Runs the tests that need several ranks: one launch of mpiexec for each number of ranks, each with a time limit.
 
     python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks, but what is marked slow
+    python tests/run_mpi.py --slow               # only what is marked slow
     python tests/run_mpi.py 4 -- tests/mpi/test_world.py -k deadline
 
 Shows rank 0's pytest; what the other ranks wrote appears only if something failed. Fails if any rank failed, if a
 launch ran into its limit (all its processes are then killed), or if it passed no test at all. Starting up costs about
 three seconds of import per rank, shared among the cores, so all files run in one launch. Works with MPICH and Open MPI.
 
+Runs on one rank that tests of several launches compare with are made once, in the folder that `references()` names.
 `mpi_command(n)` and `run_limited(command)` serve the tests that launch the program itself.
 """
 
@@ -28,6 +30,7 @@ NUM_RANKS = (2, 4, 5, 8)
 LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed
 TAIL_LINES = 60
+REFERENCES = "TEST_REFERENCES"  # the environment variable with the folder of `references()`
 KILLED = (9, 128 + 9)  # how mpiexec says that a rank got SIGKILL
 
 
@@ -149,6 +152,11 @@ class Counter:
                 plugin._is_testing_mpi = False
 
 
+def references() -> Path | None:
+    """A folder that all launches of one call of this script share; None outside such a call."""
+    return Path(os.environ[REFERENCES]) if REFERENCES in os.environ else None
+
+
 def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     """What each process of a launch does: pytest, all ranks but 0 writing to files, and a record of the outcome."""
     import pytest
@@ -159,8 +167,14 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
         log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    sys.path.insert(0, str(REPOSITORY))  # PYTHONSAFEPATH keeps it off
+    from tests import durations
+
     counter = Counter()
-    status = pytest.main(["--with-mpi", "-p", "no:cacheprovider", *arguments], plugins=[counter])
+    plugins: list = [counter]
+    if rank == 0 and durations.FILE in os.environ:
+        plugins.append(durations.Durations(Path(os.environ[durations.FILE]), MPI.COMM_WORLD.size))
+    status = pytest.main(["--with-mpi", "-p", "no:cacheprovider", *arguments], plugins=plugins)
     (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}))
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
 
@@ -216,12 +230,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("num_ranks", nargs="*", type=int, default=NUM_RANKS, help="launch with so many ranks each")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one launch may take")
+    parser.add_argument("--slow", action="store_true", help="the tests that are marked slow instead of all others")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     if options.as_rank:
         be_a_rank(options.as_rank, arguments)
         return 0
-    totals = [launch(num, arguments or ["-m", "not slow", "tests/mpi"], options.limit) for num in options.num_ranks]
+    arguments = arguments or ["-m", "slow" if options.slow else "not slow", "tests/mpi"]
+    with tempfile.TemporaryDirectory(prefix="references_") as folder:
+        os.environ[REFERENCES] = folder
+        totals = [launch(num, arguments, options.limit) for num in options.num_ranks]
     passed, failed = (sum(column) for column in zip(*totals, strict=True))
     print(f"{passed} passed, {failed} failed", flush=True)
     return 1 if failed else 0

@@ -122,11 +122,16 @@ def finished(overrides, tmp_path_factory) -> Path:
     return folder / "finished"
 
 
-def refused(*options) -> str:
-    """The message; in one process, which is as quick as it gets."""
-    status, _, stderr = train(1, *options)
-    assert status == 2 and stderr.startswith(PREFIX) and "Traceback" not in stderr, stderr
-    return stderr.removeprefix(PREFIX).strip()
+@pytest.fixture(scope="module")
+def refused(warm):
+    """refused(*options) -> the message."""
+
+    def message(*options) -> str:
+        status, _, stderr = warm.run(["train", *options])
+        assert status == 2 and stderr.startswith(PREFIX) and "Traceback" not in stderr, stderr
+        return stderr.removeprefix(PREFIX).strip()
+
+    return message
 
 
 @pytest.mark.parametrize(
@@ -141,13 +146,13 @@ def refused(*options) -> str:
         (["strategy.no_such=1"], ["no option 'no_such'"]),
     ],
 )
-def test_what_would_be_another_run_is_refused(finished, options, words):
+def test_what_would_be_another_run_is_refused(finished, options, words, refused):
     message = refused("--resume", finished, *options)
     assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(("option", "what"), [("data.prompts=", "prompts"), ("models.reward=", "model")])
-def test_other_inputs_are_refused(finished, overrides, option, what):
+def test_other_inputs_are_refused(finished, overrides, option, what, refused):
     """A prompt more, or another number among the weights of the reward model."""
     named = Path(next(text for text in overrides if text.startswith(option)).partition("=")[2])
     path = named if named.is_file() else named / "model.safetensors"
@@ -160,18 +165,18 @@ def test_other_inputs_are_refused(finished, overrides, option, what):
     assert f"the {what} in {named} changed since {finished} was started" in message
 
 
-def test_a_folder_in_use_is_refused(finished):
+def test_a_folder_in_use_is_refused(finished, refused):
     with (finished / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert f"{finished} is in use" in refused("--resume", finished)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_what_is_no_run_is_refused(tmp_path, refused):
     assert "is not a run folder" in refused("--resume", tmp_path)
     assert "is not a run folder" in refused("--resume", tmp_path / "nothing")
 
 
-def test_a_damaged_checkpoint_is_refused_and_left_alone(finished):
+def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, refused):
     path = finished / "checkpoints" / "iteration-000003" / "rank-0000.safetensors"
     whole = path.read_bytes()
     damaged = whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]

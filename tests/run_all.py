@@ -1,0 +1,65 @@
+"""What `make test` runs: unit and e2e tests on all cores, then the tests that need several ranks.
+
+    python tests/run_all.py            # everything but what is marked slow
+    python tests/run_all.py --slow     # only what is marked slow
+    python tests/run_all.py unit       # one part: unit (with e2e) or mpi
+
+Ends with the slowest tests, the seconds in all and what they are allowed to be.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from tests import durations  # noqa: E402
+
+PARTS = ("unit", "mpi")
+MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
+
+
+def command(part: str, slow: bool) -> list[str]:
+    """The command line of one part."""
+    marked = ["-m", "slow" if slow else "not slow"]
+    if part == "mpi":
+        return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else [])]
+    # a file's tests share fixtures, so a file stays with one worker
+    pytest = [sys.executable, "-m", "pytest", "-n", "logical", "--dist", "loadfile", "-p", "tests.durations"]
+    return [*pytest, *marked, "tests/unit", "tests/e2e"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="unit or mpi (default: both)")
+    parser.add_argument("--slow", action="store_true", help="the tests that are marked slow instead of all others")
+    options = parser.parse_args()
+    parts = options.parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"there is no part {min(unknown)!r}; the parts are {' and '.join(PARTS)}")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
+        file = Path(folder) / "durations.jsonl"
+        environment = {**os.environ, durations.FILE: str(file)}
+        failed = []
+        for part in parts:
+            own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
+            if subprocess.run(command(part, options.slow), cwd=REPOSITORY, env=environment | own).returncode:
+                failed.append(part)
+        print(*durations.summary(file), sep="\n")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime
+    allowed = "" if options.slow else f" (at most {MOST_MINUTES} and {MOST_PROCESSOR_S} on two idle cores)"
+    print(f"in all {minutes:.1f} minutes and {processor_s:.0f} processor seconds{allowed}")
+    print(f"failed: {', '.join(failed)}" if failed else "all parts passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
