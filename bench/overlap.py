@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.rows import on_ranks, write
@@ -62,12 +62,12 @@ def write_models(folder: Path) -> None:
         save_model(model, folder / name, source=source)
 
 
-def slow_s(program: Program, step: Run) -> float:
-    """Seconds by which a Run is slowed."""
+def slow_s(program: Program, step: Run, scale: float = 1.0) -> float:
+    """Seconds by which a Run is slowed; scale: of all times in SLOW_S."""
     share = 1.0 if step.call.endswith("_train") else len(program.mini_batches_of(step)) / len(_all(program))
     if step.columns is not None:  # a call that begins with the rows it has
         share *= len(step.columns) / len(program.layout_of(step).columns(_rank_of(program, step), _width(program)))
-    return SLOW_S[step.call] * share
+    return scale * SLOW_S[step.call] * share
 
 
 def _all(program: Program) -> range:
@@ -83,11 +83,20 @@ def _rank_of(program: Program, step: Run) -> int:
     return next(rank for rank in layout.ranks if set(step.columns) <= set(layout.columns(rank, _width(program))))
 
 
-def measure(world, name: str, folder: Path, with_groups: Callable, extra_s: dict[str, float] | None = None) -> dict:
+def measure(
+    world,
+    name: str,
+    folder: Path,
+    with_groups: Callable,
+    extra_s: dict[str, float] | None = None,
+    *,
+    scale: float = 1.0,
+    iterations: int = ITERATIONS,
+) -> dict:
     """Predicted and measured seconds of an iteration, on every rank alike.
 
     folder: where `write_models` wrote; with_groups(program): the world with the groups of a program. extra_s: seconds
-    that a Run of each call takes besides its sleep; None: what is measured here.
+    that a Run of each call takes besides its sleep; None: what is measured here. scale: of all times in SLOW_S.
     """
     from rlhf_spmd.runtime.calls import State
     from rlhf_spmd.runtime.execute import Executor
@@ -103,12 +112,12 @@ def measure(world, name: str, folder: Path, with_groups: Callable, extra_s: dict
 
     def slowed(step, data, state):
         run(step, data, state)
-        time.sleep(slow_s(program, step))
+        time.sleep(slow_s(program, step, scale))
 
     job.calls.run = slowed
     recorder = Recorder()
     executor, state, mine = Executor(program, world, job.models, job.calls, recorder), State(kl_coef=0.05), []
-    for number in range(ITERATIONS):
+    for number in range(iterations):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")
         recorder.spans.clear()
@@ -118,21 +127,21 @@ def measure(world, name: str, folder: Path, with_groups: Callable, extra_s: dict
         mine.append((total_s, [span[3] - span[2] for span in recorder.spans if span[1] == "compute"]))
     everyone = world.allgather(mine[1:])
     if extra_s is None:
-        extra_s = besides_s(program, list(zip(*everyone, strict=True)))
+        extra_s = besides_s(program, list(zip(*everyone, strict=True)), scale)
     return {
         "bench": "overlap",
         "strategy": name,
         "ranks": world.size,
-        "slowed_s": simulate(program, Times(lambda rank, step: slow_s(program, step))).makespan_s,
+        "slowed_s": simulate(program, Times(lambda rank, step: slow_s(program, step, scale))).makespan_s,
         "forecast_s": simulate(
-            program, Times(lambda rank, step: slow_s(program, step) + extra_s[step.call])
+            program, Times(lambda rank, step: slow_s(program, step, scale) + extra_s[step.call])
         ).makespan_s,
         "measured_s": statistics.median(max(total_s for total_s, _ in ranks) for ranks in zip(*everyone, strict=True)),
         "extra_s": extra_s,
     }
 
 
-def besides_s(program: Program, iterations: list) -> dict[str, float]:
+def besides_s(program: Program, iterations: list, scale: float = 1.0) -> dict[str, float]:
     """What a Run of each call takes besides its sleep: the median. iterations[i][rank]: total, seconds of each Run.
 
     In a group the last rank to come shows how long the Run itself takes; the others also wait in it.
@@ -146,22 +155,26 @@ def besides_s(program: Program, iterations: list) -> dict[str, float]:
         for rank, step in of_run:
             members = program.groups[step.group] if step.group is not None else (rank,)
             fastest = min(of_run[member, step] for member in members)
-            found.setdefault(step.call, []).append(fastest - slow_s(program, step))
+            found.setdefault(step.call, []).append(fastest - slow_s(program, step, scale))
     return {call: statistics.median(seconds) for call, seconds in found.items()}
 
 
-def measure_all(world, folder: Path, with_groups: Callable) -> list[dict]:
-    """A row per strategy."""
-    rows = [measure(world, STRATEGIES[0], folder, with_groups)]
-    return rows + [measure(world, name, folder, with_groups, rows[0]["extra_s"]) for name in STRATEGIES[1:]]
+def measure_all(
+    world, folder: Path, with_groups: Callable, strategies: Sequence[str] = STRATEGIES, **options
+) -> list[dict]:
+    """A row per strategy, flattening first; options: those of `measure`."""
+    rows = [measure(world, strategies[0], folder, with_groups, **options)]
+    extra_s = rows[0]["extra_s"]
+    return rows + [measure(world, name, folder, with_groups, extra_s, **options) for name in strategies[1:]]
 
 
-def judge(rows: list[dict]) -> None:
-    """Adds `ratio` and `ok`: within 15% of the critical path, and less than flattening, where all is in one line."""
+def judge(rows: list[dict], tolerance: float = TOLERANCE) -> None:
+    """Adds `ratio` and `ok`: within the tolerance of the critical path, and less than flattening, where all is in one
+    line."""
     flat = next(row for row in rows if row["strategy"] == "flattening")
     for row in rows:
         row["ratio"] = row["measured_s"] / row["forecast_s"]
-        row["ok"] = abs(row["ratio"] - 1) <= TOLERANCE and (row is flat or row["measured_s"] < flat["measured_s"])
+        row["ok"] = abs(row["ratio"] - 1) <= tolerance and (row is flat or row["measured_s"] < flat["measured_s"])
 
 
 def run_cases(file: Path) -> None:

@@ -2,6 +2,9 @@
 
 Tests that use the `world` fixture are judged together: a failure on any rank fails the test on all of them, and rank 0
 shows it, so that the ranks stay in step.
+
+Two marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `rotates`: always at 4; at each other
+number in NUM_RANKS every third of the tests with this mark, and the rest only with `-m slow`.
 """
 
 import sys
@@ -11,11 +14,29 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.runtime.world import DeadlineError, World
+from tests.run_mpi import NUM_RANKS, references
 
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
 MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
+ALL_AT = 4  # ranks, where every test that rotates runs
 _world: World | None = None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks for the mark `slow`
+def pytest_collection_modifyitems(config, items):
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    elsewhere = [item for item in items if (mark := item.get_closest_marker("ranks")) and size not in mark.args]
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if item not in elsewhere]
+    others = [number for number in NUM_RANKS if number != ALL_AT]
+    if size in others:
+        rotating = [item for item in items if item.get_closest_marker("rotates")]
+        for index, item in enumerate(rotating):
+            if index % len(others) != others.index(size):
+                item.add_marker(pytest.mark.slow)
 
 
 def _named_ranks(size: int) -> dict[str, tuple[int, ...]]:
@@ -76,6 +97,30 @@ def shared_folder(world):
         world.barrier("the end of the folder")
 
 
+@pytest.fixture(scope="module")
+def made_once(request, world, shared_folder):
+    """made_once(names, make) -> folder with a file or folder of each name, made by `make(name, path)`.
+
+    The ranks share the work, and so do the launches of one call of tests/run_mpi.py.
+    """
+    shared = references()
+    folder = shared_folder if shared is None else shared / request.module.__name__.rpartition(".")[2]
+
+    def make_all(names, make):
+        if world.rank == 0:
+            folder.mkdir(exist_ok=True)
+        world.barrier("the folder of what is made once")
+        missing = [name for name in names if not (folder / name).exists()]
+        world.barrier("what is missing there")
+        for name in missing[world.rank :: world.size]:
+            make(name, folder / f"{name}.part")
+            (folder / f"{name}.part").rename(folder / name)
+        world.barrier("what is made once")
+        return folder
+
+    return make_all
+
+
 @pytest.fixture
 def job(world, make_group):
     from tests.trainee import Job
@@ -83,7 +128,7 @@ def job(world, make_group):
     return Job(world, make_group)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cheap_garbage_collection():
     """DeepSpeed collects garbage whenever it makes an engine, which costs 0.3 s with all its modules to go through."""
     import gc

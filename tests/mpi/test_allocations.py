@@ -22,6 +22,7 @@ from tests.runs import RunOf, compiled, load
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),  # whose modules tensor_bytes() need not go through either
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 FROZEN = ("reference", "reward")
@@ -80,9 +81,7 @@ def test_replicated_reference_and_reward_take_half(strategy, settings, world, ma
 
 
 @STRATEGIES
-def test_sharded_they_take_the_same_bytes_in_smaller_groups(
-    strategy, settings, world, make_group, cheap_garbage_collection
-):
+def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, world, make_group):
     if world.size == 2:
         pytest.skip("a half of two ranks has nothing to shard")
     held, sizes = [], []

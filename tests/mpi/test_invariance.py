@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.bfloat16 import LIMIT, in_standard_errors
+from rlhf_spmd.config import Config
 from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
@@ -30,6 +32,7 @@ from tests.runs import RunOf, compiled, load
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 
@@ -202,23 +205,26 @@ def overrides_of(folder: Path, config: str, seed: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(world, folder) -> dict[tuple[str, int], tuple[list[dict], dict[str, Tensor]]]:
+def alone(folder, made_once) -> dict[tuple[str, int], tuple[list[dict], dict[str, Tensor]]]:
     """(config, seed) -> metrics and weights of the run on one rank."""
-    wanted = sorted({(config, seed) for _, config, seed in CASES})
-    for index, (config, seed) in enumerate(wanted):
-        if index % world.size == world.rank:
-            run = RunOf(load(overrides_of(folder, config, seed)))
-            metrics = run.iterations()
-            save_file(weights_of(run), folder / f"{config} {seed}.safetensors")
-            (folder / f"{config} {seed}.json").write_text(json.dumps(metrics))
-    world.barrier("the runs on one rank")
-    return {
-        key: (
-            json.loads((folder / f"{key[0]} {key[1]}.json").read_text()),
-            load_file(folder / f"{key[0]} {key[1]}.safetensors"),
-        )
-        for key in wanted
-    }
+    wanted = {f"{config} {seed}": (config, seed) for _, config, seed in CASES}
+
+    def make(name: str, path: Path) -> None:
+        run = RunOf(load(overrides_of(folder, *wanted[name])))
+        save_run(path, run.iterations(), weights_of(run))
+
+    runs = made_once(sorted(wanted), make)
+    return {key: load_run(runs / name) for name, key in wanted.items()}
+
+
+def save_run(path: Path, metrics: list[dict], weights: dict[str, Tensor]) -> None:
+    """Metrics and weights as one file."""
+    save_file(weights, path, metadata={"metrics": json.dumps(metrics)})
+
+
+def load_run(path: Path) -> tuple[list[dict], dict[str, Tensor]]:
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["metrics"]), load_file(path)
 
 
 def weights_of(run: RunOf) -> dict[str, Tensor]:
@@ -240,6 +246,7 @@ def error(value, expected) -> float:
     return abs(value - expected) / max(1.0, abs(expected))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize(("placement", "config", "seed"), CASES, ids=[f"{p}-{c}-{s}" for p, c, s in CASES])
 def test_equals_the_run_on_one_rank(placement, config, seed, world, folder, alone, make_group):
     settings = load(overrides_of(folder, config, seed))
@@ -276,13 +283,20 @@ def test_equals_the_run_on_one_rank(placement, config, seed, world, folder, alon
         print(f"N {world.size} {placement}, {config}, seed {seed}: metrics {numbers[0]:.1e}, weights {numbers[1]:.1e}")
 
 
-@pytest.mark.parametrize("placement", ["flattening", "interleaving1", "interleaving2", "separation"])
-def test_rewards_in_bfloat16_stay_within_noise(placement, world, folder, make_group):
-    """Rounding lets tokens differ there; ten iterations' mean rewards lie no further apart than chance puts them."""
+@pytest.fixture(scope="module")
+def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     settings = load(overrides_of(folder, "plain", 0), "dtype=bfloat16", "iterations=10", "rollout_batch=48")
+    runs = made_once(["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations())))
+    return settings, json.loads((runs / "bfloat16").read_text())
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize("placement", ["flattening", "interleaving1", "interleaving2", "separation"])
+def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat16, make_group):
+    """Rounding lets tokens differ there; ten iterations' mean rewards lie no further apart than chance puts them."""
+    settings, expected = alone_in_bfloat16
     program = compiled(settings, world.size, PLACEMENTS[placement])
     history = RunOf(settings, with_groups(world, program, make_group), program).iterations()
-    expected = RunOf(settings).iterations()
     assert in_standard_errors(history, expected, settings.rollout_batch) <= LIMIT
 
 
@@ -307,6 +321,7 @@ def compare_shadows(run: RunOf, expected_weights: dict[str, Tensor]) -> None:
             assert float(((weight - expected).abs() / expected.abs().clamp(min=1.0)).max()) <= TOLERANCE, name
 
 
+@pytest.mark.ranks(4)
 def test_every_model_did_learn(alone, folder):
     """The comparison would be idle if nothing changed."""
     for (config, seed), (metrics, weights) in alone.items():

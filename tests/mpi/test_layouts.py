@@ -7,6 +7,7 @@ the same tokens; losses, norms and weights within 1e-5 * max(1, |value|) over th
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,22 @@ from rlhf_spmd.runtime.shadows import whole_state
 from rlhf_spmd.strategies import flattening, separation
 from tests.edges import explain_flips
 from tests.folders import write_model, write_prompts
-from tests.mpi.test_invariance import EOS_IDS, NOT_COMPARED, TOLERANCE, error, with_groups
+from tests.mpi.test_invariance import (
+    EOS_IDS,
+    NOT_COMPARED,
+    TOLERANCE,
+    error,
+    load_run,
+    save_run,
+    weights_of,
+    with_groups,
+)
 from tests.run_mpi import NUM_RANKS
 from tests.runs import RunOf, compiled, load
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 
@@ -174,26 +185,21 @@ def settings_of(folder: Path, config: str):
 
 
 @pytest.fixture(scope="module")
-def alone(world, folder):
+def alone(folder, made_once):
     """config -> metrics and weights of the run on one rank."""
-    for index, config in enumerate(CONFIGS):
-        if index % world.size == world.rank:
-            run = RunOf(settings_of(folder, config))
-            (folder / f"{config}.json").write_text(json.dumps(run.iterations()))
-            weights = {f"{m}.{n}": w for m in ("actor", "critic") for n, w in run.weights(m).items()}
-            save_file(weights, folder / f"{config}.safetensors")
-    world.barrier("the runs on one rank")
-    return {
-        config: (json.loads((folder / f"{config}.json").read_text()), load_file(folder / f"{config}.safetensors"))
-        for config in CONFIGS
-    }
+
+    def make(config: str, path: Path) -> None:
+        run = RunOf(settings_of(folder, config))
+        save_run(path, run.iterations(), weights_of(run))
+
+    runs = made_once(list(CONFIGS), make)
+    return {config: load_run(runs / config) for config in CONFIGS}
 
 
+@pytest.mark.ranks(MOST_RANKS)
 @pytest.mark.parametrize(("placement", "config"), CASES, ids=[f"{p}-{c}" for p, c in CASES])
 def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, make_group):
     num_ranks, place = PLACEMENTS[placement]
-    if world.size != MOST_RANKS:
-        pytest.skip(f"the matrix runs on {MOST_RANKS} ranks")
     settings = settings_of(folder, config)
     program = compiled(settings, world.size, place)
     assert [finding for finding in check(program) if finding.severity == "error"] == []
@@ -230,17 +236,16 @@ def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, mak
 
 
 @pytest.fixture(scope="module")
-def alone_in_bfloat16(world, folder) -> tuple[Config, list[dict]]:
+def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     settings = replace(settings_of(folder, "plain"), dtype="bfloat16", iterations=4, rollout_batch=32)
-    found = RunOf(settings).iterations() if world.rank == 0 and world.size == MOST_RANKS else []
-    return settings, world.bcast(found, what="the run on one rank")
+    runs = made_once(["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations())))
+    return settings, json.loads((runs / "bfloat16").read_text())
 
 
+@pytest.mark.ranks(MOST_RANKS)
 @pytest.mark.parametrize("placement", ["dp2 pp2 tp2 zero 1 recompute", "dp2 tp2 zero 3", "apart"])
 def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat16, make_group):
     """Computing in bfloat16 over float32 masters: tokens may differ, mean rewards lie no further apart than chance."""
-    if world.size != MOST_RANKS:
-        pytest.skip(f"the matrix runs on {MOST_RANKS} ranks")
     settings, expected = alone_in_bfloat16
     program = compiled(settings, world.size, PLACEMENTS[placement][1])
     history = RunOf(settings, with_groups(world, program, make_group), program).iterations()
@@ -275,22 +280,40 @@ def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tupl
     return {model: found[id(engine)] for model, engine in run.job.models.engines.items()}, run
 
 
-@pytest.mark.parametrize(("placement", "config"), CASES, ids=[f"{p}-{c}" for p, c in CASES])
-def test_gradients_in_float64(placement, config, world, folder, make_group, monkeypatch):
-    num_ranks, place = PLACEMENTS[placement]
-    workload = make_workload(settings_of(folder, config))
-    layouts = place(workload, Cluster.parse(f"1x{max(num_ranks, world.size)}")).layouts
-    if any(layout.zero > 1 for layout in layouts.values()):
-        pytest.skip("DeepSpeed has no float64")
-    if world.size != min(size for size in NUM_RANKS if size >= num_ranks):
-        pytest.skip("runs in the smallest launch that has enough ranks")
-    settings = settings_of(folder, config)
-    expected, _ = first_gradients(settings, lambda program: None, flattening.place, 1, monkeypatch)
+@pytest.fixture(scope="module")
+def gradients_alone(folder, made_once):
+    """config -> model.parameter -> the first gradient on one rank."""
+
+    def make(name: str, path: Path) -> None:
+        settings = settings_of(folder, name.removesuffix(" gradients"))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            found, _ = first_gradients(settings, lambda program: None, flattening.place, 1, monkeypatch)
+        save_file({f"{model}.{n}": g for model, gradients in found.items() for n, g in gradients.items()}, path)
+
+    runs = made_once([f"{config} gradients" for config in CONFIGS], make)
+    return {config: load_file(runs / f"{config} gradients") for config in CONFIGS}
+
+
+def gradient_cases() -> Iterator:
+    """In the smallest launch that has enough ranks; without ZeRO 2 and 3, since DeepSpeed has no float64."""
+    workload = make_workload(load([]))
+    for placement, config in CASES:
+        num_ranks, place = PLACEMENTS[placement]
+        size = min(size for size in NUM_RANKS if size >= num_ranks)
+        layouts = place(workload, Cluster.parse(f"1x{size}")).layouts
+        if all(layout.zero < 2 for layout in layouts.values()):
+            yield pytest.param(placement, config, marks=pytest.mark.ranks(size), id=f"{placement}-{config}")
+
+
+@pytest.mark.parametrize(("placement", "config"), list(gradient_cases()))
+def test_gradients_in_float64(placement, config, world, folder, gradients_alone, make_group, monkeypatch):
+    _, place = PLACEMENTS[placement]
+    settings, expected = settings_of(folder, config), gradients_alone[config]
     found, run = first_gradients(settings, lambda p: with_groups(world, p, make_group), place, world.size, monkeypatch)
     for model, gradients in found.items():
         trained = run.job.models.engines[model].model
         for name, gradient in gradients.items():
-            whole = expected[model][name]
+            whole = expected[f"{model}.{name}"]
             torch.testing.assert_close(
                 gradient, whole[cut(name, trained.config, trained.parallel.shard)], rtol=1e-10, atol=1e-10
             )

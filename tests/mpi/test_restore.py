@@ -32,10 +32,10 @@ from tests.runs import RunOf, compiled
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
+    pytest.mark.ranks(4),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
-SIZE = 4
 
 
 def on(ranks: range, *, zero: int = 0, **options):
@@ -72,8 +72,6 @@ ALL_CHANGES += ["optimizer.schedule=cosine", "optimizer.weight_decay=0.1"]
 
 @pytest.fixture(scope="module")
 def folder(world, shared_folder):
-    if world.size != SIZE:
-        pytest.skip(f"runs on {SIZE} ranks")
     if world.rank == 0:
         write_models(shared_folder)
     world.barrier("the checkpoints")
