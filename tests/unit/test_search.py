@@ -10,6 +10,7 @@ import pytest
 from rlhf_spmd import config
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan import search as searches
 from rlhf_spmd.plan.calibration import Calibration, Device, Link
 from rlhf_spmd.plan.call_model import CallModel
 from rlhf_spmd.plan.candidates import layouts, meshes
@@ -171,10 +172,10 @@ def test_a_spent_budget_leaves_an_honest_gap():
     assert later.seconds >= best.seconds * (1 - gap) * (1 - 1e-9)
 
 
-SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in ("13b", "33b", "65b")]
+SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in ("13b", "33b", "65b", "70b")]
 
 
-@pytest.mark.parametrize("size", ["7b", "70b", *SLOW])
+@pytest.mark.parametrize("size", ["7b", *SLOW])
 def test_other_methods_are_near_the_exact_one(size):
     workload, cluster = llama(f"llama-{size}", "8x8")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
@@ -197,7 +198,8 @@ def test_plans_compile_and_fit(preset, layout):
         assert plan.forecast.makespan_s == pytest.approx(plan.call_level_s, rel=0.2)
 
 
-def test_search_is_the_same_every_time():
+def test_search_is_the_same_every_time(monkeypatch):
+    monkeypatch.setattr(searches, "NUM_STEPS", 4000)  # of 60,000: more of them are no less the same
     workload, cluster = llama("llama-7b", "1x8")
     for method in ("two_phase", "mcmc"):
         one, other = (search(workload, cluster, A100, method=method, keep=3) for _ in range(2))
