@@ -313,6 +313,13 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "memory, MB": lambda row: f"{row['first_bytes'] / 1e6:,.0f} to {row['last_bytes'] / 1e6:,.0f}",
         "seconds, let alone": lambda row: f"{row['disturbed_s']:.0f}, {row['alone_s']:.0f}",
     },
+    "endings": {
+        "kind": lambda row: row["kind"],
+        "ranks": lambda row: str(row["ranks"]),
+        "launches": lambda row: str(row["launches"]),
+        "not ended well": lambda row: str(row["failed"]),
+        "seconds each": lambda row: f"{row['seconds']:.1f}",
+    },
     "guards": {
         "strategy": lambda row: f"`{row['strategy']}`",
         "ranks": lambda row: str(row["ranks"]),

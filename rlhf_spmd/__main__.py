@@ -253,6 +253,8 @@ def _on_ranks(arguments: list[str]) -> int:
         verbs = {"generate": _generate_on, "plan": _measure_on, "profile": _profile_on}
         status = _train_on(world, parsed, asked) if parsed.verb == "train" else verbs[parsed.verb](world, parsed)
         world.shutdown()
+        sys.stdout.flush()
+        world.finalize()
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
     return status or 0

@@ -29,9 +29,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
 LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed
-TAIL_LINES = 60
+TAIL_LINES, FEW_LINES = 60, 15
 REFERENCES = "TEST_REFERENCES"  # the environment variable with the folder of `references()`
-KILLED = (9, 128 + 9)  # how mpiexec says that a rank got SIGKILL
 
 
 @functools.cache
@@ -177,6 +176,7 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     status = pytest.main(["--with-mpi", "-p", "no:cacheprovider", *arguments], plugins=plugins)
     (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}))
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
+    MPI.Finalize()  # nobody leaves before all have written theirs; mpi4py's own at the exit would not tell its errors
 
 
 def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[int, int]:
@@ -197,10 +197,7 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[in
             problems.append(f"stopped at the limit of {limit_s:g} s")
         lost = [rank for rank, result in results.items() if result is None]
         bad = [rank for rank, result in results.items() if result and result["status"] != 0]
-        if status in KILLED and not lost:
-            # seen with mpich on a busy machine: all ranks have written their records and leave, and are killed in it
-            print(f"--- {num_ranks} ranks: mpiexec killed ranks that had finished (status {status})", flush=True)
-        elif status:
+        if status:
             problems.append(f"mpiexec ended with status {status}")
         if lost:
             problems.append(f"ranks {lost} did not finish")
@@ -209,17 +206,19 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[in
         if first["passed"] == 0:
             problems.append("no test passed")
         if problems:
-            # rank 0 shows the failures of tests that use the fixture `world`; the logs are for all else
-            _show_logs(folder, [rank for rank in (lost if 0 in bad else lost + bad) if rank > 0])
+            if 0 in lost or (status and not lost + bad):  # any of the others may have said why
+                _show_logs(folder, range(1, num_ranks), FEW_LINES)
+            else:  # rank 0 shows the failures of tests that use the fixture `world`; the others mostly say the same
+                _show_logs(folder, [rank for rank in (lost if 0 in bad else lost + bad) if rank > 0][:3], TAIL_LINES)
             print(f"--- {num_ranks} ranks: {'; '.join(problems)} ({time.monotonic() - start:.0f} s)", flush=True)
         return first["passed"], max(first["failed"], 1 if problems else 0)
 
 
-def _show_logs(folder: Path, ranks: Sequence[int]) -> None:
-    for rank in ranks[:3]:  # the others mostly say the same
+def _show_logs(folder: Path, ranks: Sequence[int], num_lines: int) -> None:
+    for rank in ranks:
         log = folder / f"{rank}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        print(f"--- rank {rank} wrote last:", *lines[-TAIL_LINES:], sep="\n", flush=True)
+        print(f"--- rank {rank} wrote last:", *lines[-num_lines:], sep="\n", flush=True)
 
 
 def main() -> int:

@@ -86,6 +86,7 @@ class World:
         }
         try:
             everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
+            first.settle()  # COMM_WORLD is used for nothing else
         except Late as late:  # nothing can be agreed yet, and a quiet exit would hang in MPI's own
             if first.rank != min(set(range(comm.size)) - set(late.ranks)):
                 time.sleep(SECOND_REPORT_S)
@@ -308,16 +309,23 @@ class World:
         return group
 
     def shutdown(self) -> None:
-        """Ends torch.distributed, all ranks together, so that the process can exit quietly."""
+        """Ends torch.distributed and the control messages, all ranks together, so that the process can exit quietly."""
         self.watch.stop()
-        if self._groups is None:
-            return
-        from torch import distributed
-
         self.barrier("the end of the run")
-        self._groups = self.board.store = self.board.second_store = None
-        distributed.destroy_process_group()
-        self.barrier("the end of torch.distributed")  # rank 0 keeps the store until nobody needs it
+        if self._groups is not None:
+            from torch import distributed
+
+            self._groups = self.board.store = self.board.second_store = None
+            distributed.destroy_process_group()
+            self.barrier("the end of torch.distributed")  # rank 0 keeps the store until nobody needs it
+        try:
+            self.control.settle()
+        except Late as late:
+            raise deadline_error(late, self.rank, self.hosts, {}) from None
+
+    def finalize(self) -> None:
+        """Ends MPI, all ranks together. mpi4py would at the exit, but without a word where MPI refuses it."""
+        _load_mpi().Finalize()
 
     # Who is late
 

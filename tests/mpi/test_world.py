@@ -18,7 +18,7 @@ from torch import distributed
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime import world as world_module
-from rlhf_spmd.runtime.control import INLINE, Control, Late
+from rlhf_spmd.runtime.control import INLINE, ROLL_CALL_S, Control, Late
 from rlhf_spmd.runtime.world import DeadlineError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -162,6 +162,19 @@ def test_a_message_may_have_a_deadline_of_its_own(world):
         with pytest.raises(DeadlineError, match=r"rank 0 \("):
             other.barrier(deadline_s=DEADLINE_S)
     settle(world, other)
+
+
+def test_roll_calls_that_come_late_are_received(world):
+    """The last rank to come goes on at once, and those who waited for it have called the roll."""
+    other = second_world(world, deadline_s=20)
+    if world.rank == world.size - 1:
+        time.sleep(1.5 * ROLL_CALL_S)
+    other.barrier()
+    other.control.settle()
+    told, heard = zip(*world.allgather([other.control.num_told, other.control.num_heard]), strict=True)
+    assert sum(map(sum, told)) >= (world.size - 1) ** 2
+    assert [list(row) for row in zip(*told, strict=True)] == list(heard)
+    other.control.comm.Free()  # MPICH refuses it where a message is left
 
 
 # Leaving together
