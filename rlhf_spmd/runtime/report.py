@@ -18,6 +18,7 @@ from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
+from rlhf_spmd.runtime.digests import tokens_sha256
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import model_folders
@@ -53,19 +54,8 @@ def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
     metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
     for what in ("bytes", "messages"):
         metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
-    metrics["tokens_sha256"] = tokens_sha256(answers)
+    metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
     return metrics
-
-
-def tokens_sha256(answers: Sequence[Mapping]) -> str:
-    """Hash of all response tokens in prompt order: int32, little-endian, -1 after each response."""
-    rows = sorted(
-        {(prompt, sample): tokens for answer in answers for prompt, sample, tokens in answer["responses"]}.items()
-    )
-    digest = hashlib.sha256()
-    for _, tokens in rows:
-        digest.update(np.array([*tokens, -1], dtype="<i4").tobytes())
-    return digest.hexdigest()
 
 
 def check_finite(metrics: Mapping, number: int) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
+from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows, load_prompts, pad
 
 
 class Words:
@@ -154,7 +154,8 @@ def test_long_prompts_truncated_keep_the_end_and_the_first_token_if_it_is_specia
 
 
 def prompt_set(size, seed=0):
-    return PromptSet([[number] for number in range(size)], [str(number) for number in range(size)], seed)
+    numbers = range(size)
+    return PromptSet(TokenRows.of([[number] for number in numbers]), TextRows.of(map(str, numbers)), seed)
 
 
 @settings(deadline=None, max_examples=60)
