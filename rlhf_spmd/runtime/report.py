@@ -14,6 +14,7 @@ import torch
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.plan.fit import vain_streaming
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
@@ -79,6 +80,7 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
         f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
         f"at most {config.generation.max_new_tokens} new tokens",
+        **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
     }
 

@@ -355,7 +355,8 @@ def _write_timeline(
     if calibration is not None and job.world.rank == 0:
         lengths = forecast_line.lengths_of(answers, job.prompts.prompts)
         rows = forecast_line.compare(job.program, calibration, records, lengths)
-        forecast_line.write(rows, calibration, folder.path / "forecast.json")
+        with writing(folder.path / "forecast.json"):
+            forecast_line.write(rows, calibration, folder.path / "forecast.json")
         console.note(forecast_line.show(rows, calibration))
 
 

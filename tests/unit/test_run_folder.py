@@ -133,7 +133,7 @@ def test_metrics_are_on_disk_after_every_iteration(tmp_path):
 
 
 def test_missing_tensorboard_and_matplotlib_are_noted_not_fatal(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"reward": 0.5})
