@@ -61,9 +61,7 @@ def vain_streaming(program: Program) -> list[str]:
     """What is wrong with the streaming that a placement asks for, as predicates; empty if nothing is."""
     found, workload = [], program.workload
     if program.placement.stream and not program.placement.streams(workload):
-        found.append(
-            "is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch"
-        )
+        found.append("is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch")
     if program.placement.stream and workload.num_mini_batches == 1:
         found.append(
             "has nothing to overlap, because an iteration is one mini-batch (mini_batch = rollout_batch x "
