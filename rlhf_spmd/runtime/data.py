@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -221,7 +222,7 @@ def load_prompts(
         raise UserError(
             f"data.long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}"
         )
-    prompts: list[list[int]] = []
+    all_tokens, ends = array("i"), []  # nine times smaller than lists of numbers
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
     for place, text in _read(path, key):
@@ -234,15 +235,17 @@ def load_prompts(
             if long_prompts != "truncate":
                 continue
             tokens, text = _truncate(tokens, max_prompt_tokens, tokenizer)
-        prompts.append(tokens)
+        all_tokens.extend(tokens)
+        ends.append(len(all_tokens))
         texts.append(text)
-    if too_long and (long_prompts == "error" or not prompts):
+    if too_long and (long_prompts == "error" or not texts):
         raise UserError(_too_long_message(path, too_long, max_prompt_tokens, dropped_all=long_prompts == "drop"))
-    if not prompts:
+    if not texts:
         raise UserError(f"{path} is empty: it needs at least one prompt")
     num_long = len(too_long)
     truncated, dropped = (num_long, 0) if long_prompts == "truncate" else (0, num_long)
-    return PromptSet(TokenRows.of(prompts), TextRows.of(texts), seed, str(path), truncated, dropped)
+    prompts = TokenRows(np.frombuffer(all_tokens, np.int32), np.array(ends, dtype=np.int64))
+    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped)
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
