@@ -20,6 +20,7 @@ BENCHES = {
     "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
     "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
     "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",
+    "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds and memory; 100,000 prompts",
     "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
     "report": "all rows and pictures of bench/results/ on one page, report.html",
     "tables": "the tables of README.md, written anew from bench/results/",

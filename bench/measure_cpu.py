@@ -145,9 +145,9 @@ def write_lengths(file: Path) -> None:
         for number in range(config.iterations):
             answers = executor.iteration(make_iteration(job, number), state)
             update(state, config, summarize(job, answers, state.kl_coef), answers)
-            for prompt, _, response in answers[0]["responses"] if number else []:
+            for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:
                 lengths["prompts"].append(len(job.prompts.prompts[prompt]))
-                lengths["responses"].append(len(response))
+                lengths["responses"].append(length)
         file.write_text(json.dumps(lengths))
         world.shutdown()
     except BaseException as error:

@@ -320,6 +320,15 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "not ended well": lambda row: str(row["failed"]),
         "seconds each": lambda row: f"{row['seconds']:.1f}",
     },
+    "iteration_size": {
+        "what": lambda row: row["what"],
+        "rows x tokens": lambda row: f"{row['rows']:,} x {row['tokens']:,}",
+        "ranks": lambda row: str(row["ranks"]),
+        "seconds": lambda row: f"{row['seconds']:.2f}",
+        "of a processor": lambda row: f"{row['processor_s']:.2f}",
+        "draws, of a processor": lambda row: f"{row['draws_processor_s']:.2f}" if "draws_s" in row else "",
+        "memory, MB": lambda row: f"{row['grown_mb']:.0f}",
+    },
     "guards": {
         "strategy": lambda row: f"`{row['strategy']}`",
         "ranks": lambda row: str(row["ranks"]),

@@ -8,7 +8,7 @@ import torch
 from rlhf_spmd.config import Config
 from rlhf_spmd.kernels.tree import edge_distances
 from rlhf_spmd.runtime.batch import Sequences, forward
-from rlhf_spmd.runtime.calls import Iteration
+from rlhf_spmd.runtime.iteration import Iteration
 from tests.runs import RunOf
 
 Responses = dict[tuple[int, int], list[int]]  # (prompt, sample) -> tokens
@@ -45,7 +45,7 @@ class Replay(RunOf):
             kept_NK = torch.where(kept_NK >= 0, kept_NK, kept_NK[:, :1])  # the first is always there
             open_NV = torch.full_like(logits_NV, -torch.inf)
             logits_NV = open_NV.scatter_(1, kept_NK, logits_NV.gather(1, kept_NK))
-        uniforms_N = data.uniforms_MCG.flatten(0, 1)[real_BG]
+        uniforms_N = data.uniforms().flatten(0, 1)[real_BG]
         distances_N = edge_distances(logits_NV, uniforms_N, responses_BG[real_BG], sampling["temperature"])
         parts = distances_N.split(real_BG.sum(1).tolist())
         names = zip(data.prompt_MC.flatten().tolist(), data.sample_MC.flatten().tolist(), strict=True)

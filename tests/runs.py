@@ -13,8 +13,9 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime import report
-from rlhf_spmd.runtime.calls import Iteration, State
-from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.calls import State
+from rlhf_spmd.runtime.execute import Executor, reported_columns
+from rlhf_spmd.runtime.iteration import ALL, Iteration
 from rlhf_spmd.runtime.metrics import Meter
 from rlhf_spmd.runtime.trace import Recorder
 from rlhf_spmd.runtime.train import make_iteration, prepare, update
@@ -29,6 +30,9 @@ class OneRank:
 
     def allgather(self, value, what="", **_):
         return [value]
+
+    def allgather_bytes(self, message, what="", **_):
+        return [message]
 
     def bcast(self, value, root=0, what="", **_):
         return value
@@ -102,11 +106,21 @@ class RunOf:
         self.data, self.meter = make_iteration(self.job, self.number), StepMeter()
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data, self.state)
-        self.responses.append({(p, s): tokens for answer in answers for p, s, tokens in answer["responses"]})
+        self.responses.append(self._responses())
         metrics = report.summarize(self.job, answers, self.state.kl_coef)
         update(self.state, self.config, metrics, answers)
         self.number += 1
         return metrics
+
+    def _responses(self) -> dict[tuple[int, int], list[int]]:
+        """The responses of the last iteration, gathered from the ranks that generated them."""
+        columns, mine = reported_columns(self.program, self.world.rank), []
+        if columns.start < columns.stop:
+            rows = self.data.store.at("responses", (ALL, columns)).flatten(0, 1).tolist()
+            places = (matrix[:, columns].flatten().tolist() for matrix in (self.data.prompt_MC, self.data.sample_MC))
+            mine = [(*place, [t for t in row if t >= 0]) for *place, row in zip(*places, rows, strict=True)]
+        everyone = self.world.allgather(mine, "the responses")
+        return {(prompt, sample): tokens for rows in everyone for prompt, sample, tokens in rows}
 
     def iterations(self) -> list[dict]:
         """All iterations of the config; returns their metrics."""

@@ -57,15 +57,22 @@ def _parts(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size) or "nothing"
 
 
+def vain_streaming(program: Program) -> list[str]:
+    """What is wrong with the streaming that a placement asks for, as predicates; empty if nothing is."""
+    found, workload = [], program.workload
+    if program.placement.stream and not program.placement.streams(workload):
+        found.append("is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch")
+    if program.placement.stream and workload.num_mini_batches == 1:
+        found.append(
+            "has nothing to overlap, because an iteration is one mini-batch (mini_batch = rollout_batch x "
+            f"samples_per_prompt = {workload.mini_batch}): lower mini_batch or raise rollout_batch"
+        )
+    return found
+
+
 def waste(program: Program) -> list[Finding]:
     """Ranks without work, and streaming that was asked for and cannot be."""
-    found = []
-    if program.placement.stream and not program.placement.streams(program.workload):
-        text = "streaming is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch"
-        found.append(Finding("warning", text))
-    if program.placement.stream and program.workload.num_mini_batches == 1:
-        text = "nothing streams, because an iteration is one mini-batch: lower mini_batch or raise rollout_batch"
-        found.append(Finding("warning", text))
+    found = [Finding("warning", f"streaming {text}") for text in vain_streaming(program)]
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]

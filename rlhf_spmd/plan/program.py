@@ -16,7 +16,7 @@ agreed how many micro-batches there are.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
@@ -195,6 +195,20 @@ class Program:
         one = step.mini_batch
         return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
 
+    def held(self, rank: int) -> dict[str, tuple[range, ...]]:
+        """The columns of each data key that a rank reads, makes or receives in an iteration: ascending ranges that
+        neither meet nor overlap. Keys that it has nothing to do with are left out."""
+        found: dict[str, set[range]] = {}
+        for step in self.instructions[rank]:
+            if isinstance(step, Run):
+                for key in (*self.reads(step, rank), *self.makes(step, rank)):
+                    found.setdefault(key, set()).add(self.columns_of(step, rank))
+            elif isinstance(step, Wait):
+                for message in self.transfers[step.transfer].received_by(rank):
+                    for key in message.keys:
+                        found.setdefault(key, set()).add(message.columns)
+        return {key: merged(ranges) for key, ranges in found.items()}
+
     def trained(self, rank: int) -> tuple[str, ...]:
         """Models that train on a rank."""
         calls = self.workload.workflow.placed_calls
@@ -226,3 +240,14 @@ def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
     """The data keys that a call leaves on a rank: results come out of the last stage."""
     return call.outputs if layout.place(rank)[1] == layout.pp - 1 else ()
+
+
+def merged(ranges: Iterable[range]) -> tuple[range, ...]:
+    """The same numbers as ascending ranges that neither meet nor overlap."""
+    found: list[range] = []
+    for one in sorted((one for one in ranges if one), key=lambda one: one.start):
+        if found and one.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+        else:
+            found.append(one)
+    return tuple(found)

@@ -24,6 +24,7 @@ from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.runtime.cutting import cut, lengths_of
 from rlhf_spmd.runtime.generate import Generation
+from rlhf_spmd.runtime.iteration import ALL, Iteration, Place
 from rlhf_spmd.runtime.kvcache import free_bytes
 from rlhf_spmd.runtime.metrics import Meter
 from rlhf_spmd.runtime.models import Models
@@ -31,8 +32,6 @@ from rlhf_spmd.runtime.passes import Inference, Optimization, Passes, through_st
 from rlhf_spmd.runtime.scorer import Scorer
 from rlhf_spmd.runtime.training import Step, Training, summed
 from rlhf_spmd.runtime.world import World
-
-Place = tuple[slice, slice]  # of a tensor [M, C, ...]
 
 
 @dataclass(slots=True)
@@ -42,22 +41,6 @@ class State:
     kl_coef: float
     scores: ppo_math.RunningMoments = ppo_math.RunningMoments()
     steps: dict[str, int] = field(default_factory=dict)  # optimizer steps per model
-
-
-@dataclass(slots=True)
-class Iteration:
-    """One iteration's data on a rank. store: key -> tensor [M, C, ...], filled where this rank holds columns."""
-
-    number: int
-    prompt_MC: Tensor  # prompt index of each place
-    sample_MC: Tensor  # sample index
-    source_EMC: Tensor  # [epochs, M, C]: the mini-batch of epoch 0 whose row stands here in epoch e
-    uniforms_MCG: Tensor
-    store: dict[str, Tensor]
-    meter: Meter = field(default_factory=Meter)
-    generation: Generation | None = None  # the engine, while it has anything to do
-    generate_s: float = 0.0  # on this rank so far
-    stopped: bool = False  # KL early stop of the actor
 
 
 class Calls:
@@ -150,7 +133,7 @@ class Calls:
 
     def _generate(self, call: Call, step: Run, data: Iteration) -> None:
         place = self._place(step)
-        prompts_MBP = data.store["prompts"][place]
+        shape = tuple(part.stop - part.start for part in place)
         started = time.perf_counter()
         with self.models.weights(call) as model:
             if data.generation is None:
@@ -163,11 +146,9 @@ class Calls:
                 f"the actor drew token {drawn}, which no text has (its embeddings are padded), and other models know "
                 f"only {self.num_known} tokens; give them as many by transformers' resize_token_embeddings"
             )
-        shape = prompts_MBP.shape[:2]
-        self._keep(data, "responses", place, responses.unflatten(0, shape))
-        self._keep(data, "logprobs", place, logprobs.unflatten(0, shape))
-        if kept is not None:
-            self._keep(data, "kept_tokens", place, kept.unflatten(0, shape))
+        made = {"responses": responses, "logprobs": logprobs, "kept_tokens": kept}
+        for key in self.program.makes(step, self.world.rank):  # a stage before the last one goes on with none of it
+            self._keep(data, key, place, made[key].unflatten(0, shape))
         mask, meter = responses >= 0, self._meter(call, data)
         meter.add("response_length", mask.sum(), len(responses))
         meter.add("ended_fraction", self._ended(responses).sum(), len(responses))
@@ -183,8 +164,8 @@ class Calls:
             places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
         return Generation(
             model,
-            data.store["prompts"][:, columns],
-            data.uniforms_MCG[:, columns],
+            data.store.at("prompts", (ALL, columns)),
+            data.uniforms(columns),
             max_sequences=max(min(places, num_rows * self.workload.num_mini_batches), 1),
             block_size=generation.block_size,
             free_bytes=generation.cache_fraction
@@ -277,27 +258,12 @@ class Calls:
 
     def _keep(self, data: Iteration, key: str, place: Place, value: Tensor) -> None:
         """Puts the rows of a Run into the store."""
-        self.place_for(data, key)[place] = value
-
-    def place_for(self, data: Iteration, key: str) -> Tensor:
-        """The store's tensor [M, C, ...] of a key, made when first needed; integers for tokens, float32 otherwise."""
-        if key not in data.store:
-            shape: tuple[int, ...] = (self.workload.num_mini_batches, self.workload.mini_batch)
-            if key != "scores":
-                shape += (self.workload.max_response + (key == "values"),)
-            if key == "kept_tokens":
-                shape += (self.workload.max_kept,)
-            if key in ("responses", "kept_tokens"):
-                dtype = torch.int64 if key == "responses" else torch.int32
-                data.store[key] = torch.full(shape, -1, dtype=dtype, device=self.world.device)
-            else:
-                data.store[key] = torch.zeros(shape, device=self.world.device)
-        return data.store[key]
+        data.store.at(key, place)[:] = value
 
     def _held(self, data: Iteration, key: str, place: Place) -> Tensor:
         """The rows of a key at a place. A rank without columns may have nothing of the key."""
         assert key in data.store or place[1].start == place[1].stop, f"{key} is read before it is there"
-        return self.place_for(data, key)[place]
+        return data.store.at(key, place)
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 
@@ -349,16 +315,14 @@ class Calls:
         layout = self._layout(call)
         _, columns = self._place(step)
         source_B = data.source_EMC[step.epoch, step.mini_batch, columns]
-        places = (source_B, torch.arange(columns.start, columns.stop, device=source_B.device))
+        places = (source_B, torch.arange(len(source_B), device=source_B.device))
         keys = self.program.reads(step, self.world.rank)
-        for key in keys:
-            self._held(data, key, (slice(None), columns))
         return self.training.begin(
             step,
             call,
             layout,
             self.models.engines[call.model],
-            {key: data.store[key][places] for key in keys},
+            {key: self._held(data, key, (ALL, columns))[places] for key in keys},
             rate=self._learning_rate(call.model, number),
             micro_batch=self._micro_batch(layout),
             mini_batch=self.workload.mini_batch,

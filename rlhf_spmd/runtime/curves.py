@@ -7,17 +7,19 @@ draws over what it does again.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 WANDB_ID = "wandb_id"  # a file of the run folder, by which a resumed run finds its curves
+EVENTS = "events.out.tfevents"  # how TensorBoard knows its files
+NUMBERS = itertools.count()  # of this process's files of events
 START_S = 30.0  # a server that does not answer for so long is not there
 
 
@@ -27,7 +29,7 @@ class Curves:
     def __init__(self, folder: Path, notes: list[str]):
         self.folder, self.notes = folder, notes
         self.purge_step: int | None = None  # from here on, TensorBoard forgets what it was told before
-        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard: Events | None = None
         self._started = False
         self._wandb: Any = None
 
@@ -59,13 +61,11 @@ class Curves:
         return self._wandb.dir if self._wandb.offline else self._wandb.url
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
-        """One point of each curve; the names have their group in front: reward/kl."""
+        """One point of each curve; the names have their group in front: reward/kl. Raises OSError."""
         if not self._started:
             self._tensorboard, self._started = self._open_tensorboard(), True
         if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, iteration)
-            self._tensorboard.flush()
+            self._tensorboard.add(iteration, values)
         if self._wandb is not None:
             self._wandb.log(dict(values), step=iteration)
 
@@ -76,11 +76,41 @@ class Curves:
             self._wandb.finish()
         self._tensorboard = self._wandb = None
 
-    def _open_tensorboard(self) -> SummaryWriter | None:
-        # Imported with the first metrics and on rank 0 only: 0.1 to 0.2 s that no start-up waits for.
+    def _open_tensorboard(self) -> Events | None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            return Events(self.folder, self.purge_step)
         except ImportError as error:
             self.notes.append(f"no TensorBoard events, because it can't be imported ({error}): pip install tensorboard")
             return None
-        return SummaryWriter(self.folder, purge_step=self.purge_step)
+
+
+class Events:
+    """A file of TensorBoard events, each on the disk when `add` returns. TensorBoard's own writer has a thread, which
+    nobody can ask what went wrong, and opens the file anew for every event."""
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        """purge_step: TensorBoard forgets what other files of the folder say of this step and later ones."""
+        # Imported with the first metrics and on rank 0 only: 0.1 s that no start-up waits for.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        name = f"{EVENTS}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
+        self._file = RecordWriter((folder / name).open("xb"))
+        self._write(Event(file_version="brain.Event:2"))
+        if purge_step is not None:
+            self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """One point of each curve. Raises OSError."""
+        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(self._event(step=step, summary=self._summary(value=points)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())
+        self._file.flush()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 LongPrompts = Literal["error", "truncate", "drop"]
+HASHED_AT_ONCE = 10_000  # prompts
 PADDING = -1  # never a token id, so that a tokenizer whose pad token is its end-of-sequence token confuses nothing
 
 
@@ -35,6 +38,73 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+class TokenRows(Sequence[list[int]]):
+    """Rows of token ids that lie in one array, in which no row costs more than its tokens."""
+
+    def __init__(self, tokens: np.ndarray, ends: np.ndarray):
+        """tokens: int32, of all rows one after another; ends: int64, where each row ends."""
+        self.tokens, self.ends = tokens, ends
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
+        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(ends[-1]) if len(rows) else 0), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return self.tokens[self._start(index) : self.ends[index]].tolist()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def _start(self, index: int) -> int:
+        return int(self.ends[index - 1]) if index else 0
+
+    def padded(self, index_B: np.ndarray, width: int) -> np.ndarray:
+        """Some rows, int64 [B, width], -1 on the right."""
+        rows_BP = np.full((len(index_B), width), PADDING, np.int64)
+        for row, index in enumerate(np.asarray(index_B).tolist()):
+            start, end = self._start(index), int(self.ends[index])
+            rows_BP[row, : end - start] = self.tokens[start:end]
+        return rows_BP
+
+    def first_above(self, limit: int) -> int | None:
+        """The first row that has a token id larger than `limit`."""
+        above = np.flatnonzero(self.tokens > limit)
+        return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
+
+
+class TextRows(Sequence[str]):
+    """Texts that lie in one array of UTF-8."""
+
+    def __init__(self, encoded: np.ndarray, ends: np.ndarray):
+        """encoded: uint8, of all texts one after another; ends: int64, where each ends."""
+        self.encoded, self.ends = encoded, ends
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> TextRows:
+        rows = [text.encode() for text in texts]
+        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
+        return cls(np.frombuffer(b"".join(rows), np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        return self.encoded[int(self.ends[index - 1]) if index else 0 : self.ends[index]].tobytes().decode()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     """Tokenised prompts and the seeded order in which the iterations use them.
@@ -42,16 +112,19 @@ class PromptSet:
     `texts[i]` is what `prompts[i]` says, after a truncation too: the reward function reads what the actor read.
     """
 
-    prompts: list[list[int]]
-    texts: list[str]
+    prompts: TokenRows
+    texts: TextRows
     seed: int = 0
     source: str = "prompts"  # where they came from, for messages
     num_truncated: int = 0
     num_dropped: int = 0
     _epoch: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
+    _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        assert self.prompts and len(self.prompts) == len(self.texts), "a prompt set has prompts and a text for each"
+        assert len(self.prompts) and len(self.prompts) == len(self.texts), (
+            "a prompt set has prompts and a text for each"
+        )
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -72,11 +145,19 @@ class PromptSet:
         return picked
 
     def fingerprint(self) -> str:
-        """Hash of every token and of the seed: what the ranks compare before they start."""
-        digest = hashlib.sha256(f"{self.seed} {len(self)}".encode())
-        for prompt in self.prompts:
-            digest.update(np.asarray([len(prompt), *prompt], dtype="<i8").tobytes())
-        return digest.hexdigest()
+        """Hash of every token and of the seed, with the length before each prompt: what the ranks compare before they
+        start."""
+        if not self._hash:
+            digest = hashlib.sha256(f"{self.seed} {len(self)}".encode())
+            starts = np.concatenate((np.zeros(1, np.int64), self.prompts.ends[:-1]))
+            for first in range(0, len(self), HASHED_AT_ONCE):
+                part = slice(first, first + HASHED_AT_ONCE)
+                begin, ends = starts[first], self.prompts.ends[part]
+                tokens = self.prompts.tokens[begin : ends[-1]]
+                told = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
+                digest.update(np.ascontiguousarray(told, "<i8"))
+            self._hash.append(digest.hexdigest())
+        return self._hash[0]
 
     def _order(self, epoch: int, rollout_batch: int) -> np.ndarray:
         """Permutation of one epoch. It depends on the end of the epoch before, back to one that starts with a batch."""
@@ -141,7 +222,7 @@ def load_prompts(
         raise UserError(
             f"data.long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}"
         )
-    prompts: list[list[int]] = []
+    all_tokens, ends = array("i"), []  # nine times smaller than lists of numbers
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
     for place, text in _read(path, key):
@@ -154,15 +235,17 @@ def load_prompts(
             if long_prompts != "truncate":
                 continue
             tokens, text = _truncate(tokens, max_prompt_tokens, tokenizer)
-        prompts.append(tokens)
+        all_tokens.extend(tokens)
+        ends.append(len(all_tokens))
         texts.append(text)
-    if too_long and (long_prompts == "error" or not prompts):
+    if too_long and (long_prompts == "error" or not texts):
         raise UserError(_too_long_message(path, too_long, max_prompt_tokens, dropped_all=long_prompts == "drop"))
-    if not prompts:
+    if not texts:
         raise UserError(f"{path} is empty: it needs at least one prompt")
     num_long = len(too_long)
     truncated, dropped = (num_long, 0) if long_prompts == "truncate" else (0, num_long)
-    return PromptSet(prompts, texts, seed, str(path), truncated, dropped)
+    prompts = TokenRows(np.frombuffer(all_tokens, np.int32), np.array(ends, dtype=np.int64))
+    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped)
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:

@@ -4,8 +4,10 @@ A failure inside an instruction becomes one message that names rank, host, itera
 deadline passed, the ranks that have not arrived.
 """
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,8 +16,10 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.pipeline import body, is_pipelined
 from rlhf_spmd.plan.program import Agree, Instruction, Load, Message, Offload, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.calls import Calls, State
+from rlhf_spmd.runtime.digests import ROW, digests
 from rlhf_spmd.runtime.failures import PeerError, is_lost, is_peer_error
+from rlhf_spmd.runtime.iteration import ALL, Iteration
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.passes import Passage
 from rlhf_spmd.runtime.reallocate import Mover
@@ -95,8 +99,15 @@ class Executor:
         else:
             assert isinstance(step, Agree)
             with self.recorder.span(step.what, "control"):
-                return self.world.allgather(self._message(data), f"iteration {data.number}: {step.what}")
+                return self._agree(data, f"iteration {data.number}: {step.what}")
         return None
+
+    def _agree(self, data: Iteration, what: str) -> list[dict]:
+        """What every rank says at the end: its numbers, and under "rows" the responses that it generated itself
+        (digests.py), which travel as they lie in memory behind the line of JSON."""
+        message = json.dumps(self._message(data)).encode() + b"\n" + self._digests(data).tobytes()
+        said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
+        return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
 
     def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: State) -> None:
         """A Run with stages: its body, for the number of micro-batches that the ranks agree on."""
@@ -119,19 +130,17 @@ class Executor:
             passes.close()
 
     def _message(self, data: Iteration) -> dict:
-        """This rank's numbers, and the responses that it generated itself, by prompt and sample."""
-        generate = next(call for call in self.program.workload.workflow.calls if call.kind == "generate")
-        layout = self.program.placement.layouts[generate.name]
-        responses: list[list] = []
-        if self.world.rank in layout.ranks and layout.reports(self.world.rank):
-            columns = layout.columns(self.world.rank, self.program.workload.mini_batch)
-            part = slice(columns.start, columns.stop)
-            prompts, samples = data.prompt_MC[:, part].flatten(), data.sample_MC[:, part].flatten()
-            tokens = data.store["responses"][:, part].flatten(0, 1).tolist()
-            for row, prompt, sample in zip(tokens, prompts.tolist(), samples.tolist(), strict=True):
-                responses.append([prompt, sample, [token for token in row if token >= 0]])
+        """This rank's numbers."""
         sent = {"bytes": self.num_bytes_sent, "messages": self.num_messages_sent}
-        return data.meter.to_message() | {"responses": responses, "sent": sent, "signals": self.asked.take()}
+        return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
+
+    def _digests(self, data: Iteration) -> np.ndarray:
+        """Of the responses that this rank generated and reports."""
+        columns = reported_columns(self.program, self.world.rank)
+        if columns.start == columns.stop:
+            return np.empty(0, ROW)
+        responses_MCG = data.store.at("responses", (ALL, columns))
+        return digests(data.prompt_MC[:, columns], data.sample_MC[:, columns], responses_MCG)
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
@@ -161,7 +170,7 @@ class Executor:
         """The rows of a message as one buffer of 4-byte words, key after key."""
         words = []
         for key in message.keys:
-            value = data.store[key][self._rows(transfer, message)].contiguous()
+            value = data.store.at(key, self._rows(transfer, message)).contiguous()
             words.append((value.int() if value.dtype == torch.int64 else value.view(torch.int32)).flatten())
         return torch.cat(words)
 
@@ -186,7 +195,7 @@ class Executor:
     def _unpack(self, transfer: Transfer, message: Message, words: torch.Tensor, data: Iteration) -> None:
         start = 0
         for key in message.keys:
-            place = self.calls.place_for(data, key)[self._rows(transfer, message)]
+            place = data.store.at(key, self._rows(transfer, message))
             piece = words[start : start + place.numel()].view(place.shape)
             place.copy_(piece.view(torch.float32) if place.is_floating_point() else piece)
             start += place.numel()
@@ -228,3 +237,13 @@ class Executor:
         steps = self.program.instructions[rank]
         said = next((position for position, step in enumerate(steps) if self._meeting(step, data) == text), -1)
         return met in steps and said > steps.index(met)
+
+
+def reported_columns(program: Program, rank: int) -> slice:
+    """The columns whose responses this rank generates and reports at the end of an iteration; may be empty."""
+    generate = next(call for call in program.workload.workflow.calls if call.kind == "generate")
+    layout = program.placement.layouts[generate.name]
+    if rank not in layout.ranks or not layout.reports(rank):
+        return slice(0, 0)
+    columns = layout.columns(rank, program.workload.mini_batch)
+    return slice(columns.start, columns.stop)

@@ -35,7 +35,7 @@ class Row:
 def lengths_of(answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]) -> Lengths:
     """Tokens of the prompts and responses of an iteration. answers: what every rank said at its end; prompts: tokens
     by prompt index."""
-    rows = [(prompt, len(tokens)) for answer in answers for prompt, _, tokens in answer["responses"]]
+    rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
 
 

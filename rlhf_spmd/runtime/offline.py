@@ -249,7 +249,7 @@ def generate(
         if world.rank == 0:
             Lines.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
-        asked = read_prompts(prompts, tokenizer, read_config(model), options)
+        asked = read_prompts(prompts, tokenizer, read_config(model), options, world)
     world.agree("the start", {"prompts": repr(asked)})
     copy = make_copy(model, asked, tokenizer, layout, world, options)
     world.barrier("the start of generation")

@@ -16,9 +16,11 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data import load_prompts
+from rlhf_spmd.runtime.data import PromptSet, load_prompts
+from rlhf_spmd.runtime.node_prompts import once_per_node
 from rlhf_spmd.runtime.offline_options import Generation, Options
 from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.world import World
 
 OF_A_PROMPT = tuple(each.name for each in dataclasses.fields(Sampling))
 
@@ -65,8 +67,12 @@ def _samplings(path: Path, generation: Generation, num: int) -> list[Sampling]:
     return found
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, model: ModelConfig, options: Options) -> list[Prompt]:
-    """The prompts that are answered. Raises UserError naming file and line for any that the model has no room for."""
+def read_prompts(
+    path: Path, tokenizer: Tokenizer, model: ModelConfig, options: Options, world: World | None = None
+) -> list[Prompt]:
+    """The prompts that are answered. Raises UserError naming file and line for any that the model has no room for.
+
+    world: then one rank of each node tokenises for all of it; collective, in a block of World.together."""
     data, context = options.data, model.max_position_embeddings
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:
@@ -75,13 +81,17 @@ def read_prompts(path: Path, tokenizer: Tokenizer, model: ModelConfig, options: 
             f"made for {context} tokens in all; lower it"
         )
     refuses = data.long_prompts == "error" and data.max_prompt > 0  # without max_prompt the sum counts, see below
-    found = load_prompts(
-        path,
-        tokenizer,
-        max_prompt_tokens=room if refuses or data.long_prompts == "truncate" else sys.maxsize,
-        key=data.key,
-        long_prompts="truncate" if data.long_prompts == "truncate" else "error",
-    )
+
+    def load() -> PromptSet:
+        return load_prompts(
+            path,
+            tokenizer,
+            max_prompt_tokens=room if refuses or data.long_prompts == "truncate" else sys.maxsize,
+            key=data.key,
+            long_prompts="truncate" if data.long_prompts == "truncate" else "error",
+        )
+
+    found = load() if world is None else once_per_node(world, load)
     samplings, prompts = _samplings(path, options.generation, len(found)), []
     for index, (text, tokens, sampling) in enumerate(zip(found.texts, found.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:

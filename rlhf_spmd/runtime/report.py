@@ -14,10 +14,12 @@ import torch
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.plan.fit import vain_streaming
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
+from rlhf_spmd.runtime.digests import tokens_sha256
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import model_folders
@@ -53,19 +55,8 @@ def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
     metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
     for what in ("bytes", "messages"):
         metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
-    metrics["tokens_sha256"] = tokens_sha256(answers)
+    metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
     return metrics
-
-
-def tokens_sha256(answers: Sequence[Mapping]) -> str:
-    """Hash of all response tokens in prompt order: int32, little-endian, -1 after each response."""
-    rows = sorted(
-        {(prompt, sample): tokens for answer in answers for prompt, sample, tokens in answer["responses"]}.items()
-    )
-    digest = hashlib.sha256()
-    for _, tokens in rows:
-        digest.update(np.array([*tokens, -1], dtype="<i4").tobytes())
-    return digest.hexdigest()
 
 
 def check_finite(metrics: Mapping, number: int) -> None:
@@ -89,6 +80,7 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
         f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
         f"at most {config.generation.max_new_tokens} new tokens",
+        **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
     }
 

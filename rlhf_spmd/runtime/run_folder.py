@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.curves import WANDB_ID, Curves
+from rlhf_spmd.runtime.curves import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.timeline import write_png
 from rlhf_spmd.runtime.trace import write_chrome
 
@@ -95,6 +95,7 @@ class RunFolder:
         self.notes: list[str] = []  # what could not be written and why; the console prints them at the end
         self._metrics: TextIO | None = None
         self._lock: TextIO | None = None
+        self._identity: tuple[int, int] | None = None  # device and inode of the locked folder
         self.curves = Curves(self.path, self.notes)
 
     @classmethod
@@ -148,6 +149,8 @@ class RunFolder:
         if not self.writes:
             return
         self._lock = (self.path / ".lock").open("w")
+        found = os.stat(self.path)
+        self._identity = found.st_dev, found.st_ino
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,11 +209,15 @@ class RunFolder:
         with writing(self.path / "metrics.jsonl"):
             if self._metrics is None:
                 self._metrics = (self.path / "metrics.jsonl").open("a")
+            self.check()
             row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
-        self.curves.add(iteration, {f"{METRICS.get(name, 'other')}/{name}": value for name, value in values.items()})
+        with writing(self.path / EVENTS):
+            self.curves.add(
+                iteration, {f"{METRICS.get(name, 'other')}/{name}": value for name, value in values.items()}
+            )
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt: before training first, with the responses after it at the end."""
@@ -231,6 +238,17 @@ class RunFolder:
             self.notes.append(
                 f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"
             )
+
+    def check(self) -> None:
+        """Raises UserError if this is no longer the folder that was locked, or lacks the metrics: files that are open
+        can be written all the same, and what is written is lost."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            raise gone(self.path) from None
+        replaced = self._identity is not None and (found.st_dev, found.st_ino) != self._identity
+        if replaced or (self._metrics is not None and os.fstat(self._metrics.fileno()).st_nlink == 0):
+            raise gone(self.path)
 
     def close(self) -> None:
         """Closes the files that stay open during a run."""
@@ -273,10 +291,20 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+            raise gone(path.parent) from None
         raise UserError(
             f"{path} can't be written: {error.strerror or error}; make room there, and go on from the newest "
             "checkpoint (--resume)"
         ) from error
+
+
+def gone(folder: Path) -> UserError:
+    """What to say of a run folder that is no longer there."""
+    return UserError(
+        f"the run folder {folder} is gone: it was deleted, moved or replaced while the run was writing into it; start "
+        "the run again, and keep its folder until the run has ended"
+    )
 
 
 def finite(value: object) -> object:

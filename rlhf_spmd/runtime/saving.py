@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_spmd.runtime import checkpoint as files
 from rlhf_spmd.runtime.models import Models
+from rlhf_spmd.runtime.run_folder import gone
 from rlhf_spmd.runtime.train_state import collect, write_tensors
 from rlhf_spmd.runtime.watch import LONGEST_WAIT
 from rlhf_spmd.runtime.world import World
@@ -72,6 +73,8 @@ class Saver:
             self._write(*arguments)
         except Exception as error:  # whatever it is, the main thread tells it
             self._error = files.unwritable(self.root, error) if isinstance(error, OSError) else error
+            if not self.run.is_dir():
+                self._error = gone(self.run)
         finally:
             self._mine_written.set()
 

@@ -14,19 +14,21 @@ from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.hf import load_tokenizer, read_config, save_state
+from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime import forecast_line, report
 from rlhf_spmd.runtime.alarm import Alarm
-from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.calls import Calls, State
 from rlhf_spmd.runtime.checkpoint import remove_drafts
 from rlhf_spmd.runtime.console import Console, Result
-from rlhf_spmd.runtime.data import PromptSet, load_prompts, pad
+from rlhf_spmd.runtime.data import PromptSet, load_prompts
 from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import Models, model_folders, shared_vocabulary
+from rlhf_spmd.runtime.node_prompts import once_per_node
 from rlhf_spmd.runtime.resume import Resumed, refuse_older
 from rlhf_spmd.runtime.run_folder import RunFolder, writing
 from rlhf_spmd.runtime.saving import Saver
@@ -52,6 +54,7 @@ class Job:
     models: Models
     calls: Calls
     eos_ids: tuple[int, ...]
+    columns: Mapping[str, tuple[range, ...]]  # of every data key, those on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +83,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         num_known = shared_vocabulary(config, tokenizer)
         if not config.data.prompts:
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
-        prompts = load_prompts(
-            config.data.prompts,
-            tokenizer,
-            max_prompt_tokens=config.data.max_prompt,
-            key=config.data.key,
-            long_prompts=config.data.long_prompts,
-            seed=config.seed,
-        )
-        for text, tokens in zip(prompts.texts, prompts.prompts, strict=True):
-            if max(tokens) >= num_known:
-                raise UserError(
-                    f"the prompt {text[:60]!r} has token {max(tokens)}, but the models know {num_known} tokens "
-                    f"(vocab_size in config.json); use the tokenizer that belongs to {config.models.actor}"
-                )
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known))
         actor = read_config(config.models.actor)
         eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
         longest = config.data.max_prompt + config.generation.max_new_tokens
@@ -113,11 +103,32 @@ def prepare(config: Config, program: Program, world: World) -> Job:
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
     calls = Calls(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
-    return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids))
+    columns = program.held(world.rank)
+    return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids), columns)
+
+
+def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int) -> PromptSet:
+    """The prompts of a run, tokenised. num_known: token ids that all models know. Raises UserError."""
+    prompts = load_prompts(
+        config.data.prompts,
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt,
+        key=config.data.key,
+        long_prompts=config.data.long_prompts,
+        seed=config.seed,
+    )
+    unknown = prompts.prompts.first_above(num_known - 1)
+    if unknown is not None:
+        text, token = prompts.texts[unknown], max(prompts.prompts[unknown])
+        raise UserError(
+            f"the prompt {text[:60]!r} has token {token}, but the models know {num_known} tokens (vocab_size "
+            f"in config.json); use the tokenizer that belongs to {config.models.actor}"
+        )
+    return prompts
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Prompts, uniforms and mini-batch order of one iteration: functions of (seed, iteration), equal on all ranks."""
+    """Order of mini-batches, and prompts of this rank's rows, of one iteration: functions of (seed, iteration)."""
     config, workload = job.config, job.program.workload
     prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
@@ -129,16 +140,19 @@ def make_iteration(job: Job, number: int) -> Iteration:
     home_N = np.empty(workload.num_sequences, dtype=np.int64)  # mini-batch of epoch 0 that a row belongs to
     home_N[first] = np.arange(len(first))[:, None]
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
-    prompts_BP = pad([job.prompts.prompts[prompt] for prompt in prompt_MC.flatten()], config.data.max_prompt)
-    uniforms_BG = uniforms(config.seed, number, prompt_MC.flatten(), sample_MC.flatten(), workload.max_response)
-    device, shape = job.world.device, first.shape
+    store = Store(workload, job.columns, job.world.device)
+    for held in job.columns.get("prompts", ()):
+        columns = slice(held.start, held.stop)
+        part_MC = prompt_MC[:, columns]
+        prompts_BP = job.prompts.prompts.padded(part_MC.flatten(), config.data.max_prompt)
+        store.at("prompts", (ALL, columns))[:] = torch.from_numpy(prompts_BP).unflatten(0, part_MC.shape)
     return Iteration(
         number,
+        config.seed,
         prompt_MC=prompt_MC,
         sample_MC=sample_MC,
-        source_EMC=torch.from_numpy(np.stack([home_N[order] for order in orders])).to(device),
-        uniforms_MCG=torch.from_numpy(uniforms_BG).unflatten(0, shape).to(device),
-        store={"prompts": prompts_BP.unflatten(0, shape).to(device)},
+        source_EMC=torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device),
+        store=store,
     )
 
 
@@ -341,7 +355,8 @@ def _write_timeline(
     if calibration is not None and job.world.rank == 0:
         lengths = forecast_line.lengths_of(answers, job.prompts.prompts)
         rows = forecast_line.compare(job.program, calibration, records, lengths)
-        forecast_line.write(rows, calibration, folder.path / "forecast.json")
+        with writing(folder.path / "forecast.json"):
+            forecast_line.write(rows, calibration, folder.path / "forecast.json")
         console.note(forecast_line.show(rows, calibration))
 
 

@@ -145,6 +145,10 @@ class World:
         """Every rank's value, in rank order."""
         return [json.loads(text) for text in self._exchange(what, json.dumps(value).encode(), deadline_s=deadline_s)]
 
+    def allgather_bytes(self, message: bytes, what: str, *, deadline_s: float | None = None) -> list[bytes]:
+        """Every rank's bytes, in rank order, without JSON."""
+        return self._exchange(what, message, deadline_s=deadline_s)
+
     def bcast(self, value: Any, root: int = 0, what: str = "a broadcast", *, deadline_s: float | None = None) -> Any:
         """The root's value; what other ranks pass is ignored."""
         message = json.dumps(value).encode() if self.rank == root else b""

@@ -3,6 +3,7 @@ rank, host, iteration, call and instruction, and leaves no process. What happens
 code of the user on every rank, does it. Six seconds of start-up each on two idle cores."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -134,6 +135,32 @@ def test_one_message_and_nothing_left(name, overrides, tmp_path):
     wait_for(lambda: not remaining(tmp_path / "run"), 10)
     kept = status_of("postmortem", tmp_path / "run")["message"]
     assert kept == (None if name == "disk full" else stderr.removeprefix(PREFIX).rstrip())
+
+
+@pytest.mark.parametrize("away", ["deleted", "moved"])
+def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
+    """Somebody removes it while the run goes on, which also writes checkpoints there."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *overrides, "--runs", str(tmp_path)]
+    options = ["--name", "run", "num_samples=0", "iterations=100000", "checkpoint.every=3"]
+    with log.open("w") as file:
+        launcher = subprocess.Popen([*command, *options], env=mpi_environment(), stdout=file, stderr=file)
+        try:
+            wait_for(lambda: len(metrics(run)) >= 4)
+            if away == "moved":
+                run.rename(tmp_path / "elsewhere")
+            while run.exists():  # until nothing comes back that was being written
+                shutil.rmtree(run, ignore_errors=True)
+            assert launcher.wait(LIMIT_S) not in (0, None)
+        finally:
+            launcher.kill()
+            launcher.wait()
+    said = log.read_text()
+    assert said.count(PREFIX) == 1 and "Traceback" not in said and "Exception" not in said, said
+    assert f"the run folder {run} is gone: it was deleted, moved or replaced" in said, said
+    assert "reported by rank " in said and "There is no whole checkpoint in" in said, said
+    wait_for(lambda: not remaining(run), 10)
+    assert not run.exists()
 
 
 @pytest.mark.slow

@@ -8,26 +8,32 @@ import torch
 
 from rlhf_spmd.config import load
 from rlhf_spmd.plan.program import Program, Run
-from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.calls import Calls, State
+from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.metrics import combine
 from tests.programs import make_workload, place_calls
 
 MINI_BATCH, NUM = 6, 2  # rows lie in a matrix [NUM mini-batches, MINI_BATCH columns]
 
 
-def estimate(program: Program, rank: int) -> tuple[dict[str, torch.Tensor], dict]:
+def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     """What a rank's advantage Runs leave in its store, given all inputs; and what they count."""
     config = load("tiny")
     world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
     calls = Calls(program, config, world, None, None, eos_ids=(1,), num_known=63)
     generator = torch.Generator().manual_seed(0)
     shape = (NUM, MINI_BATCH, program.workload.max_response)
-    store = {"responses": torch.randint(1, 9, shape, generator=generator)}
+    whole = {"responses": torch.randint(1, 9, shape, generator=generator)}
     for key in ("logprobs", "ref_logprobs", "values", "scores"):
         width = {"values": (shape[2] + 1,), "scores": ()}.get(key, (shape[2],))
-        store[key] = torch.randn(*shape[:2], *width, generator=generator)
+        whole[key] = torch.randn(*shape[:2], *width, generator=generator)
+    store = Store(program.workload, program.held(rank))
+    for key, value in whole.items():
+        for held in store.columns[key]:
+            place = ALL, slice(held.start, held.stop)
+            store.at(key, place)[:] = value[place]
     nothing = np.zeros(shape[:2], dtype=np.int64)
-    data = Iteration(0, nothing, nothing, torch.zeros(1), torch.zeros(1), store)
+    data = Iteration(0, 0, nothing, nothing, torch.zeros(1), store)
     for step in program.instructions[rank]:
         if isinstance(step, Run) and step.call == "estimate_advantages":
             calls.run(step, data, State(kl_coef=0.1))
@@ -40,11 +46,11 @@ def test_a_rank_between_two_trainers_estimates_for_both():
     workload = make_workload(mini_batch=MINI_BATCH, num_mini_batches=NUM)
     program = place_calls(workload, "1x3", actor_train=(0, 1), critic_train=(1, 2))
     everything, counts = estimate(place_calls(workload, "1x1"), 0)
-    half = MINI_BATCH // 2
+    first, second = (ALL, slice(0, MINI_BATCH // 2)), (ALL, slice(MINI_BATCH // 2, MINI_BATCH))
     store, _ = estimate(program, 1)
     for key in ("advantages", "returns"):
-        assert torch.equal(store[key][:, half:], everything[key][:, half:]), f"{key} for the actor"
-        assert torch.equal(store[key][:, :half], everything[key][:, :half]), f"{key} for the critic"
+        assert torch.equal(store.at(key, second), everything.at(key, second)), f"{key} for the actor"
+        assert torch.equal(store.at(key, first), everything.at(key, first)), f"{key} for the critic"
     means, weights = combine([estimate(program, rank)[1] for rank in (0, 1, 2)])
     assert weights["reward"] == workload.num_sequences
     assert means["reward"] == pytest.approx(combine([counts])[0]["reward"])

@@ -13,8 +13,10 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.program import Agree, Post, Program, Run, Wait
 from rlhf_spmd.runtime import execute
-from rlhf_spmd.runtime.calls import Calls, Iteration, State
+from rlhf_spmd.runtime.calls import State
+from rlhf_spmd.runtime.digests import ROW
 from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.iteration import Iteration, Store
 from rlhf_spmd.runtime.trace import Recorder
 from rlhf_spmd.strategies import separation
 from tests.programs import make_workload, place_calls
@@ -51,8 +53,8 @@ class RankOf:
         texts = self.board.texts
         return {rank: texts[rank][-1] if texts[rank] else "" for rank in ranks if position not in texts[rank]}
 
-    def allgather(self, value, what="", **_):
-        return [value]
+    def allgather_bytes(self, message, what="", **_):
+        return [message]
 
 
 def executors(program: Program, board: Board) -> list[Executor]:
@@ -61,14 +63,14 @@ def executors(program: Program, board: Board) -> list[Executor]:
     for rank in program.cluster.ranks:
         executor = Executor(program, RankOf(rank, board), None, SimpleNamespace(run=lambda *_: None), Recorder())
         executor._post = executor._wait = lambda *_: None
-        executor._message = lambda *_: {}
+        executor._digests = lambda *_: np.empty(0, ROW)
         made.append(executor)
     return made
 
 
-def iteration(number: int = 0, store: dict | None = None) -> Iteration:
+def iteration(number: int = 0, store: Store | None = None) -> Iteration:
     nothing = np.zeros((1, 1), dtype=np.int64)
-    return Iteration(number, nothing, nothing, torch.zeros(1), torch.zeros(1), store or {})
+    return Iteration(number, 0, nothing, nothing, torch.zeros(1), store)
 
 
 @pytest.mark.parametrize("ranks", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -169,12 +171,8 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     num_bytes = 0
     for rank in program.cluster.ranks:
         listed[rank] = []
-        calls = Calls.__new__(Calls)
-        calls.workload, calls.world = program.workload, RankOf(rank, Board(4))
-        data = iteration()
-        for key in ("responses", "logprobs", "ref_logprobs", "scores", "values"):
-            calls.place_for(data, key)
-        executor = Executor(program, calls.world, None, calls, Recorder())
+        data = iteration(store=Store(program.workload, program.held(rank)))
+        executor = Executor(program, RankOf(rank, Board(4)), None, None, Recorder())
         for step in program.instructions[rank]:
             if isinstance(step, Post) and not program.transfers[step.transfer].model:
                 executor._post(step.transfer, data)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime.report import tokens_sha256
+from rlhf_spmd.runtime.digests import digests, tokens_sha256
 from rlhf_spmd.runtime.run_folder import RunFolder
 from rlhf_spmd.runtime.train import save_actor
 from tests.folders import write_all
@@ -138,16 +138,28 @@ def test_tokens_sha256():
     """A hash of the responses in prompt order: who generated which of them, and when, does not matter."""
     rng = np.random.default_rng(0)
     rows = [[p, s, rng.integers(0, 60, rng.integers(1, 9)).tolist()] for p, s in itertools.product(range(7), range(2))]
-    whole = tokens_sha256([{"responses": rows}])
+    whole = hash_of(rows)
     assert re.fullmatch("[0-9a-f]{64}", whole)
     for _ in range(5):
         order = rng.permutation(len(rows))
-        halves = [{"responses": [rows[i] for i in half]} for half in (order[:5], order[5:])]
-        assert tokens_sha256(halves) == whole
+        assert hash_of(*([rows[i] for i in half] for half in (order[:5], order[5:], order[:0]))) == whole
     swapped = [[rows[1][0], rows[1][1], rows[0][2]], [rows[0][0], rows[0][1], rows[1][2]], *rows[2:]]
-    assert tokens_sha256([{"responses": swapped}]) != whole
+    assert hash_of(swapped) != whole
     moved = [[0, 0, rows[0][2] + rows[1][2][:1]], [0, 1, rows[1][2][1:]], *rows[2:]]  # a border moved by one token
-    assert tokens_sha256([{"responses": moved}]) != whole
+    assert hash_of(moved) != whole
+
+
+def hash_of(*ranks: list[list]) -> str:
+    """tokens_sha256 of what ranks have generated: rows of prompt, sample, tokens."""
+    said = []
+    for rows in ranks:
+        responses_BG = torch.full((len(rows), 9), -1)
+        for index, (_, _, tokens) in enumerate(rows):
+            responses_BG[index, : len(tokens)] = torch.tensor(tokens)
+        prompt_B, sample_B = (np.array([row[place] for row in rows], dtype=np.int64) for place in (0, 1))
+        said.append(digests(prompt_B[None], sample_B[None], responses_BG[None]))
+        assert said[-1]["length"].tolist() == [len(tokens) for _, _, tokens in rows]
+    return tokens_sha256(said)
 
 
 # ---- What the random numbers belong to ------------------------------------------------------------------------------
@@ -160,7 +172,7 @@ def test_samples_of_one_prompt_differ(sizes, overrides):
     run.iteration()
     places = list(zip(run.data.prompt_MC.flatten(), run.data.sample_MC.flatten(), strict=True))
     assert len(set(places)) == 96 and max(sample for _, sample in places) == (2 if len(sizes) == 1 else 7)
-    uniforms_BG = run.data.uniforms_MCG.flatten(0, 1)
+    uniforms_BG = run.data.uniforms().flatten(0, 1)
     assert len({tuple(row) for row in uniforms_BG.tolist()}) == 96
     responses: dict[int, list[tuple]] = {}
     for (prompt, _), row in zip(places, run.data.store["responses"].flatten(0, 1).tolist(), strict=True):

@@ -5,9 +5,13 @@ import json
 import math
 import os
 import re
+import resource
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -132,8 +136,63 @@ def test_metrics_are_on_disk_after_every_iteration(tmp_path):
     assert folder.notes == []
 
 
+def gone(folder: RunFolder) -> bool:
+    """Whether the next metrics are refused, in words that name the folder."""
+    try:
+        folder.write_metrics(1, {"reward": 0.5})
+    except UserError as error:
+        assert f"the run folder {folder.path} is gone" in str(error) and "start the run again" in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("what", ["deleted", "emptied", "moved", "replaced"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_folder_that_goes_away_is_noticed(what, begun, tmp_path):
+    """Also where open files could still be written to."""
+    folder = RunFolder.create(tmp_path, strategy="flattening", name="run")
+    folder.lock()
+    if begun:
+        assert not gone(folder)
+    if what == "moved":
+        folder.path.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder.path)
+    if what in ("emptied", "replaced"):
+        folder.path.mkdir()
+    assert gone(folder)
+    if not begun and what in ("deleted", "moved"):
+        with pytest.raises(UserError, match="is gone"):
+            folder.write_samples(SAMPLES)
+
+
+def test_emptied_by_somebody_who_keeps_the_folder(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.lock()
+    assert not gone(folder)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert gone(folder)
+
+
+def test_events_that_cannot_be_written(tmp_path):
+    """A disk that fills up is an error of the one thread there is."""
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"reward": 0.5})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    threads = threading.active_count()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+        with pytest.raises(UserError, match="can't be written: File too large; make room there"):
+            folder.write_metrics(2, {"reward": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert threading.active_count() == threads
+
+
 def test_missing_tensorboard_and_matplotlib_are_noted_not_fatal(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"reward": 0.5})

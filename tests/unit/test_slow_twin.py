@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime import calls, flat_engine, models, training
+from rlhf_spmd.runtime import flat_engine, models, training
+from rlhf_spmd.runtime.iteration import Store
 from tests import slow_ppo
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
@@ -83,14 +84,13 @@ def float64(monkeypatch) -> None:
     """Lets a config of dtype float64 run, and makes the store float64 too (rollouts come rounded to float32 anyway)."""
     monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(training.PARITY_TOLERANCE, "float64", 1e-4)
-    place_for = calls.Calls.place_for
+    make = Store.make
 
-    def wide(self, data: calls.Iteration, key: str) -> Tensor:
-        place = place_for(self, data, key)
-        data.store[key] = place.double() if place.is_floating_point() else place
-        return data.store[key]
+    def wide(self, key: str) -> Tensor:
+        made = make(self, key)
+        return made.double() if made.is_floating_point() else made
 
-    monkeypatch.setattr(calls.Calls, "place_for", wide)
+    monkeypatch.setattr(Store, "make", wide)
 
 
 def options_of(config: Config) -> slow_ppo.Options:

@@ -379,7 +379,7 @@ def test_names_may_come_in_lists_but_not_as_one_text():
 def test_one_mini_batch_has_nothing_to_stream():
     workload, cluster = make_workload(num_mini_batches=1), Cluster.parse("1x4")
     found = warnings(compile_program(workload, separation.place(workload, cluster), cluster))
-    assert any("nothing streams, because an iteration is one mini-batch" in text for text in found)
+    assert any("streaming has nothing to overlap, because an iteration is one mini-batch" in text for text in found)
 
 
 def test_buckets_of_weights_count():

@@ -1,0 +1,36 @@
+"""What the ranks say of the responses at the end of an iteration: of each its length and a hash, 44 bytes.
+
+The hash of all tokens, `tokens_sha256`, is made of these in the order of prompts and samples. So it does not depend on
+who generated which response, and no rank needs the tokens of another.
+"""
+
+# M mini-batches, C columns, B sequences, G response tokens
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from torch import Tensor
+
+ROW = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("length", "<u4"), ("sha256", "u1", 32)])
+
+
+def digests(prompt_MC: np.ndarray, sample_MC: np.ndarray, responses_MCG: Tensor) -> np.ndarray:
+    """A ROW for every response: [M * C]. Its sha256 is that of its tokens as int32, little-endian.
+
+    responses_MCG: -1 after the end of each."""
+    rows_MC = np.zeros(prompt_MC.shape, ROW)
+    rows_MC["prompt"], rows_MC["sample"] = prompt_MC, sample_MC
+    for rows_C, responses_CG in zip(rows_MC, responses_MCG, strict=True):
+        tokens_CG = responses_CG.int().cpu().numpy().astype("<i4", copy=False)
+        rows_C["length"] = (tokens_CG >= 0).sum(1)
+        for row, tokens_G, length in zip(rows_C, tokens_CG, rows_C["length"].tolist(), strict=True):
+            row["sha256"] = np.frombuffer(hashlib.sha256(tokens_G[:length]).digest(), np.uint8)
+    return rows_MC.flatten()
+
+
+def tokens_sha256(said: Iterable[np.ndarray]) -> str:
+    """Hash of all response tokens, from the rows of all ranks: of the hashes in the order of prompts and samples."""
+    rows = np.concatenate(list(said))
+    rows = rows[np.lexsort((rows["sample"], rows["prompt"]))]
+    return hashlib.sha256(np.ascontiguousarray(rows["sha256"]).tobytes()).hexdigest()

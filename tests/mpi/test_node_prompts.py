@@ -1,0 +1,67 @@
+"""Prompts are tokenised once per node: what the other ranks map is what the first one found.
+
+python tests/run_mpi.py 3 -- tests/mpi/test_node_prompts.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.runtime import node_prompts
+from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.node_prompts import once_per_node
+
+pytestmark = pytest.mark.mpi(min_size=2)
+TEXTS = ["one", "zwei später", "\u2028 three"]
+PROMPTS = [[1], [2, 3, 2**31 - 1], [4, 5]]
+
+
+def load() -> PromptSet:
+    return PromptSet(TokenRows.of(PROMPTS), TextRows.of(TEXTS), 7, "a file", num_truncated=2, num_dropped=1)
+
+
+def share(world, load) -> tuple[PromptSet, list[int]]:
+    """The prompts, and the ranks that have loaded them."""
+    loaded = []
+
+    def noted() -> PromptSet:
+        loaded.append(world.rank)
+        return load()
+
+    found = once_per_node(world, noted)
+    return found, sum(world.allgather(loaded), [])
+
+
+def check(found: PromptSet) -> None:
+    assert found.prompts == PROMPTS and found.texts == TEXTS
+    assert (found.seed, found.source, found.num_truncated, found.num_dropped) == (7, "a file", 2, 1)
+    assert found.fingerprint() == load().fingerprint()
+    assert found.batch(0, 3) == load().batch(0, 3)
+
+
+def test_one_rank_tokenises(world):
+    before = set(Path(tempfile.gettempdir()).glob("rlhf_spmd_*"))
+    found, loaded = share(world, load)
+    check(found)
+    assert loaded == [world.nodes.index(node) for node in range(world.num_nodes)]
+    world.barrier()
+    assert set(Path(tempfile.gettempdir()).glob("rlhf_spmd_*")) <= before
+
+
+def test_where_nothing_can_be_written_all_tokenise(world, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    monkeypatch.setattr(node_prompts, "SHARED_MEMORY", str(tmp_path / "none"))
+    found, loaded = share(world, load)
+    check(found)
+    assert loaded == list(range(world.size))
+
+
+def test_who_does_not_see_the_file_tokenises(world, monkeypatch):
+    """The last rank opens another file of that name."""
+    mapped = node_prompts._mapped
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(node_prompts, "_mapped", lambda said: mapped({**said, "path": __file__}))
+    found, loaded = share(world, load)
+    check(found)
+    assert loaded == [0, world.size - 1] or world.num_nodes > 1

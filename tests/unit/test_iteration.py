@@ -1,0 +1,126 @@
+"""An iteration's data on a rank: which rows it holds, where they lie, random numbers, the hash of all tokens."""
+
+import hashlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.plan.program import Program, Run, Wait, merged
+from rlhf_spmd.runtime import iteration, report
+from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.digests import digests, tokens_sha256
+from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.run_folder import RunFolder
+from rlhf_spmd.strategies import flattening, interleaving1, separation
+from tests.programs import make_workload, place_calls
+from tests.runs import compiled
+
+HOLE = {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)}
+
+
+def test_merged_ranges():
+    assert merged([range(4, 6), range(2), range(1, 3), range(9, 9), range(3, 4)]) == (range(6),)
+    assert merged([range(5, 7), range(2)]) == (range(2), range(5, 7))
+    assert merged([]) == ()
+
+
+def columns(ranges) -> list[int]:
+    return [column for one in ranges for column in one]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", **HOLE),
+        place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", actor_train=(0, 1), critic_train=(2, 3)),
+    ],
+    ids=["with a hole", "apart"],
+)
+def test_a_rank_holds_what_it_reads_and_makes(program: Program):
+    for rank in program.cluster.ranks:
+        held = {key: columns(ranges) for key, ranges in program.held(rank).items()}
+        for found in held.values():
+            assert found == sorted(set(found))
+        touched: dict[str, set[int]] = {}
+        for step in program.instructions[rank]:
+            if isinstance(step, Run):
+                for key in program.reads(step, rank) + program.makes(step, rank):
+                    touched.setdefault(key, set()).update(program.columns_of(step, rank))
+            elif isinstance(step, Wait):
+                for message in program.transfers[step.transfer].received_by(rank):
+                    for key in message.keys:
+                        touched.setdefault(key, set()).update(message.columns)
+        assert {key: sorted(found) for key, found in touched.items()} == held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+def test_every_rank_holds_its_share_alone(num_ranks):
+    """Under flattening: all keys, of as many rows as its share, which is what memory follows from."""
+    config = configs.load("tiny", ["rollout_batch=80", "mini_batch=40"])
+    program = compiled(config, num_ranks, flattening.place)
+    for rank in range(num_ranks):
+        share = (range(rank * 40 // num_ranks, (rank + 1) * 40 // num_ranks),)
+        assert set(program.held(rank).values()) == {share}
+        store = Store(program.workload, program.held(rank))
+        store.at("logprobs", (ALL, slice(share[0].start, share[0].stop)))
+        assert store["logprobs"].shape == (2, len(share[0]), program.workload.max_response)
+
+
+def test_rows_are_found_by_their_number_in_the_whole():
+    workload = make_workload(mini_batch=10, num_mini_batches=3)
+    store = Store(workload, {"scores": (range(2, 4), range(7, 10)), "responses": (range(5),)})
+    whole_MC = torch.arange(30.0).view(3, 10)
+    for place in ((ALL, slice(2, 4)), (slice(1, 2), slice(7, 8)), (slice(0, 3), slice(8, 10))):
+        store.at("scores", place)[:] = whole_MC[place]
+        assert torch.equal(store.at("scores", place), whole_MC[place])
+    assert store["scores"].tolist() == [[2, 3, 0, 8, 9], [12, 13, 17, 18, 19], [22, 23, 0, 28, 29]]
+    for key, start, stop in (("scores", 3, 8), ("scores", 0, 1), ("responses", 4, 6), ("values", 0, 1)):
+        with pytest.raises(AssertionError, match=f"{key} of columns {start} to {stop - 1} is not held"):
+            store.at(key, (ALL, slice(start, stop)))
+    assert store.at("values", (ALL, slice(4, 4))).shape == (3, 0, workload.max_response + 1)
+    assert (store["responses"] == -1).all() and store["responses"].dtype == torch.int64
+    assert set(store) == {"scores", "responses", "values"}
+
+
+@pytest.mark.parametrize("at_once", [1, 24, 10**6])
+def test_random_numbers_of_some_columns(at_once, monkeypatch):
+    """Those of the whole matrix, however many are made at a time."""
+    monkeypatch.setattr(iteration, "NUMBERS_AT_ONCE", at_once)
+    workload = make_workload(mini_batch=5, num_mini_batches=2)
+    prompt_MC = np.random.default_rng(0).permutation(1000)[:10].reshape(2, 5)
+    sample_MC = prompt_MC % 3
+    data = Iteration(4, 11, prompt_MC, sample_MC, torch.zeros(1), Store(workload, {}))
+    whole = uniforms(11, 4, prompt_MC.flatten(), sample_MC.flatten(), workload.max_response).reshape(2, 5, -1)
+    for part in (ALL, slice(1, 4), slice(3, 3)):
+        assert np.array_equal(data.uniforms(part).numpy(), whole[:, part])
+
+
+def test_the_hash_is_that_of_hashes_in_order():
+    prompt_MC, sample_MC = np.array([[3, 1], [1, 70_000]]), np.array([[0, 1], [0, 2]])
+    responses_MCG = torch.tensor([[[5, 6, -1], [-1, -1, -1]], [[9, 9, 9], [2**31 - 1, -1, -1]]])
+    rows = digests(prompt_MC, sample_MC, responses_MCG)
+    assert rows["length"].tolist() == [2, 0, 3, 1] and rows.itemsize == 44
+    ordered = [[9, 9, 9], [], [5, 6], [2**31 - 1]]  # prompts 1, 1, 3, 70,000; samples 0, 1, 0, 2
+    whole = b"".join(hashlib.sha256(np.array(tokens, dtype="<i4").tobytes()).digest() for tokens in ordered)
+    assert tokens_sha256([rows[2:], rows[:0], rows[:2]]) == hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "says"),
+    [
+        (separation.place, ["mini_batch=16"], "has nothing to overlap, because an iteration is one mini-batch"),
+        (separation.place, ["mini_batch=8"], None),
+        (separation.place, ["mini_batch=8", "ppo.whiten=batch"], "is off, because ppo.whiten=batch"),
+        (interleaving1.place, ["mini_batch=16"], None),
+    ],
+)
+def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, says, tmp_path):
+    config = configs.load("tiny", ["rollout_batch=16", *words])
+    prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
+    job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts)
+    said = report.facts(job, RunFolder(tmp_path)).get("streaming")
+    assert said is None if says is None else says in said
