@@ -7,7 +7,7 @@ one data-parallel shard share. Numbers for the log are added by the one of them 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +52,7 @@ class Iteration:
     prompt_MC: Tensor  # prompt index of each place
     sample_MC: Tensor  # sample index
     source_EMC: Tensor  # [epochs, M, C]: the mini-batch of epoch 0 whose row stands here in epoch e
-    uniforms_MCG: Tensor
+    bits_MCG: Mapping[str, Tensor]  # generate call -> random bits of each token, int64
     store: dict[str, Tensor]
     meter: Meter = field(default_factory=Meter)
     generation: Generation | None = None  # the engine, while it has anything to do
@@ -184,7 +184,7 @@ class Calls:
         return Generation(
             model,
             data.store["prompts"][:, columns],
-            data.uniforms_MCG[:, columns],
+            data.bits_MCG[step.call][:, columns],
             max_sequences=max(min(places, num_rows * self.workload.num_mini_batches), 1),
             block_size=generation.block_size,
             free_bytes=generation.cache_fraction

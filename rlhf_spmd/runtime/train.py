@@ -14,11 +14,11 @@ from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_tokenizer, read_config, save_state
 from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.program import Program
-from rlhf_spmd.runtime import forecast_line, report
+from rlhf_spmd.runtime import forecast_line, report, streams
 from rlhf_spmd.runtime.alarm import Alarm
 from rlhf_spmd.runtime.calls import Calls, Iteration, State
 from rlhf_spmd.runtime.checkpoint import remove_drafts
@@ -117,7 +117,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Prompts, uniforms and mini-batch order of one iteration: functions of (seed, iteration), equal on all ranks."""
+    """Prompts, random bits and mini-batch order of an iteration: functions of (seed, iteration), equal on all ranks."""
     config, workload = job.config, job.program.workload
     prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
@@ -130,14 +130,18 @@ def make_iteration(job: Job, number: int) -> Iteration:
     home_N[first] = np.arange(len(first))[:, None]
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
     prompts_BP = pad([job.prompts.prompts[prompt] for prompt in prompt_MC.flatten()], config.data.max_prompt)
-    uniforms_BG = uniforms(config.seed, number, prompt_MC.flatten(), sample_MC.flatten(), workload.max_response)
     device, shape = job.world.device, first.shape
+    bits_MCG = {}
+    for call in workload.workflow.generate_calls:
+        stream, rows = streams.of_call(workload.workflow, call), (prompt_MC.flatten(), sample_MC.flatten())
+        bits_BG = random_bits(config.seed, stream, number, *rows, workload.max_response)
+        bits_MCG[call.name] = torch.from_numpy(bits_BG).unflatten(0, shape).to(device)
     return Iteration(
         number,
         prompt_MC=prompt_MC,
         sample_MC=sample_MC,
         source_EMC=torch.from_numpy(np.stack([home_N[order] for order in orders])).to(device),
-        uniforms_MCG=torch.from_numpy(uniforms_BG).unflatten(0, shape).to(device),
+        bits_MCG=bits_MCG,
         store={"prompts": prompts_BP.unflatten(0, shape).to(device)},
     )
 
