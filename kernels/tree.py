@@ -85,14 +85,13 @@ def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
 def level_numbers(bits_B: np.ndarray, num_levels: int) -> np.ndarray:
     """level_uniforms for an array."""
     assert bits_B.dtype == np.int64, bits_B.dtype
-    words_B2 = np.stack((bits_B, bits_B >> 32), axis=1).astype(np.uint32)  # modulo 2**32
     levels_L = (np.arange(num_levels, dtype=np.uint64) * np.uint64(0x9E3779B9)).astype(np.uint32)
-    x_BL = words_B2[:, 1:] ^ levels_L
-    x_BL = (x_BL ^ (x_BL >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x_BL = (x_BL ^ (x_BL >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    x_BL ^= x_BL >> np.uint32(16)
-    x_BL[:, :1] = words_B2[:, :1]
-    return x_BL * 2.0**-32
+    x_LB = (bits_B >> 32).astype(np.uint32) ^ levels_L[:, None]
+    x_LB = (x_LB ^ (x_LB >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x_LB = (x_LB ^ (x_LB >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    x_LB = x_LB ^ (x_LB >> np.uint32(16))
+    x_LB[:1] = bits_B.astype(np.uint32)  # modulo 2**32
+    return (x_LB * 2.0**-32).T
 
 
 def _child(masses_BF: np.ndarray, number_B: np.ndarray) -> np.ndarray:

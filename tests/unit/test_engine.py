@@ -20,7 +20,7 @@ SETTINGS = {
     "blocks of 1": {"max_sequences": 5, "block_size": 1},
     "blocks of 4": {"max_sequences": 8, "block_size": 4},
     "a block each": {"max_sequences": 8, "block_size": 30},
-    "preempting": {"max_sequences": 8, "block_size": 2, "num_blocks": 26},
+    "preempting": {"max_sequences": 8, "block_size": 2, "num_blocks": 20},
     "preempting often": {"max_sequences": 16, "block_size": 3, "num_blocks": 9},
 }
 
