@@ -45,7 +45,7 @@ def random_bits(seed: int, stream: int, iteration: int, prompt_B, sample_B, num_
     """The random bits of each response token, int64 [B, G], for global prompt and sample indices.
 
     stream: what the tokens are for, in [0, 2**8); numbers of different streams have nothing in common. The key is the
-    seed and the counter is (prompt, sample, stream * 2**24 + position, iteration), with fewer than 2**24 positions.
+    seed and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions.
     The low half of the bits is the first output word, from which the number of a token's top level is made, the high
     half the second, for all other levels (tree.py).
     """
