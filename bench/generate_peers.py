@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engine import Engine
 from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.streams import OFFLINE
 
 PROMPT = 32
 SMALL = {  # the embedded model's family, 28 M parameters
@@ -103,8 +105,9 @@ def same_weights(theirs: AutoModelForCausalLM, dtype: torch.dtype) -> Transforme
 def by_ours(model: Transformer, work: Workload) -> int:
     """-> tokens."""
     engine = Engine(model, longest=work.longest, max_sequences=work.places)
-    uniforms_RG = torch.rand(len(work.lengths), max(work.lengths), generator=torch.Generator().manual_seed(1))
-    requests = engine.submit(work.prompts_RP.tolist(), uniforms_RG, [Sampling(length) for length in work.lengths])
+    num = len(work.lengths)
+    bits_RG = torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, max(work.lengths)))
+    requests = engine.submit(work.prompts_RP.tolist(), bits_RG, [Sampling(length) for length in work.lengths])
     engine.run()
     responses_RG, logprobs_RG, _ = engine.results(requests)
     assert bool((logprobs_RG[responses_RG >= 0] < 0).all())

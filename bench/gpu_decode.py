@@ -58,7 +58,7 @@ class DecodeBench:
         last = context - 1
         self.slots = self.tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.uniforms = torch.rand(rows, device=device)
+        self.bits = torch.empty(rows, dtype=torch.int64, device=device).random_()
         angles = torch.rand(rows, shape.head_dim // 2, device=device)
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         used = sum(weight.nbytes for layer in self.layers for weight in layer.values()) + self.unembed.nbytes
@@ -85,7 +85,7 @@ class DecodeBench:
             y, x = rmsnorm(F.linear(mixed.flatten(1), layer["o"]), layer["norms"][1], 1e-5, x)
             added = F.linear(silu_mul(F.linear(y, layer["gate_up"])), layer["down"])
         y, x = rmsnorm(added, self.norm, 1e-5, x)
-        return sample(F.linear(y, self.unembed), self.uniforms, temperature=1.0).tokens_B
+        return sample(F.linear(y, self.unembed), self.bits, temperature=1.0).tokens_B
 
     def captured(self) -> Callable[[], None]:
         """The step as a CUDA graph; on a CPU the step itself."""

@@ -1,7 +1,7 @@
 """The embedded model under every strategy, at 1, 2, 4, 5 and 8 ranks and ZeRO 0-3: tokens and numbers compared.
 
 Three iterations in float32 with each of the first three seeds, against the run on one rank. One launch of mpirun for
-each number of ranks carries out all its cases. Where a token differs, the closest that a uniform number came to the
+each number of ranks carries out all its cases. Where a token differs, the closest that a random number came to the
 edge of a token's interval says whether rounding can have moved it.
 
 Cost: ten minutes on two cores. Command: python -m bench invariance
@@ -135,11 +135,11 @@ def compare(folder: Path) -> list[dict]:
 
 
 def flip(case: dict, base: dict) -> str | None:
-    """The first iteration whose tokens differ, and how close a uniform came to an edge there."""
+    """The first iteration whose tokens differ, and how close a random number came to an edge there."""
     pairs = zip(case["metrics"], base["metrics"], base["closest"], strict=True)
     for number, (mine, expected, closest) in enumerate(pairs):
         if mine["tokens_sha256"] != expected["tokens_sha256"]:
-            return f"seed {case['seed']}, iteration {number}: the closest uniform was {closest:.1e} from an edge"
+            return f"seed {case['seed']}, iteration {number}: the closest random number was {closest:.1e} from an edge"
     return None
 
 

@@ -94,7 +94,7 @@ class Constant:
         place = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         if step.call == "actor_generate" and rows.start == 0:  # then those of all mini-batches are made
             with self.draws:
-                assert data.uniforms(place[1]).shape[1:] == (len(columns), self.width)
+                assert data.random_bits(0, place[1]).shape[1:] == (len(columns), self.width)
         for key in self.program.makes(step, self.rank):
             data.store.at(key, place)[:] = self.response_G if key == "responses" else 0.5
 

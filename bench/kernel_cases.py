@@ -50,9 +50,9 @@ RULES = {"plain": {}, "top-k 50": {"top_k": 50}, "top-p 0.95": {"top_p": 0.95}, 
 def sampling(device: torch.device, rows: int, vocab: int, dtype: torch.dtype, rule: str, **promise: Any) -> Case:
     """Draw a token per row. Random logits are flatter than those of a trained model: many tokens to tell apart."""
     logits_BV = random(rows, vocab, dtype=dtype, device=device) * 3.0
-    uniforms_B = torch.rand(rows, generator=generator(device), device=device)
+    bits_B = torch.empty(rows, dtype=torch.int64, device=device).random_(generator=generator(device))
     calls = {
-        "ours": lambda: sample(logits_BV, uniforms_B, temperature=0.8, **RULES[rule]),
+        "ours": lambda: sample(logits_BV, bits_B, temperature=0.8, **RULES[rule]),
         "transformers": lambda: by_transformers(logits_BV, 0.8, **RULES[rule]),
     }
     if device.type == "cuda":

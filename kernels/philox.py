@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based random numbers behind every sampled token.
 
-A random number here is a function of *what it is for* - (seed, iteration, prompt, sample, position) - and not of who
-asks or in which order, so a run gives the same tokens on any number of ranks and under every strategy. All operations
-are on integers, therefore this numpy version, a Triton kernel and its interpreter agree bit for bit.
+A random number here is a function of *what it is for* - (seed, stream, iteration, prompt, sample, position) - and not
+of who asks or in which order, so a run gives the same tokens on any number of ranks and under every strategy. All
+operations are on integers, therefore numpy, torch, a Triton kernel and its interpreter agree bit for bit.
 
 Formula (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011), ten rounds of
 
@@ -19,6 +19,7 @@ NUM_ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # M0, M1
 WEYL = (0x9E3779B9, 0xBB67AE85)  # W0: golden ratio, W1: sqrt(3) - 1
 WORD_MASK = 0xFFFFFFFF
+STREAM_BITS, POSITION_BITS = 8, 24  # of the third counter word
 
 
 def philox_uint32(seed: int, c0, c1, c2, c3) -> np.ndarray:
@@ -40,16 +41,20 @@ def philox_uint32(seed: int, c0, c1, c2, c3) -> np.ndarray:
     return np.stack([c0, c1, c2, c3]).astype(np.uint32)
 
 
-def uniforms(seed: int, iteration: int, prompt_B, sample_B, num_positions: int) -> np.ndarray:
-    """One uniform number per response token, float32 [B, G] in [0, 1), for global prompt and sample indices.
+def random_bits(seed: int, stream: int, iteration: int, prompt_B, sample_B, num_positions: int) -> np.ndarray:
+    """The random bits of each response token, int64 [B, G], for global prompt and sample indices.
 
-    The counter is (prompt, sample, position, iteration), the key is the seed. The top 24 bits of the first word are the
-    number, so it is exact in float32 and at most 1 - 2**-24: rounding can't make it 1.
+    stream: what the tokens are for, in [0, 2**8); numbers of different streams have nothing in common. The key is the
+    seed and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions.
+    The low half of the bits is the first output word, from which the number of a token's top level is made, the high
+    half the second, for all other levels (tree.py).
     """
+    assert 0 <= stream < 2**STREAM_BITS, f"stream {stream} leaves {STREAM_BITS} bits"
+    assert 0 <= num_positions <= 2**POSITION_BITS, f"{num_positions} positions leave {POSITION_BITS} bits"
     prompt_B1, sample_B1 = np.asarray(prompt_B)[:, None], np.asarray(sample_B)[:, None]
-    position_1G = np.arange(num_positions)[None, :]
-    bits_BG = philox_uint32(seed, prompt_B1, sample_B1, position_1G, iteration)[0]
-    return (bits_BG >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+    position_1G = (stream << POSITION_BITS) + np.arange(num_positions)[None, :]
+    words = philox_uint32(seed, prompt_B1, sample_B1, position_1G, iteration)
+    return words[0].astype(np.int64) | words[1].astype(np.int64) << 32
 
 
 def _words(counter) -> np.ndarray:

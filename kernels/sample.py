@@ -1,4 +1,4 @@
-"""Draw a token from logits with one given uniform number: inverse CDF down a tree of fixed blocks of the vocabulary.
+"""Draw a token from logits with given random bits: inverse CDF down a tree of fixed blocks of the vocabulary.
 
     z_v = logits_v / temperature,   p_v = exp(z_v - max z) / sum over the kept set,   token = what the tree draws
 
@@ -36,7 +36,7 @@ BLOCKS = 8  # of a program of the first kernel
 
 @torch.no_grad()
 def sample_ref(
-    logits_BV: Tensor, uniforms_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
+    logits_BV: Tensor, bits_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
 ) -> Sampled:
     """The twin of sample(): whole rows are sorted, and what is dropped has mass 0 in a tree over everything."""
     rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
@@ -45,8 +45,8 @@ def sample_ref(
     keep_BV = kept_ref(z_BV, rules)
     shifted_BV = z_BV.double() - z_BV.amax(dim=1, keepdim=True).double()
     masses_BV = torch.where(keep_BV, shifted_BV.exp(), 0.0)
-    uniforms_B = torch.as_tensor(uniforms_B, device=logits_BV.device)
-    tokens_B = descend_ref(masses_BV, level_uniforms(uniforms_B, levels_over(vocab_size) + LEVELS_INSIDE))
+    bits_B = torch.as_tensor(bits_B, device=logits_BV.device)
+    tokens_B = descend_ref(masses_BV, level_uniforms(bits_B, levels_over(vocab_size) + LEVELS_INSIDE))
     tokens_B = tokens_B.clamp(max=vocab_size - 1)  # a row of NaN may end in the padding
     token_B, total_B, kept_B = shifted_BV.gather(1, tokens_B[:, None])[:, 0], shifted_BV.exp().sum(1), masses_BV.sum(1)
     numbers = torch.stack((token_B - kept_B.log(), token_B - total_B.log(), kept_B / total_B))
@@ -123,7 +123,7 @@ def _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES
 def _draw_kernel(
     # pointers
     logits_ptr,  # [B, V]
-    uniforms_ptr,  # [B]
+    bits_ptr,  # [B]
     temperature_ptr,  # [B]
     floor_ptr,  # [B]
     max_ptr,  # [B, N]
@@ -148,7 +148,7 @@ def _draw_kernel(
     INSIDE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature, uniform = tl.load(temperature_ptr + row), tl.load(uniforms_ptr + row)
+    temperature, bits = tl.load(temperature_ptr + row), tl.load(bits_ptr + row)
     scale = 1.4426950408889634 / temperature
     mass_N, highest = _relative_masses(temperature_ptr, max_ptr, mass_ptr, row, num_blocks, LEAVES)
     highest_z = tl.div_rn(highest, temperature)
@@ -158,7 +158,7 @@ def _draw_kernel(
         leaf_N = tl.arange(0, LEAVES)
         kept_N = tl.load(kept_ptr + row * num_blocks + leaf_N, mask=leaf_N < num_blocks, other=0.0)
         mass_N = tl.where(restricted, kept_N.to(tl.float64), mass_N)
-    block = descend_row(mass_N, uniform, 0, OVER)
+    block = descend_row(mass_N, bits, 0, OVER)
 
     row_ptr = logits_ptr + row * stride_lb
     ids_K = block * BLOCK + tl.arange(0, BLOCK)
@@ -170,7 +170,7 @@ def _draw_kernel(
         kept_K = (image(z_K) > least) | ((image(z_K) == least) & (ids_K <= last))
         kept_K = kept_K & (z_K - highest_z >= tl.load(floor_ptr + row))
         inside_K = tl.where(kept_K, inside_K, 0.0)
-    token = block * BLOCK + descend_row(inside_K.to(tl.float64), uniform, OVER, INSIDE)
+    token = block * BLOCK + descend_row(inside_K.to(tl.float64), bits, OVER, INSIDE)
     token = tl.minimum(token, vocab_size - 1)  # a row of NaN may end in the padding
     shifted = tl.div_rn(tl.load(row_ptr + token).to(tl.float32), temperature) - highest_z
     kept = tl.sum(mass_N, axis=0)
@@ -184,12 +184,13 @@ def _draw_kernel(
 
 
 def sample_triton(
-    logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
+    logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
 ) -> Sampled:
     """any_restricted: whether any row may keep less than all. Rows may be apart, their logits not."""
     num_rows, vocab_size = logits_BV.shape
     assert logits_BV.dtype in (torch.float32, torch.bfloat16, torch.float16), logits_BV.dtype
-    assert logits_BV.stride(1) == 1 and uniforms_B.shape == (num_rows,) and uniforms_B.is_contiguous()
+    assert logits_BV.stride(1) == 1 and bits_B.shape == (num_rows,) and bits_B.is_contiguous()
+    assert bits_B.dtype == torch.int64, bits_B.dtype
     num_blocks, over = -(-vocab_size // BLOCK), levels_over(vocab_size)
     meta = {"LEAVES": max(8**over, 8)}
     max_BN = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
@@ -213,7 +214,7 @@ def sample_triton(
             kept_BK = collect_triton(logits_BV, rules, kept, sorted_BN, num_stored, meta["LEAVES"])
     restricted_B = rules.restricted(vocab_size).int() if any_restricted else tokens_B
     _draw_kernel[(num_rows,)](
-        logits_BV, uniforms_B, rules.temperature_B, rules.floor_B, max_BN, mass_BN, restricted_B, kept.least_B,
+        logits_BV, bits_B, rules.temperature_B, rules.floor_B, max_BN, mass_BN, restricted_B, kept.least_B,
         kept.last_B, kept.masses_BN, tokens_B, numbers_3B, num_rows, vocab_size, num_blocks, logits_BV.stride(0),
         RESTRICTED=any_restricted, BLOCK=BLOCK, OVER=over, INSIDE=LEVELS_INSIDE, **meta,
     )  # fmt: skip
@@ -222,18 +223,18 @@ def sample_triton(
 
 @torch.no_grad()
 def sample(
-    logits_BV: Tensor, uniforms_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
+    logits_BV: Tensor, bits_B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, num_stored: int = 0
 ) -> Sampled:
-    """Draws a token per row; uniforms in [0, 1), tensor or numpy.
+    """Draws a token per row. bits_B: int64, of philox.random_bits; tensor or numpy.
 
     temperature (0: the lowest id among the largest logits), top_k (0: off), top_p and min_p are numbers or tensors [B].
     With num_stored = K at most K tokens are kept, the most likely, and their ids come back.
     """
     rules = make_rules(logits_BV, temperature, top_k, top_p, min_p, num_stored)
-    uniforms_B = torch.as_tensor(uniforms_B, device=logits_BV.device)
+    bits_B = torch.as_tensor(bits_B, device=logits_BV.device)
     # a tensor is not looked into, since that would wait for a GPU
     numbers = not any(isinstance(value, Tensor) for value in (temperature, top_k, top_p, min_p))
     is_open = numbers and temperature != 0 and (top_k, top_p, min_p, num_stored) == (0, 1, 0, 0)
     if logits_BV.is_cuda and logits_BV.dtype != torch.float64:
-        return sample_triton(logits_BV, uniforms_B, rules, num_stored, not is_open)
-    return sample_cpu(logits_BV, uniforms_B, rules, num_stored, not is_open)
+        return sample_triton(logits_BV, bits_B, rules, num_stored, not is_open)
+    return sample_cpu(logits_BV, bits_B, rules, num_stored, not is_open)

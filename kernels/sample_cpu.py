@@ -18,22 +18,22 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def sample_cpu(
-    logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
+    logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
 ) -> Sampled:
     """any_restricted: whether any row may keep less than all."""
     if len(logits_BV) == 0:
         return empty(logits_BV, rules, num_stored)
     if not any_restricted:
-        return _draw_open(logits_BV, uniforms_B, rules)
+        return _draw_open(logits_BV, bits_B, rules)
     restricted_B = rules.restricted(logits_BV.shape[1])
     if num_stored or restricted_B.all():
-        return _draw_restricted(logits_BV, uniforms_B, rules, num_stored)
+        return _draw_restricted(logits_BV, bits_B, rules, num_stored)
     if not restricted_B.any():
-        return _draw_open(logits_BV, uniforms_B, rules)
+        return _draw_open(logits_BV, bits_B, rules)
     rows_R, open_R = restricted_B.nonzero()[:, 0], (~restricted_B).nonzero()[:, 0]
     sampled = empty(logits_BV, rules, num_stored)
-    sampled.put(rows_R, _draw_restricted(logits_BV[rows_R], uniforms_B[rows_R], rules.rows(rows_R), num_stored))
-    sampled.put(open_R, _draw_open(logits_BV[open_R], uniforms_B[open_R], rules.rows(open_R)))
+    sampled.put(rows_R, _draw_restricted(logits_BV[rows_R], bits_B[rows_R], rules.rows(rows_R), num_stored))
+    sampled.put(open_R, _draw_open(logits_BV[open_R], bits_B[open_R], rules.rows(open_R)))
     return sampled
 
 
@@ -75,13 +75,13 @@ def block_masses(
 
 
 def _draw_open(
-    logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, least_B: Tensor | None = None, total_B: Tensor | None = None
+    logits_BV: Tensor, bits_B: Tensor, rules: Rules, least_B: Tensor | None = None, total_B: Tensor | None = None
 ) -> Sampled:
     """Rows that keep everything, or all from least_B up; total_B is then the mass of everything."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     max_B, masses_BN = block_masses(logits_BV, rules.temperature_B, least_B=least_B)
     over = levels_over(vocab_size)
-    numbers_BL = level_numbers(uniforms_B.cpu().numpy(), over + LEVELS_INSIDE)
+    numbers_BL = level_numbers(bits_B.cpu().numpy(), over + LEVELS_INSIDE)
     blocks_B = torch.from_numpy(descend(masses_BN.cpu().numpy(), numbers_BL[:, :over])).to(device)
     z_BK = _block_logits(logits_BV, blocks_B).to(max_B.dtype).div_(rules.temperature_B[:, None])
     if least_B is not None:
@@ -133,7 +133,7 @@ def draw_listed(
     below_B: Tensor | None,
     max_B: Tensor,
     total_B: Tensor,
-    uniforms_B: Tensor,
+    bits_B: Tensor,
     rules: Rules,
     vocab_size: int,
     num_stored: int,
@@ -144,7 +144,7 @@ def draw_listed(
     counts_B, certain_B = kept_counts(z_BC, masses_BC, total_B, below_B, rules)
     dropped_BC = torch.arange(z_BC.shape[1], device=z_BC.device) >= counts_B[:, None]
     masses_BC.masked_fill_(dropped_BC, 0.0)
-    numbers_BL = level_numbers(uniforms_B.cpu().numpy(), levels_over(vocab_size) + LEVELS_INSIDE)
+    numbers_BL = level_numbers(bits_B.cpu().numpy(), levels_over(vocab_size) + LEVELS_INSIDE)
     tokens = descend_listed(ids_BC.cpu().numpy(), masses_BC.cpu().numpy(), numbers_BL)
     tokens_B = torch.from_numpy(tokens).to(z_BC.device).clamp_(max=vocab_size - 1)
     shifted_B = torch.where(ids_BC == tokens_B[:, None], shifted_BC, 0.0).sum(1)
@@ -156,7 +156,7 @@ def draw_listed(
     return sampled, certain_B
 
 
-def _draw_restricted(logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_stored: int) -> Sampled:
+def _draw_restricted(logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int) -> Sampled:
     """Rows that keep some."""
     vocab_size = logits_BV.shape[1]
     max_B, masses_BN = block_masses(logits_BV, rules.temperature_B)
@@ -170,7 +170,7 @@ def _draw_restricted(logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_st
         if num_stored or (mine.limit_B < vocab_size).any():
             z_RC, ids_RC = in_order(z_RC, ids_RC)
         below_R = z_RC[:, -1] if num < vocab_size else None
-        rest = (max_B[rows], total_B[rows], uniforms_B[rows], mine, vocab_size, num_stored)
+        rest = (max_B[rows], total_B[rows], bits_B[rows], mine, vocab_size, num_stored)
         return draw_listed(z_RC, ids_RC, below_R, *rest)
 
     sampled, certain_B = listed(slice(None), num)
@@ -184,5 +184,5 @@ def _draw_restricted(logits_BV: Tensor, uniforms_B: Tensor, rules: Rules, num_st
     if len(wide_R):
         wide_RV, mine = logits_BV[wide_R], rules.rows(wide_R)
         least_R = least_kept(wide_RV / mine.temperature_B[:, None], total_B[wide_R], mine)
-        sampled.put(wide_R, _draw_open(wide_RV, uniforms_B[wide_R], mine, least_R, total_B[wide_R]))
+        sampled.put(wide_R, _draw_open(wide_RV, bits_B[wide_R], mine, least_R, total_B[wide_R]))
     return sampled

@@ -25,7 +25,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 @torch.no_grad()
 def sample_shard(
     logits_Bv: Tensor,
-    uniforms_B,
+    bits_B,
     *,
     vocabulary: range,
     vocab_size: int,
@@ -43,7 +43,7 @@ def sample_shard(
     assert logits_Bv.shape[1] == len(vocabulary) > 0 and vocabulary.step == 1
     like_B1 = logits_Bv.new_empty(len(logits_Bv), 1).expand(-1, vocab_size)  # the shape of whole rows
     rules = make_rules(like_B1, temperature, top_k, top_p, min_p, num_stored)
-    uniforms_B = torch.as_tensor(uniforms_B, device=logits_Bv.device)
+    bits_B = torch.as_tensor(bits_B, device=logits_Bv.device)
     sampled = empty(logits_Bv, rules, num_stored)
     if len(logits_Bv) == 0:
         return sampled
@@ -63,7 +63,7 @@ def sample_shard(
     max_B, total_B = max_B.to(local_max_B.dtype), masses_BN.sum(1)
 
     while len(left_R):
-        here = (max_B[left_R], total_B[left_R], uniforms_B[left_R], rules.rows(left_R), vocab_size, num_stored)
+        here = (max_B[left_R], total_B[left_R], bits_B[left_R], rules.rows(left_R), vocab_size, num_stored)
         part, certain_R = draw_listed(*_merged(*lists, max_B.dtype, complete=num == vocab_size), *here)
         sampled.put(left_R, part)  # rows that are not certain are drawn again
         left_R = left_R[~certain_R]
@@ -71,7 +71,7 @@ def sample_shard(
             num = min(num * WIDER, vocab_size)
             lists = _from_all(_largest_here(logits_Bv[left_R], rules.rows(left_R), num, vocabulary), group)
     if len(open_R):
-        here = (max_B[open_R], masses_BN[open_R], uniforms_B[open_R], rules.temperature_B[open_R])
+        here = (max_B[open_R], masses_BN[open_R], bits_B[open_R], rules.temperature_B[open_R])
         sampled.put(open_R, _draw_open(logits_Bv[open_R], *here, vocabulary, vocab_size, group))
     return sampled
 
@@ -108,7 +108,7 @@ def _draw_open(
     logits_Rv: Tensor,
     max_R: Tensor,
     masses_RN: Tensor,
-    uniforms_R: Tensor,
+    bits_R: Tensor,
     temperature_R: Tensor,
     vocabulary: range,
     vocab_size: int,
@@ -116,7 +116,7 @@ def _draw_open(
 ) -> Sampled:
     """Rows that keep everything: the second message is the logits of each row's block, from their owners."""
     over = levels_over(vocab_size)
-    numbers_RL = level_numbers(uniforms_R.cpu().numpy(), over + LEVELS_INSIDE)
+    numbers_RL = level_numbers(bits_R.cpu().numpy(), over + LEVELS_INSIDE)
     blocks_R = torch.from_numpy(descend(masses_RN.cpu().numpy(), numbers_RL[:, :over])).to(logits_Rv.device)
     ids_RK = blocks_R[:, None] * BLOCK + torch.arange(BLOCK, device=logits_Rv.device)
     here_RK = (ids_RK >= vocabulary.start) & (ids_RK < vocabulary.stop)

@@ -3,11 +3,20 @@
 Blocks of BLOCK tokens, and blocks as well as their tokens in nested groups of FANOUT. From the top, each level picks
 one of FANOUT children by the inverse CDF of their masses,
 
-    child = the first c with  m_0 + ... + m_c > u_l * (m_0 + ... + m_7),   u_0 = u,  u_l = hash(u, l)
+    child = the first c with  m_0 + ... + m_c > u_l * (m_0 + ... + m_7)
 
-where every level has a number of its own, made from the bits of u. That is what keeps tokens when logits change by
-rounding: one CDF over V tokens has V edges, which all move when the mass of a likely token does, so a token flips with
-probability sum_v |d CDF_v|, about 50 times that of the tree at V = 1,024 (bench/LOG.md).
+where every level has a number of its own. That is what keeps tokens when logits change by rounding: one CDF over V
+tokens has V edges, which all move when the mass of a likely token does, so a token flips with probability
+sum_v |d CDF_v|, about 50 times that of the tree at V = 1,024 (bench/LOG.md).
+
+The numbers come from the two words w of the token's random bits (philox.py),
+
+    u_0 = 2**-32 w_0,    u_l = 2**-32 mix(w_1 ^ (l * 0x9E3779B9 mod 2**32))  for l > 0
+
+with mix the finalizer of MurmurHash3, a permutation of 32-bit words. So each number takes each of its 2**32 values
+equally often, and u_0 is independent of the others. Those have the 2**32 values of w_1 in common: over all values, the
+tokens of a flat distribution over 131,072 are drawn with a total variation of 0.11% from their probabilities
+(tests/unit/test_resolution.py).
 
 The inequality is strict and the target stays strictly below the total, so a token of zero probability is never drawn,
 whatever the rounding. Numbers and cumulated masses are float64.
@@ -23,7 +32,6 @@ from rlhf_spmd.kernels.backend import tl, triton
 
 FANOUT = 8  # part of the definition, as is BLOCK: another tree draws other (equally good) tokens
 BLOCK = FANOUT**3
-BELOW_ONE = 1.0 - 2.0**-53  # x * BELOW_ONE < x for every positive float64 x
 WORD_MASK = 0xFFFFFFFF
 
 
@@ -43,16 +51,16 @@ def levels_over(vocab_size: int) -> int:
 LEVELS_INSIDE = depth(BLOCK)  # between a block and its tokens
 
 
-def level_uniforms(uniforms_B: Tensor, num_levels: int) -> Tensor:
-    """The number of each level, float64 [B, L] in [0, 1): the given one at the top, below a hash (the finalizer of
-    MurmurHash3) of its float32 bits and the level."""
-    levels_L = torch.arange(num_levels, device=uniforms_B.device) * 0x9E3779B9
-    x_BL = (uniforms_B.float().view(torch.int32).long()[:, None] ^ levels_L) & WORD_MASK
+def level_uniforms(bits_B: Tensor, num_levels: int) -> Tensor:
+    """The number of each level, float64 [B, L] in [0, 1), from random bits int64 [B]."""
+    assert bits_B.dtype == torch.int64, bits_B.dtype
+    levels_L = torch.arange(num_levels, device=bits_B.device) * 0x9E3779B9 & WORD_MASK
+    x_BL = (bits_B >> 32 & WORD_MASK)[:, None] ^ levels_L
     x_BL = ((x_BL ^ (x_BL >> 16)) * 0x85EBCA6B) & WORD_MASK
     x_BL = ((x_BL ^ (x_BL >> 13)) * 0xC2B2AE35) & WORD_MASK
-    numbers_BL = ((x_BL ^ (x_BL >> 16)) >> 8).double() * 2.0**-24
-    numbers_BL[:, :1] = uniforms_B.double().clamp(0.0, BELOW_ONE)[:, None]
-    return numbers_BL
+    x_BL = x_BL ^ (x_BL >> 16)
+    x_BL[:, :1] = (bits_B & WORD_MASK)[:, None]
+    return x_BL.double() * 2.0**-32
 
 
 def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
@@ -74,16 +82,16 @@ def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
 # The same in numpy, whose calls cost a third of torch's on arrays this small: most of the time of a draw on a CPU.
 
 
-def level_numbers(uniforms_B: np.ndarray, num_levels: int) -> np.ndarray:
+def level_numbers(bits_B: np.ndarray, num_levels: int) -> np.ndarray:
     """level_uniforms for an array."""
-    words_B = uniforms_B.astype(np.float32).view(np.uint32)
+    assert bits_B.dtype == np.int64, bits_B.dtype
     levels_L = (np.arange(num_levels, dtype=np.uint64) * np.uint64(0x9E3779B9)).astype(np.uint32)
-    x_BL = words_B[:, None] ^ levels_L
-    x_BL = (x_BL ^ (x_BL >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x_BL = (x_BL ^ (x_BL >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    numbers_BL = ((x_BL ^ (x_BL >> np.uint32(16))) >> np.uint32(8)) * 2.0**-24
-    numbers_BL[:, :1] = np.clip(uniforms_B.astype(np.float64), 0.0, BELOW_ONE)[:, None]
-    return numbers_BL
+    x_LB = (bits_B >> 32).astype(np.uint32) ^ levels_L[:, None]
+    x_LB = (x_LB ^ (x_LB >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x_LB = (x_LB ^ (x_LB >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    x_LB = x_LB ^ (x_LB >> np.uint32(16))
+    x_LB[:1] = bits_B.astype(np.uint32)  # modulo 2**32
+    return (x_LB * 2.0**-32).T
 
 
 def _child(masses_BF: np.ndarray, number_B: np.ndarray) -> np.ndarray:
@@ -129,21 +137,21 @@ def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.nda
 
 
 @triton.jit
-def level_number(uniform, LEVEL: tl.constexpr):
+def level_number(bits, LEVEL: tl.constexpr):
     """One of level_uniforms, float64, from a scalar."""
     if LEVEL == 0:
-        number = tl.minimum(tl.maximum(uniform.to(tl.float64), 0.0), tl.full([], 0.9999999999999999, tl.float64))
+        x = bits.to(tl.uint64) & 0xFFFFFFFF
     else:
-        x = uniform.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.uint64)  # 32 bits: products fit
+        x = bits.to(tl.uint64) >> 32  # 32 bits: products fit
         x = x ^ ((LEVEL * 0x9E3779B9) & 0xFFFFFFFF)
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
         x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-        number = ((x ^ (x >> 16)) >> 8).to(tl.float64) * 5.9604644775390625e-08  # 2**-24
-    return number
+        x = x ^ (x >> 16)
+    return x.to(tl.float64) * 2.3283064365386963e-10  # 2**-32
 
 
 @triton.jit
-def descend_row(masses_N, uniform, FIRST: tl.constexpr, LEVELS: tl.constexpr):
+def descend_row(masses_N, bits, FIRST: tl.constexpr, LEVELS: tl.constexpr):
     """descend_ref for masses float64 [8**LEVELS], whose root is at level FIRST: the leaf, int32."""
     children_F = tl.arange(0, 8)
     index = tl.full([], 0, tl.int32)
@@ -152,7 +160,7 @@ def descend_row(masses_N, uniform, FIRST: tl.constexpr, LEVELS: tl.constexpr):
         parts_FN = tl.reshape(left_N, [8, 8 ** (LEVELS - 1 - level)])
         cdf_F = tl.cumsum(tl.sum(parts_FN, axis=1), 0)
         whole = tl.sum(tl.where(children_F == 7, cdf_F, 0.0), axis=0)
-        target = level_number(uniform, FIRST + level) * whole
+        target = level_number(bits, FIRST + level) * whole
         child = tl.minimum(tl.sum((cdf_F <= target).to(tl.int32), axis=0), 7)
         index = index * 8 + child
         left_N = tl.sum(tl.where(children_F[:, None] == child, parts_FN, 0.0), axis=0)
@@ -160,7 +168,7 @@ def descend_row(masses_N, uniform, FIRST: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @torch.no_grad()
-def edge_distances(logits_BV: Tensor, uniforms_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
+def edge_distances(logits_BV: Tensor, bits_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
     """How close the numbers came to drawing another token than this one: float64 [B], negative if they do draw another.
 
     The smallest distance of a level's number from an edge of what it picks, both in [0, 1). Logits that differ by
@@ -171,7 +179,7 @@ def edge_distances(logits_BV: Tensor, uniforms_B: Tensor, tokens_B: Tensor, temp
     masses_BV = torch.nn.functional.pad(
         (logits_BV.double() / temperature).softmax(dim=1), (0, FANOUT**num_levels - vocab_size)
     )
-    numbers_BL = level_uniforms(uniforms_B, num_levels)
+    numbers_BL = level_uniforms(bits_B, num_levels)
     rows_B, nearest_B = torch.arange(num_rows), torch.full((num_rows,), torch.inf, dtype=torch.float64)
     for level in range(num_levels):
         leaves = FANOUT ** (num_levels - level - 1)  # below each child

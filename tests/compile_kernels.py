@@ -77,10 +77,10 @@ def logprobs(dtype: torch.dtype) -> None:
 
 def sampling(dtype: torch.dtype) -> None:
     for vocab_size in (1000, 151_936):
-        logits, uniforms = torch.zeros(3, vocab_size, dtype=dtype), torch.zeros(3)
+        logits, bits = torch.zeros(3, vocab_size, dtype=dtype), torch.zeros(3, dtype=torch.int64)
         for top_k, num_stored in ((0, 0), (50, 0), (50, 64)):
             rules = make_rules(logits, 0.7, top_k, 0.9 if top_k else 1.0, 0.0, num_stored)
-            sample_triton(logits, uniforms, rules, num_stored, bool(top_k))
+            sample_triton(logits, bits, rules, num_stored, bool(top_k))
 
 
 CASES = (attention, rows, logprobs, sampling)

@@ -1,4 +1,4 @@
-"""When two runs draw another token: how close the uniform number was to the edge of its token's interval.
+"""When two runs draw another token: how close a random number was to the edge of its interval.
 
 A replay on one rank, which is deterministic, with a teacher-forced pass after each generation.
 """
@@ -7,6 +7,7 @@ import torch
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.kernels.tree import edge_distances
+from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.batch import Sequences, forward
 from rlhf_spmd.runtime.iteration import Iteration
 from tests.runs import RunOf
@@ -15,7 +16,7 @@ Responses = dict[tuple[int, int], list[int]]  # (prompt, sample) -> tokens
 
 
 class Replay(RunOf):
-    """A run on one rank; distances: per iteration, (prompt, sample) -> distance of each token's uniform."""
+    """A run on one rank; distances: per iteration, (prompt, sample) -> distance of each token's numbers."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -25,11 +26,11 @@ class Replay(RunOf):
         def noted(step, data, state):
             run(step, data, state)
             if self.program.workload.workflow.call(step.call).kind == "generate":
-                self.distances.append(self._distances(data))
+                self.distances.append(self._distances(data, step.call))
 
         self.job.calls.run = noted
 
-    def _distances(self, data: Iteration) -> dict[tuple[int, int], list[float]]:
+    def _distances(self, data: Iteration, call: str) -> dict[tuple[int, int], list[float]]:
         sampling, model = self.job.calls.sampling, self.job.models.engines["actor"].model
         prompts_BP, responses_BG = (data.store[key].flatten(0, 1) for key in ("prompts", "responses"))
         batch = Sequences.join(prompts_BP, responses_BG)
@@ -45,8 +46,9 @@ class Replay(RunOf):
             kept_NK = torch.where(kept_NK >= 0, kept_NK, kept_NK[:, :1])  # the first is always there
             open_NV = torch.full_like(logits_NV, -torch.inf)
             logits_NV = open_NV.scatter_(1, kept_NK, logits_NV.gather(1, kept_NK))
-        uniforms_N = data.uniforms().flatten(0, 1)[real_BG]
-        distances_N = edge_distances(logits_NV, uniforms_N, responses_BG[real_BG], sampling["temperature"])
+        workflow = self.program.workload.workflow
+        bits_N = data.random_bits(streams.of_call(workflow, workflow.call(call))).flatten(0, 1)[real_BG]
+        distances_N = edge_distances(logits_NV, bits_N, responses_BG[real_BG], sampling["temperature"])
         parts = distances_N.split(real_BG.sum(1).tolist())
         names = zip(data.prompt_MC.flatten().tolist(), data.sample_MC.flatten().tolist(), strict=True)
         return {name: part.tolist() for name, part in zip(names, parts, strict=True)}
@@ -60,7 +62,7 @@ def closest(config: Config) -> list[float]:
 
 
 def explain_flips(config: Config, found: list[Responses]) -> str:
-    """Where the responses of a run first differ from those on one rank, and how close the uniforms were to an edge."""
+    """Where the responses of a run first differ from those on one rank, and how close its number was to an edge."""
     replay = Replay(config)
     for number, responses in enumerate(found):
         replay.iteration()
@@ -74,7 +76,7 @@ def explain_flips(config: Config, found: list[Responses]) -> str:
                 distance = replay.distances[number][name][position]
                 lines.append(
                     f"iteration {number}, prompt {name[0]}, sample {name[1]}, position {position}: {tokens}; "
-                    f"its uniform was {distance:.1e} from the edge of its interval"
+                    f"its random number was {distance:.1e} from the edge of its interval"
                 )
         if lines:
             return "\n".join(lines)

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from rlhf_spmd.embedded import grammar
-from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_tokenizer, save_model
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
+from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.generate import generate
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
@@ -159,11 +160,11 @@ def supervise(model: Transformer, tokenizer, recipe: Recipe) -> dict[str, float]
 def sample(model: Transformer, tokenizer, starts: list[str], seed: int, recipe: Recipe) -> list[tuple[str, bool]]:
     """The model's continuation of each opening at temperature 1, and whether it ended."""
     index_B = torch.arange(len(starts))
-    uniforms_BG = uniforms(seed, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
+    bits_BG = random_bits(seed, streams.OFFLINE, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
     prompts_BP = padded([tokenizer.encode(start) for start in starts])
     with torch.no_grad():
         responses_BG, *_ = generate(
-            model, prompts_BP, torch.as_tensor(uniforms_BG), temperature=1.0, eos_ids=(tokenizer.eos_token_id,)
+            model, prompts_BP, torch.as_tensor(bits_BG), temperature=1.0, eos_ids=(tokenizer.eos_token_id,)
         )
     rows = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
     ended = [row[-1] == tokenizer.eos_token_id for row in rows]

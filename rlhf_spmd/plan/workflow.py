@@ -46,6 +46,11 @@ class Workflow:
         """Calls that a strategy must place: all but `compute`."""
         return tuple(call for call in self.calls if call.kind != "compute")
 
+    @property
+    def generate_calls(self) -> tuple[Call, ...]:
+        """Calls that sample responses."""
+        return tuple(call for call in self.calls if call.kind == "generate")
+
     def call(self, name: str) -> Call:
         return next(call for call in self.calls if call.name == name)
 

@@ -21,6 +21,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program import MINI_BATCHES_AT_ONCE, Program, Run
 from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.runtime.cutting import cut, lengths_of
 from rlhf_spmd.runtime.generate import Generation
@@ -162,10 +163,11 @@ class Calls:
         if step.mini_batch is not None:
             # streaming: the first mini-batch must not wait for all others
             places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
+        workflow = self.program.workload.workflow
         return Generation(
             model,
             data.store.at("prompts", (ALL, columns)),
-            data.uniforms(columns),
+            data.random_bits(streams.of_call(workflow, workflow.call(step.call)), columns),
             max_sequences=max(min(places, num_rows * self.workload.num_mini_batches), 1),
             block_size=generation.block_size,
             free_bytes=generation.cache_fraction

@@ -4,7 +4,7 @@
         rank-0003.safetensors    this rank's share of masters and moments (train_state.py says which)
         state.json               what else a run's future depends on
         config.json strategy.py program.json
-        manifest.json            size and SHA-256 of every other file
+        manifest.json            size and SHA-256 of every other file; which layout of random numbers the run has
 
 Ranks write into `.iteration-000012` beside it, and each leaves a record of its file there. Rank 0 waits for all
 records, writes the manifest last and renames the folder, so a crash at any byte leaves the checkpoint before as it was.
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.streams import RANDOM_LAYOUT
 
 FORMAT = 1
 DIRECTORY_MODE = 0o750
@@ -136,7 +137,7 @@ def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
     draft, folder = draft_of(root, iteration), folder_of(root, iteration)
     for record in draft.glob(".*.record"):
         record.unlink()
-    manifest = {"format": FORMAT, "iteration": iteration}
+    manifest = {"format": FORMAT, "random_layout": RANDOM_LAYOUT, "iteration": iteration}
     manifest["files"] = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in files.items()}
     write_json(draft / MANIFEST, manifest)
     _sync(draft)
@@ -208,6 +209,7 @@ class Checkpoint:
     folder: Path
     iteration: int
     files: Mapping[str, FileRecord]
+    random_layout: int  # as streams.RANDOM_LAYOUT
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
@@ -217,7 +219,7 @@ class Checkpoint:
             values = json.loads(path.read_text())
             if values["format"] != FORMAT:
                 raise _refused(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
-            iteration = values["iteration"]
+            iteration, random_layout = values["iteration"], values.get("random_layout", 1)
             files = {name: FileRecord(int(file["bytes"]), file["sha256"]) for name, file in values["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _refused(folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
@@ -229,7 +231,7 @@ class Checkpoint:
         lacking = [name for name in (STATE, "config.json", "strategy.py") if name not in files]
         if lacking or not any(name.endswith(".safetensors") for name in files):
             raise _refused(folder, f"{path} does not name {', '.join(lacking) or 'any rank-*.safetensors'}")
-        return cls(folder, iteration, files)
+        return cls(folder, iteration, files, random_layout)
 
     def verify(self, names: Iterable[str]) -> None:
         """Raises UserError for the first of these files that is not what the manifest says."""

@@ -1,12 +1,12 @@
 """The generation engine: continuous batching over a paged KV cache, on one rank or on all ranks of one copy of a model.
 
     engine = Engine(model, eos_ids=..., longest=...)
-    requests = engine.submit(prompts, uniforms_RG, sampling)
+    requests = engine.submit(prompts, bits_RG, sampling)
     engine.run(requests)                          # works ahead on later requests where places are free
     responses_RG, logprobs_RG, kept_RGK = engine.results(requests)
 
 Each round gives free places to the next in line, and computes their prompts and a token for every row in one pass. A
-token depends on its own uniform number and on nothing else: not on the rows it is decoded with, nor on block sizes,
+token depends on its own random bits and on nothing else: not on the rows it is decoded with, nor on block sizes,
 preemption or ranks.
 
 The ranks of one copy do the same bookkeeping: those of a stage draw alike, hidden states go from stage to stage, and
@@ -77,11 +77,11 @@ class Engine:
         self._banned = [token - mine.start for token in eos_ids if token in mine]
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], uniforms_RG: Tensor, sampling: Sampling | Sequence[Sampling]
+        self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
     ) -> range:
-        """Puts requests in line -> their numbers. prompts: token ids, at least one each. uniforms_RG: a number in
-        [0, 1) per token. sampling: of all, or of each."""
-        numbers = self.requests.add(prompts, uniforms_RG, sampling)
+        """Puts requests in line -> their numbers. prompts: token ids, at least one each. bits_RG: random bits
+        of each token, int64 (philox.random_bits). sampling: of all, or of each."""
+        numbers = self.requests.add(prompts, bits_RG, sampling)
         keys = self.requests.keys(numbers)
         first: dict[int, int] = {}
         for index, key in enumerate(keys):
@@ -193,13 +193,13 @@ class Engine:
             early_B1 = (batch.drawn_B < batch.least_B)[:, None]
             logits_BV[:, self._banned] = logits_BV[:, self._banned].masked_fill(early_B1, -math.inf)
         options = requests.limits(index_B) | {"num_stored": requests.num_stored}
-        uniforms_B = requests.uniforms_RG[index_B, batch.drawn_B]
+        bits_B = requests.bits_RG[index_B, batch.drawn_B]
         if self.parallel.group is None:
-            return sample(logits_BV, uniforms_B, **options)
+            return sample(logits_BV, bits_B, **options)
         config = self.model.config
         mine = vocabulary_of(config, self.parallel.shard)
         return sample_shard(
-            logits_BV, uniforms_B, vocabulary=mine, vocab_size=config.vocab_size, group=self.parallel.group, **options
+            logits_BV, bits_B, vocabulary=mine, vocab_size=config.vocab_size, group=self.parallel.group, **options
         )
 
     def _stopped(self, batch: Batch) -> Tensor:

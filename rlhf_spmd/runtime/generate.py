@@ -19,7 +19,7 @@ class Generation:
         self,
         model: Transformer,
         prompts_MBP: Tensor,
-        uniforms_MBG: Tensor,
+        bits_MBG: Tensor,
         *,
         eos_ids: Sequence[int] = (),
         min_new_tokens: int = 0,
@@ -30,14 +30,14 @@ class Generation:
         stop: tuple[str, ...] = (),
         **settings,
     ):
-        """prompts_MBP: int64, -1 right of the prompt. uniforms_MBG: one number in [0, 1) per token. settings: of the
-        engine."""
-        self.num_rows, max_response = uniforms_MBG.shape[1:]
+        """prompts_MBP: int64, -1 right of the prompt. bits_MBG: random bits of each token, int64.
+        settings: of the engine."""
+        self.num_rows, max_response = bits_MBG.shape[1:]
         sampling = Sampling(max_response, min_new_tokens, temperature, top_k, top_p, min_p, stop)
         longest = prompts_MBP.shape[2] + max_response
         self.engine = Engine(model, longest=longest, eos_ids=eos_ids, num_stored=top_k, **settings)
         prompts = [[token for token in row if token >= 0] for row in prompts_MBP.flatten(0, 1).tolist()]
-        self.engine.submit(prompts, uniforms_MBG.flatten(0, 1), sampling)
+        self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling)
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         """The responses to these mini-batches, as `generate` returns them."""
@@ -52,13 +52,13 @@ class Generation:
 
 
 def generate(
-    model: Transformer, prompts_BP: Tensor, uniforms_BG: Tensor, **options
+    model: Transformer, prompts_BP: Tensor, bits_BG: Tensor, **options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one response per row. Collective over the ranks of one copy of the model, which pass the same rows.
 
-    prompts_BP, uniforms_BG, options: as of Generation. Returns responses_BG int64 (-1 after the end; the EOS is
+    prompts_BP, bits_BG, options: as of Generation. Returns responses_BG int64 (-1 after the end; the EOS is
     included), logprobs_BG float32 under the distribution sampled from (0 after the end), and, if top_k is on, kept_BGK
     int32, the set that each token was drawn from (-1 padding).
     """
     options = {"max_sequences": max(len(prompts_BP), 1)} | options
-    return Generation(model, prompts_BP[None], uniforms_BG[None], **options).of(slice(0, 1))
+    return Generation(model, prompts_BP[None], bits_BG[None], **options).of(slice(0, 1))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generate import Generation
 from rlhf_spmd.runtime.metrics import Meter
@@ -88,8 +88,9 @@ class Iteration:
     generate_s: float = 0.0  # on this rank so far
     stopped: bool = False  # KL early stop of the actor
 
-    def uniforms(self, columns: slice = ALL) -> Tensor:
-        """The random numbers of the rows in some columns, one for each token that they may have: [M, C', G].
+    def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
+        """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: what
+        the tokens are for (streams.py).
 
         Made when they are generated, for the rows that are generated here, and few at a time: what the generator
         works with takes ten times the memory of its results.
@@ -100,7 +101,7 @@ class Iteration:
         found: Tensor | None = None
         for start in range(0, max(len(prompt_B), 1), rows):
             part = slice(start, start + rows)
-            some = torch.from_numpy(uniforms(self.seed, self.number, prompt_B[part], sample_B[part], width))
+            some = torch.from_numpy(random_bits(self.seed, stream, self.number, prompt_B[part], sample_B[part], width))
             if found is None:
                 found = some.new_empty(len(prompt_B), width)
             found[part] = some

@@ -25,12 +25,13 @@ import torch
 from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.engine import Engine
 from rlhf_spmd.runtime.kvcache import free_bytes
 from rlhf_spmd.runtime.models import DTYPES
@@ -176,15 +177,16 @@ class Copy:
     def _submit(self, window: Sequence[Prompt]) -> tuple[list[Prompt], range]:
         num = self.options.samples_per_prompt
         prompts = [prompt for prompt in window for _ in range(num)]
-        uniforms_RG = uniforms(
+        bits_RG = random_bits(
             self.options.seed,
+            streams.OFFLINE,
             0,
             [prompt.index for prompt in prompts],
             list(range(num)) * len(window),
             max(prompt.sampling.max_new_tokens for prompt in window),
         )
         tokens, samplings = [prompt.tokens for prompt in prompts], [prompt.sampling for prompt in prompts]
-        return prompts, self.engine.submit(tokens, torch.from_numpy(uniforms_RG), samplings)
+        return prompts, self.engine.submit(tokens, torch.from_numpy(bits_RG), samplings)
 
 
 def deal(prompts: Sequence[Prompt], copy: int, num_copies: int, window: int) -> Iterator[Sequence[Prompt]]:

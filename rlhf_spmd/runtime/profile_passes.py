@@ -142,8 +142,9 @@ class Subject:
         top_k, temperature = self.config.generation.top_k, self.config.generation.temperature
         engine = Engine(self.model, longest=self.grid.longest + 1, max_sequences=num_rows, num_stored=top_k)
         sampling = [Sampling(number, 0, temperature, top_k, **limits) for number in num_tokens]
-        uniforms_RG = torch.full((num_rows, max(num_tokens)), 0.5, device=self.clock.world.device)
-        numbers = engine.submit(prompts, uniforms_RG, sampling)
+        # which tokens are drawn does not matter
+        bits_RG = torch.zeros(num_rows, max(num_tokens), dtype=torch.int64, device=self.clock.world.device)
+        numbers = engine.submit(prompts, bits_RG, sampling)
         engine.run(numbers)
         engine.results(numbers)
 

@@ -13,9 +13,10 @@ import torch
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.fit import vain_streaming
 from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
@@ -40,7 +41,6 @@ class Command:
 
 
 PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
-SAMPLE_ITERATION = 2**32 - 1  # the uniforms of the samples before and after: apart from those of any iteration
 
 
 def summarize(job: "Job", answers: Sequence[Mapping], kl_coef: float) -> dict:
@@ -194,13 +194,10 @@ def sample_responses(job: "Job") -> list[tuple[str, float]]:
     prompts_BP = pad(job.prompts.prompts[:num]).to(device)
     tokens: list[list[int]] = []
     if rank in layouts[generating.name].ranks:
-        uniforms_BG = uniforms(
-            job.config.seed, SAMPLE_ITERATION, np.arange(num), np.zeros(num, int), job.config.generation.max_new_tokens
-        )
+        rows, width = (np.arange(num), np.zeros(num, int)), job.config.generation.max_new_tokens
+        bits_BG = random_bits(job.config.seed, streams.SAMPLES, 0, *rows, width)
         with job.models.weights(generating) as model:
-            responses_BG, *_ = generate(
-                model, prompts_BP, torch.from_numpy(uniforms_BG).to(device), **job.calls.drawing
-            )
+            responses_BG, *_ = generate(model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.drawing)
         tokens = responses_BG.tolist()
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
     everyone = job.world.allgather(tokens if rank == first else [], "the samples")

@@ -1,4 +1,4 @@
-"""What the generation engine was asked for and what it has drawn: sampling parameters, random numbers and results."""
+"""What the generation engine was asked for and what it has drawn: sampling parameters, random bits and results."""
 
 # R requests, B rows under way, G longest response, K largest kept set
 
@@ -47,27 +47,25 @@ class Requests:
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
         self.lengths: list[int | None] = []  # of the finished responses
-        self.uniforms_RG = torch.zeros(0, 0, device=device)
+        self.bits_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.responses_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs_RG = torch.zeros(0, 0, device=device)
         self.kept_RGK = torch.zeros(0, 0, num_stored, dtype=torch.int32, device=device) if num_stored else None
         self._keys: dict[tuple[int, ...], int] = {}
         self._prepare()
 
-    def add(
-        self, prompts: Sequence[Sequence[int]], uniforms_RG: Tensor, sampling: Sampling | Sequence[Sampling]
-    ) -> range:
+    def add(self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]) -> range:
         """-> the numbers of these requests."""
-        num, width = uniforms_RG.shape
+        num, width = bits_RG.shape
         each = [sampling] * num if isinstance(sampling, Sampling) else list(sampling)
         assert len(prompts) == num == len(each), (len(prompts), num, len(each))
-        assert all(one.max_new_tokens <= width for one in each), "there is a random number for every token"
+        assert all(one.max_new_tokens <= width for one in each), "every token has its random bits"
         start = self.first + len(self.prompts)
         self.prompts += [list(prompt) for prompt in prompts]
         self.sampling += each
         self.lengths += [None] * num
-        width = max(width, self.uniforms_RG.shape[1])
-        self.uniforms_RG = _joined(self.uniforms_RG, uniforms_RG.to(self.device), width, 0)
+        width = max(width, self.bits_RG.shape[1])
+        self.bits_RG = _joined(self.bits_RG, bits_RG.to(self.device), width, 0)
         self.responses_RG = _joined(self.responses_RG, self.responses_RG.new_empty(num, 0), width, -1)
         self.logprobs_RG = _joined(self.logprobs_RG, self.logprobs_RG.new_empty(num, 0), width, 0)
         if self.kept_RGK is not None:
@@ -113,7 +111,7 @@ class Requests:
         num = before - self.first
         assert all(length is not None for length in self.lengths[:num]), "some of these are still under way"
         del self.prompts[:num], self.sampling[:num], self.lengths[:num]
-        self.uniforms_RG, self.responses_RG = self.uniforms_RG[num:], self.responses_RG[num:]
+        self.bits_RG, self.responses_RG = self.bits_RG[num:], self.responses_RG[num:]
         self.logprobs_RG = self.logprobs_RG[num:]
         self.kept_RGK = None if self.kept_RGK is None else self.kept_RGK[num:]
         self.first = before

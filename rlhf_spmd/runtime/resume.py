@@ -17,6 +17,7 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.runtime.checkpoint import STATE, Checkpoint, newest, without_manifest
+from rlhf_spmd.runtime.streams import RANDOM_LAYOUT
 
 MAY_CHANGE = ("iterations", "deadline_s", "parity_tolerance", "wandb", "checkpoint.", "strategy.")
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
@@ -53,6 +54,8 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
+    if checkpoint is not None:
+        refuse_random_layout(checkpoint)
     stored = config_of(read_json(path / CONFIG), str(path / CONFIG))
     made_with = stored
     if checkpoint is not None:
@@ -71,6 +74,17 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     state = _state(checkpoint) if checkpoint else {}
     name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
     return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
+
+
+def refuse_random_layout(checkpoint: Checkpoint) -> None:
+    """Raises UserError if the run's tokens were drawn by another layout of random numbers: its future would be another
+    one than without the interruption."""
+    if checkpoint.random_layout != RANDOM_LAYOUT:
+        raise UserError(
+            f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
+            f"{RANDOM_LAYOUT} and would draw other tokens; go on with the version of rlhf_spmd that began the run, or "
+            "start a new run"
+        )
 
 
 def refuse_older(resumed: Resumed) -> None:

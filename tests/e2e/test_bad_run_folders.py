@@ -87,6 +87,10 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda run: edit_manifest(run, lambda values: values.update(format=2)),
         ["manifest.json is of format 2", OLDER],
     ),
+    "an older layout of random numbers": (
+        lambda run: edit_manifest(run, lambda values: values.pop("random_layout")),
+        ["iteration-000002 has layout 1 of the random numbers, this program has 2", "or start a new run"],
+    ),
     "another iteration": (
         lambda run: edit_manifest(run, lambda values: values.update(iteration=7)),
         ["manifest.json is of iteration 7", OLDER],

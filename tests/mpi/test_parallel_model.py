@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels import token_logprobs
-from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import WHOLE, Parallel, cut, is_split
 from rlhf_spmd.model.transformer import Transformer
@@ -24,6 +23,7 @@ from rlhf_spmd.runtime.data import pad
 from rlhf_spmd.runtime.flat_engine import Groups
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.train_engine import make_engine
+from tests.draws import random_responses
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -291,8 +291,8 @@ def test_draws_the_same_tokens(team, name, options):
     whole, mine = whole_and_shard(team, name, "lm", torch.float32)
     rng = np.random.default_rng(3)
     prompts_BP = pad([rng.integers(0, VOCAB, 1 + 2 * i % 5).tolist() for i in range(6)])
-    draws_BG = torch.from_numpy(uniforms(7, 0, np.arange(6), np.zeros(6, int), 9))
-    expected, found = (generate(model, prompts_BP, draws_BG, **options) for model in (whole, mine))
+    bits_BG = random_responses(6, 9, seed=7)
+    expected, found = (generate(model, prompts_BP, bits_BG, **options) for model in (whole, mine))
     assert torch.equal(found[0], expected[0])
     assert len(expected[0].unique()) > 5
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-5)

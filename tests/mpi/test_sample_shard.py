@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.kernels.sample import sample, sample_ref
 from rlhf_spmd.kernels.sample_shard import sample_shard
+from tests.draws import random_rows
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -38,14 +39,14 @@ def slice_of(vocab_size: int, rank: int, size: int) -> range:
 def make_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int):
     generator = torch.Generator().manual_seed(seed)
     logits_BV = (3 * torch.randn(num_rows, vocab_size, generator=generator)).to(dtype)
-    return logits_BV, torch.rand(num_rows, generator=generator)
+    return logits_BV, random_rows(num_rows, seed)
 
 
-def draw(world, group, logits_BV, uniforms_B, **rules):
+def draw(world, group, logits_BV, bits_B, **rules):
     vocab_size = logits_BV.shape[1]
     mine = slice_of(vocab_size, world.rank, world.size)
     logits_Bv = logits_BV[:, mine.start : mine.stop]
-    return sample_shard(logits_Bv, uniforms_B, vocabulary=mine, vocab_size=vocab_size, group=group, **rules)
+    return sample_shard(logits_Bv, bits_B, vocabulary=mine, vocab_size=vocab_size, group=group, **rules)
 
 
 def assert_same_everywhere(sampled, group, size: int) -> None:
@@ -81,31 +82,31 @@ def test_equals_whole_rows(world, make_group, name, vocab_size):
 def test_rules_of_each_row_and_equal_logits(world, make_group):
     """bfloat16 has many equal logits, all over the slices; rows that keep all stand among rows that keep some."""
     group = make_group(range(world.size))
-    logits_BV, uniforms_B = make_rows(60, 1500, torch.bfloat16, seed=1)
+    logits_BV, bits_B = make_rows(60, 1500, torch.bfloat16, seed=1)
     rules = {
         "temperature": torch.tensor([1.0, 0.0, 0.7]).repeat(20),
         "top_k": torch.tensor([0, 0, 10, 0, 3]).repeat(12),
         "top_p": torch.tensor([1.0, 1.0, 0.9, 0.5]).repeat(15),
     }
     for num_stored in (0, 7):
-        sampled = draw(world, group, logits_BV, uniforms_B, num_stored=num_stored, **rules)
+        sampled = draw(world, group, logits_BV, bits_B, num_stored=num_stored, **rules)
         assert_same_everywhere(sampled, group, world.size)
-        assert_drawn_alike(sampled, sample(logits_BV, uniforms_B, num_stored=num_stored, **rules))
+        assert_drawn_alike(sampled, sample(logits_BV, bits_B, num_stored=num_stored, **rules))
 
 
 def test_banned_slices_and_broken_rows(world, make_group):
     group = make_group(range(world.size))
-    logits_BV, uniforms_B = make_rows(6, 1100, torch.float32, seed=2)
+    logits_BV, bits_B = make_rows(6, 1100, torch.float32, seed=2)
     last = slice_of(1100, world.size - 1, world.size)
     logits_BV[0, : last.start] = -torch.inf  # only the last slice has anything
     logits_BV[1, last.start :] = -torch.inf
     logits_BV[2] = -torch.inf
     logits_BV[3, 5], logits_BV[4, 1099] = torch.nan, torch.inf
     for rules in ({}, {"top_k": 5}, {"temperature": 0.0}, {"num_stored": 4}):
-        sampled = draw(world, group, logits_BV, uniforms_B, **rules)
+        sampled = draw(world, group, logits_BV, bits_B, **rules)
         assert ((sampled.tokens_B >= 0) & (sampled.tokens_B < 1100)).all()
         good = torch.tensor([0, 1, 5])
-        whole = sample(logits_BV[good], uniforms_B[good], **rules)
+        whole = sample(logits_BV[good], bits_B[good], **rules)
         assert_drawn_alike(type(sampled)(*(x if x is None else x[good] for x in sampled)), whole)
         for field in sampled[1:4]:
             assert field[2:5].isnan().all()
@@ -114,10 +115,10 @@ def test_banned_slices_and_broken_rows(world, make_group):
 def test_equal_logits_everywhere(world, make_group):
     """The lists of largest logits say nothing until they are complete; greedy takes the lowest id."""
     group = make_group(range(world.size))
-    rows = torch.zeros(5, 1100), torch.tensor([0.0, 0.3, 0.5, 0.7, 0.99])
-    assert draw(world, group, *rows, temperature=0.0).tokens_B.tolist() == [0] * 5
+    rows = torch.zeros(20, 1100), random_rows(20)
+    assert draw(world, group, *rows, temperature=0.0).tokens_B.tolist() == [0] * 20
     stored = draw(world, group, *rows, num_stored=4)
-    assert stored.kept_BK.tolist() == [[0, 1, 2, 3]] * 5 and stored.tokens_B.max() == 3
+    assert stored.kept_BK.tolist() == [[0, 1, 2, 3]] * 20 and stored.tokens_B.max() == 3
     assert_drawn_alike(draw(world, group, *rows, top_p=0.5), sample(*rows, top_p=0.5))
 
 

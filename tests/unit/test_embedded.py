@@ -9,9 +9,9 @@ import torch
 
 from rlhf_spmd import embedded
 from rlhf_spmd.embedded import grammar
-from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.generate import generate
+from tests.draws import random_responses
 
 ACTOR, REWARD = embedded.path_of("actor"), embedded.path_of("reward")
 
@@ -48,9 +48,9 @@ def reward():
 def samples(tokenizer, prompts):
     """(prompt ids, response ids, response text) of the actor on 256 prompts."""
     ids = [tokenizer.encode(prompt) for prompt in prompts[:256]]
-    uniforms_BG = torch.as_tensor(uniforms(0, 0, range(len(ids)), [0] * len(ids), 24))
+    bits_BG = random_responses(len(ids), 24)
     actor = load_model(ACTOR, head="lm")
-    responses_BG, *_ = generate(actor, padded(ids), uniforms_BG, eos_ids=(tokenizer.eos_token_id,))
+    responses_BG, *_ = generate(actor, padded(ids), bits_BG, eos_ids=(tokenizer.eos_token_id,))
     responses = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
     return [(start, end, tokenizer.decode(end)) for start, end in zip(ids, responses, strict=True)]
 

@@ -2,15 +2,14 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.runtime.engine import Engine
 from rlhf_spmd.runtime.kvcache import KVCache, token_bytes
 from rlhf_spmd.runtime.requests import Sampling
+from tests.draws import random_responses
 from tests.unit.test_generate import OFTEN, SHAPES, VOCAB, make_model, make_prompts, rows
 
 LONGEST, MAX_NEW = 9 + 16, 16
@@ -21,7 +20,7 @@ SETTINGS = {
     "blocks of 1": {"max_sequences": 5, "block_size": 1},
     "blocks of 4": {"max_sequences": 8, "block_size": 4},
     "a block each": {"max_sequences": 8, "block_size": 30},
-    "preempting": {"max_sequences": 8, "block_size": 2, "num_blocks": 26},
+    "preempting": {"max_sequences": 8, "block_size": 2, "num_blocks": 20},
     "preempting often": {"max_sequences": 16, "block_size": 3, "num_blocks": 9},
 }
 
@@ -31,7 +30,7 @@ def make_engine(model, **settings) -> Engine:
 
 
 def draws(num: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(uniforms(seed, 0, np.arange(num), np.zeros(num, int), MAX_NEW))
+    return random_responses(num, MAX_NEW, seed)
 
 
 def some_sampling(num: int) -> list[Sampling]:
@@ -49,8 +48,8 @@ def some_sampling(num: int) -> list[Sampling]:
     ]
 
 
-def run(engine: Engine, prompts, uniforms_RG, sampling) -> tuple[list[list[int]], torch.Tensor]:
-    requests = engine.submit(prompts, uniforms_RG, sampling)
+def run(engine: Engine, prompts, bits_RG, sampling) -> tuple[list[list[int]], torch.Tensor]:
+    requests = engine.submit(prompts, bits_RG, sampling)
     engine.run()
     responses_RG, logprobs_RG, _ = engine.results(requests)
     return rows(responses_RG), logprobs_RG
@@ -60,13 +59,13 @@ def run(engine: Engine, prompts, uniforms_RG, sampling) -> tuple[list[list[int]]
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_responses_do_not_depend_on_the_settings(shape, each):
     model, num = make_model(**shape), 19
-    prompts, uniforms_RG = make_prompts(num), draws(num)
+    prompts, bits_RG = make_prompts(num), draws(num)
     sampling = some_sampling(num) if each else Sampling(MAX_NEW, min_new_tokens=2, temperature=0.9)
-    expected, logprobs_RG = run(make_engine(model, max_sequences=num), prompts, uniforms_RG, sampling)
+    expected, logprobs_RG = run(make_engine(model, max_sequences=num), prompts, bits_RG, sampling)
     assert len({len(row) for row in expected}) > 5
     for name, settings in SETTINGS.items():
         engine = make_engine(model, **settings)
-        found, found_RG = run(engine, prompts, uniforms_RG, sampling)
+        found, found_RG = run(engine, prompts, bits_RG, sampling)
         assert found == expected, name
         torch.testing.assert_close(found_RG, logprobs_RG, atol=3e-5, rtol=0)
         assert (engine.num_preempted > 0) == name.startswith("preempting"), (name, engine.num_preempted)
@@ -74,10 +73,10 @@ def test_responses_do_not_depend_on_the_settings(shape, each):
 
 def test_each_request_gets_what_it_would_get_alone():
     model, num = make_model(), 12
-    prompts, uniforms_RG, sampling = make_prompts(num), draws(num), some_sampling(num)
-    together, _ = run(make_engine(model, max_sequences=5), prompts, uniforms_RG, sampling)
+    prompts, bits_RG, sampling = make_prompts(num), draws(num), some_sampling(num)
+    together, _ = run(make_engine(model, max_sequences=5), prompts, bits_RG, sampling)
     for i in range(num):
-        alone, _ = run(make_engine(model, max_sequences=1), prompts[i : i + 1], uniforms_RG[i : i + 1], sampling[i])
+        alone, _ = run(make_engine(model, max_sequences=1), prompts[i : i + 1], bits_RG[i : i + 1], sampling[i])
         assert alone == together[i : i + 1]
         assert sampling[i].min_new_tokens < len(alone[0]) <= sampling[i].max_new_tokens or len(alone[0]) == 1
 
@@ -86,7 +85,7 @@ def test_each_request_gets_what_it_would_get_alone():
 def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
     model, num = make_model(), 12
     three = make_prompts(3, seed=3)
-    prompts, uniforms_RG = [three[i % 3] for i in range(num)], draws(num)
+    prompts, bits_RG = [three[i % 3] for i in range(num)], draws(num)
     engine = make_engine(model, max_sequences=7, block_size=block_size)
     prefilled: list[list[int]] = []
     original = engine.decoder.round
@@ -96,12 +95,12 @@ def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
         return original(tokens_B, cached_B, prompts, blocks)
 
     monkeypatch.setattr(engine.decoder, "round", noted)
-    found, logprobs_RG = run(engine, prompts, uniforms_RG, Sampling(MAX_NEW, min_new_tokens=5))
+    found, logprobs_RG = run(engine, prompts, bits_RG, Sampling(MAX_NEW, min_new_tokens=5))
     # a place that becomes free is given to the next sample of a prompt, which is often still there
     assert 3 <= len(prefilled) <= 5
     expected, expected_RG = zip(
         *(
-            run(make_engine(model, max_sequences=1), [prompt], uniforms_RG[i : i + 1], Sampling(MAX_NEW, 5))
+            run(make_engine(model, max_sequences=1), [prompt], bits_RG[i : i + 1], Sampling(MAX_NEW, 5))
             for i, prompt in enumerate(prompts)
         ),
         strict=True,
@@ -113,10 +112,10 @@ def test_samples_of_one_prompt_share_its_prefill(block_size, monkeypatch):
 def test_works_ahead_where_places_are_free():
     """While the first requests run to their end, later ones have taken the places of those that ended before."""
     model, num = make_model(), 20
-    prompts, uniforms_RG = make_prompts(num), draws(num)
+    prompts, bits_RG = make_prompts(num), draws(num)
     engine = make_engine(model, max_sequences=4)
-    first = engine.submit(prompts[:8], uniforms_RG[:8], Sampling(MAX_NEW))
-    then = engine.submit(prompts[8:], uniforms_RG[8:], Sampling(MAX_NEW))
+    first = engine.submit(prompts[:8], bits_RG[:8], Sampling(MAX_NEW))
+    then = engine.submit(prompts[8:], bits_RG[8:], Sampling(MAX_NEW))
     engine.run(first)
     assert all(engine.requests.is_ended(n) for n in first) and not engine.is_idle
     assert len(engine.scheduler.waiting) < len(then), "nobody took the places of those that ended early"
@@ -125,7 +124,7 @@ def test_works_ahead_where_places_are_free():
     engine.run(then)
     found += rows(engine.results(then)[0])
     assert engine.is_idle
-    assert found == run(make_engine(model, max_sequences=num), prompts, uniforms_RG, Sampling(MAX_NEW))[0]
+    assert found == run(make_engine(model, max_sequences=num), prompts, bits_RG, Sampling(MAX_NEW))[0]
 
 
 def test_places_are_refilled_at_once():
@@ -148,12 +147,12 @@ def decode(tokens) -> str:
 
 def test_stop_texts():
     model, num = make_model(), 16
-    prompts, uniforms_RG = make_prompts(num), draws(num)
-    free, _ = run(Engine(model, longest=LONGEST, max_sequences=9), prompts, uniforms_RG, Sampling(MAX_NEW))
+    prompts, bits_RG = make_prompts(num), draws(num)
+    free, _ = run(Engine(model, longest=LONGEST, max_sequences=9), prompts, bits_RG, Sampling(MAX_NEW))
     stops = [decode(row)[4:6] for row in free]  # two letters that come by in each
     sampling = [Sampling(MAX_NEW, stop=(stop, "never", decode(row)[7])) for stop, row in zip(stops, free, strict=True)]
     engine = Engine(model, longest=LONGEST, max_sequences=5, decode=decode)
-    found, _ = run(engine, prompts, uniforms_RG, sampling)
+    found, _ = run(engine, prompts, bits_RG, sampling)
     for row, whole, one in zip(found, free, sampling, strict=True):
         ends = [end for end in range(1, MAX_NEW + 1) if any(stop in decode(whole[:end]) for stop in one.stop)]
         assert row == whole[: ends[0]]
@@ -199,14 +198,14 @@ def test_impossible_sampling_is_refused(wrong):
 
 def test_tokens_of_unused_slots_never_matter():
     """Junk in every slot that no token has been stored in yet changes no bit."""
-    model, prompts, uniforms_RG = make_model(), make_prompts(9), draws(9)
+    model, prompts, bits_RG = make_model(), make_prompts(9), draws(9)
     for settings in ({"max_sequences": 4}, {"max_sequences": 9, "block_size": 4}):
         results = []
         for junk in (0.0, 1e3):
             engine = make_engine(model, **settings)
             for stored in (engine.cache.keys_LnKsd, engine.cache.values_LnKsd):
                 stored.fill_(junk)
-            results.append(run(engine, prompts, uniforms_RG, Sampling(MAX_NEW)))
+            results.append(run(engine, prompts, bits_RG, Sampling(MAX_NEW)))
         assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
 
 

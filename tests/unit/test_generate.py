@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs
 from rlhf_spmd.runtime.data import pad
 from rlhf_spmd.runtime.generate import generate
+from tests.draws import random_responses
 from tests.slow_sample import slow_draw
 
 VOCAB, MAX_RESPONSE = 63, 12
@@ -52,20 +52,20 @@ def make_prompts(num: int, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, VOCAB, 1 + (5 * i + seed) % 9).tolist() for i in range(num)]
 
 
-def draw(num: int, seed: int = 0, width: int = MAX_RESPONSE) -> np.ndarray:
-    return uniforms(seed, 0, np.arange(num), np.zeros(num, int), width)
+def draw(num: int, seed: int = 0) -> Tensor:
+    return random_responses(num, MAX_RESPONSE, seed)
 
 
-def run(model: Transformer, prompts: list[list[int]], uniforms_BG: np.ndarray, **options):
-    return generate(model, pad(prompts), torch.from_numpy(uniforms_BG), **options)
+def run(model: Transformer, prompts: list[list[int]], bits_BG: Tensor, **options):
+    return generate(model, pad(prompts), bits_BG, **options)
 
 
 def slow_response(
-    model: Transformer, prompt: list[int], uniforms_G, *, temperature=1.0, eos_ids=(), min_new_tokens=0, **limits
+    model: Transformer, prompt: list[int], bits_G, *, temperature=1.0, eos_ids=(), min_new_tokens=0, **limits
 ) -> tuple[list[int], list[float], list[list[int]]]:
     """Tokens, logprobs and kept sets by the textbook, in float64; nothing is remembered between tokens."""
     response, logprobs, sets = [], [], []
-    for t, uniform in enumerate(uniforms_G.tolist()):
+    for t, bits in enumerate(bits_G.tolist()):
         logits = model.logits(model(torch.tensor([prompt + response]))[0, -1]).double().numpy() / temperature
         if t < min_new_tokens:
             logits[list(eos_ids)] = -np.inf
@@ -73,7 +73,7 @@ def slow_response(
         sets.append(kept)
         logits[[v for v in range(VOCAB) if v not in kept]] = -np.inf
         probabilities = softmax(logits)
-        token = slow_draw(probabilities.tolist(), uniform)
+        token = slow_draw(probabilities.tolist(), bits)
         response.append(token)
         logprobs.append(float(np.log(probabilities[token])))
         if token in eos_ids:
@@ -135,10 +135,10 @@ def test_equals_the_slow_twin(options, shape):
 
 def compare_with_slow_twin(num_rows: int, options: dict, shape: dict) -> None:
     model, prompts = make_model(**shape), make_prompts(num_rows, seed=num_rows)
-    uniforms_BG = draw(num_rows, seed=num_rows)
-    responses_BG, logprobs_BG, kept_BGK = run(model, prompts, uniforms_BG, **options)
+    bits_BG = draw(num_rows, seed=num_rows)
+    responses_BG, logprobs_BG, kept_BGK = run(model, prompts, bits_BG, **options)
     assert responses_BG.dtype == torch.int64 and logprobs_BG.dtype == torch.float32
-    slow = [slow_response(model, prompt, u_G, **options) for prompt, u_G in zip(prompts, uniforms_BG, strict=True)]
+    slow = [slow_response(model, prompt, bits_G, **options) for prompt, bits_G in zip(prompts, bits_BG, strict=True)]
     assert rows(responses_BG) == [tokens for tokens, _, _ in slow]
     for found, (_, expected, _) in zip(logprobs_BG.tolist(), slow, strict=True):
         assert found[: len(expected)] == pytest.approx(expected, abs=1e-5 / min(options.get("temperature", 1.0), 1.0))
@@ -154,10 +154,10 @@ def compare_with_slow_twin(num_rows: int, options: dict, shape: dict) -> None:
 
 def test_the_cases_end_early_late_and_never():
     """What the cases above are about does happen in them."""
-    model, prompts, uniforms_BG = make_model(), make_prompts(13, seed=13), draw(13, seed=13)
+    model, prompts, bits_BG = make_model(), make_prompts(13, seed=13), draw(13, seed=13)
 
     def lengths(case: str) -> list[int]:
-        return [len(row) for row in rows(run(model, prompts, uniforms_BG, **CASES[case])[0])]
+        return [len(row) for row in rows(run(model, prompts, bits_BG, **CASES[case])[0])]
 
     assert min(lengths("ends early")) == 1 and len(set(lengths("ends early"))) > 4
     assert min(lengths("not before 3")) == 4
@@ -193,34 +193,34 @@ def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_tokens_do_not_depend_on_the_batch(shape, seed):
     """Alone, in pieces of other sizes, in another order, with wider padding: every prompt gets the same response."""
-    model, prompts, uniforms_BG = make_model(seed=seed, **shape), make_prompts(17, seed), draw(17, seed)
+    model, prompts, bits_BG = make_model(seed=seed, **shape), make_prompts(17, seed), draw(17, seed)
     options = {"temperature": 0.9, "eos_ids": OFTEN, "min_new_tokens": 1}
-    together = rows(run(model, prompts, uniforms_BG, **options)[0])
+    together = rows(run(model, prompts, bits_BG, **options)[0])
     assert len(set(map(tuple, together))) > 10
 
     order = np.random.default_rng(seed).permutation(17)
-    permuted = rows(run(model, [prompts[i] for i in order], uniforms_BG[order], **options)[0])
+    permuted = rows(run(model, [prompts[i] for i in order], bits_BG[order], **options)[0])
     assert permuted == [together[i] for i in order]
     for size in (1, 3, 16):
         pieces = [slice(start, start + size) for start in range(0, 17, size)]
-        apart = [row for piece in pieces for row in rows(run(model, prompts[piece], uniforms_BG[piece], **options)[0])]
+        apart = [row for piece in pieces for row in rows(run(model, prompts[piece], bits_BG[piece], **options)[0])]
         assert apart == together
-    wide, *_ = generate(model, pad(prompts, 30), torch.from_numpy(uniforms_BG), **options)
+    wide, *_ = generate(model, pad(prompts, 30), bits_BG, **options)
     assert rows(wide) == together
 
 
 def test_a_shorter_limit_only_cuts():
     """A token depends on its own number: with fewer positions the responses are the beginnings of the longer ones."""
-    model, prompts, uniforms_BG = make_model(), make_prompts(7), draw(7)
-    whole = rows(run(model, prompts, uniforms_BG, eos_ids=OFTEN)[0])
+    model, prompts, bits_BG = make_model(), make_prompts(7), draw(7)
+    whole = rows(run(model, prompts, bits_BG, eos_ids=OFTEN)[0])
     for width in (1, 2, 5):
-        short = rows(run(model, prompts, uniforms_BG[:, :width], eos_ids=OFTEN)[0])
+        short = rows(run(model, prompts, bits_BG[:, :width], eos_ids=OFTEN)[0])
         assert short == [row[:width] for row in whole]
 
 
 def test_no_rows():
-    nothing_BP, uniforms_BG = torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, MAX_RESPONSE)
-    responses_BG, logprobs_BG, kept_BGK = generate(make_model(), nothing_BP, uniforms_BG, eos_ids=SELDOM, top_k=3)
+    nothing_BP, bits_BG = torch.zeros(0, 5, dtype=torch.int64), draw(0)
+    responses_BG, logprobs_BG, kept_BGK = generate(make_model(), nothing_BP, bits_BG, eos_ids=SELDOM, top_k=3)
     assert responses_BG.shape == logprobs_BG.shape == (0, MAX_RESPONSE)
     assert responses_BG.dtype == torch.int64 and kept_BGK.shape == (0, MAX_RESPONSE, 3)
 
@@ -233,8 +233,8 @@ def test_all_rows_end_at_once():
 
 def test_uninitialised_memory_cannot_leak(monkeypatch):
     """A masked slot has weight 0, but 0 * NaN is NaN: memory that nobody has written must not reach the products."""
-    model, prompts, uniforms_BG = make_model(), make_prompts(9), draw(9)
-    expected = run(model, prompts, uniforms_BG, eos_ids=OFTEN)
+    model, prompts, bits_BG = make_model(), make_prompts(9), draw(9)
+    expected = run(model, prompts, bits_BG, eos_ids=OFTEN)
 
     real_empty = torch.empty
 
@@ -246,5 +246,5 @@ def test_uninitialised_memory_cannot_leak(monkeypatch):
     for _ in range(3):  # the allocator hands out what was freed last
         freed = [torch.full((2, 9, 2, 21, 8), torch.nan) for _ in range(8)]
         del freed
-        found = run(model, prompts, uniforms_BG, eos_ids=OFTEN)
+        found = run(model, prompts, bits_BG, eos_ids=OFTEN)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

@@ -172,8 +172,8 @@ def test_samples_of_one_prompt_differ(sizes, overrides):
     run.iteration()
     places = list(zip(run.data.prompt_MC.flatten(), run.data.sample_MC.flatten(), strict=True))
     assert len(set(places)) == 96 and max(sample for _, sample in places) == (2 if len(sizes) == 1 else 7)
-    uniforms_BG = run.data.uniforms().flatten(0, 1)
-    assert len({tuple(row) for row in uniforms_BG.tolist()}) == 96
+    bits_BG = run.data.random_bits(0).flatten(0, 1)
+    assert len({tuple(row) for row in bits_BG.tolist()}) == 96
     responses: dict[int, list[tuple]] = {}
     for (prompt, _), row in zip(places, run.data.store["responses"].flatten(0, 1).tolist(), strict=True):
         responses.setdefault(int(prompt), []).append(tuple(row))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_spmd import config as configs
-from rlhf_spmd.kernels.philox import uniforms
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program import Program, Run, Wait, merged
 from rlhf_spmd.runtime import iteration, report
 from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows
@@ -94,9 +94,9 @@ def test_random_numbers_of_some_columns(at_once, monkeypatch):
     prompt_MC = np.random.default_rng(0).permutation(1000)[:10].reshape(2, 5)
     sample_MC = prompt_MC % 3
     data = Iteration(4, 11, prompt_MC, sample_MC, torch.zeros(1), Store(workload, {}))
-    whole = uniforms(11, 4, prompt_MC.flatten(), sample_MC.flatten(), workload.max_response).reshape(2, 5, -1)
+    whole = random_bits(11, 3, 4, prompt_MC.flatten(), sample_MC.flatten(), workload.max_response).reshape(2, 5, -1)
     for part in (ALL, slice(1, 4), slice(3, 3)):
-        assert np.array_equal(data.uniforms(part).numpy(), whole[:, part])
+        assert np.array_equal(data.random_bits(3, part).numpy(), whole[:, part])
 
 
 def test_the_hash_is_that_of_hashes_in_order():

@@ -8,6 +8,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from rlhf_spmd.kernels.kept import kept_ref, largest, make_rules
 from rlhf_spmd.kernels.sample import sample, sample_ref
+from tests.draws import random_rows
 
 RULES = {
     "top-k": {"top_k": 20},
@@ -32,7 +33,7 @@ def make_rows(num_rows: int, vocab_size: int, *, dtype=torch.float32, banned: bo
     if banned:
         logits_BV[torch.rand(logits_BV.shape, generator=generator) < 0.6] = -torch.inf
         logits_BV[:, vocab_size // 2] = 0.5  # at least one token is left
-    return logits_BV, torch.rand(num_rows, generator=generator)
+    return logits_BV, random_rows(num_rows, seed)
 
 
 def warped(logits_BV, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -89,13 +90,13 @@ def test_probabilities_are_those_of_transformers(name):
     """The logprob of the token drawn, and the mass of the set, for the tuned form and its twin."""
     rules = RULES[name]
     for num_rows, vocab_size in SHAPES:
-        logits_BV, uniforms_B = make_rows(num_rows, vocab_size, banned=True)
+        logits_BV, bits_B = make_rows(num_rows, vocab_size, banned=True)
         sure_B = ~at_an_edge(logits_BV, **rules)
         theirs_BV = warped(logits_BV, **rules)
         full_BV = (logits_BV / rules.get("temperature", 1.0)).double().softmax(1)
         mass_B = (full_BV * (theirs_BV > -torch.inf)).sum(1)
         for form in (sample, sample_ref):
-            sampled = form(logits_BV, uniforms_B, **rules)
+            sampled = form(logits_BV, bits_B, **rules)
             rows_B = torch.arange(num_rows)
             assert (theirs_BV[rows_B, sampled.tokens_B] > -torch.inf)[sure_B].all()
             expected_B = theirs_BV.double().log_softmax(1)[rows_B, sampled.tokens_B]
@@ -112,9 +113,9 @@ def test_probabilities_are_those_of_transformers(name):
 def test_stored_sets(num_stored, dtype):
     """The most likely of the kept tokens, equals by id; the token comes from them and its logprob is over them."""
     for vocab_size in (5, 700, 9001):
-        logits_BV, uniforms_B = make_rows(30, vocab_size, dtype=dtype)
+        logits_BV, bits_B = make_rows(30, vocab_size, dtype=dtype)
         for rules in ({}, {"top_p": 0.9}, {"top_k": 12, "temperature": 2.0}, {"temperature": 0.0}):
-            sampled = sample(logits_BV, uniforms_B, num_stored=num_stored, **rules)
+            sampled = sample(logits_BV, bits_B, num_stored=num_stored, **rules)
             assert sampled.kept_BK.shape == (30, num_stored) and sampled.kept_BK.dtype == torch.int32
             z_BV = logits_BV.double() / (rules.get("temperature", 1.0) or 1.0)
             for b in range(30):
@@ -133,7 +134,7 @@ def test_stored_sets(num_stored, dtype):
 
 def test_rules_of_each_row():
     """Rows of one batch with rules of their own are drawn as if each were alone."""
-    logits_BV, uniforms_B = make_rows(60, 1300)
+    logits_BV, bits_B = make_rows(60, 1300)
     rules = {
         "temperature": torch.tensor([1.0, 0.0, 0.7, 3.0]).repeat(15),
         "top_k": torch.tensor([0, 5, 0, 0, 40]).repeat(12),
@@ -141,10 +142,10 @@ def test_rules_of_each_row():
         "min_p": torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.0]).repeat(10),
     }
     for num_stored in (0, 50):
-        sampled = sample(logits_BV, uniforms_B, num_stored=num_stored, **rules)
+        sampled = sample(logits_BV, bits_B, num_stored=num_stored, **rules)
         for b in range(60):
             mine = {key: value[b].item() for key, value in rules.items()}
-            alone = sample(logits_BV[b : b + 1], uniforms_B[b : b + 1], num_stored=num_stored, **mine)
+            alone = sample(logits_BV[b : b + 1], bits_B[b : b + 1], num_stored=num_stored, **mine)
             for field, expected in zip(sampled, alone, strict=True):
                 assert (field is None and expected is None) or torch.equal(field[b : b + 1], expected)
 
@@ -158,7 +159,7 @@ def test_form_and_twin_agree_on_anything(data):
     distinct = data.draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(seed)
     logits_BV = torch.randint(0, distinct, (4, vocab_size), generator=generator).float() * 1.7 - 3
-    uniforms_B = torch.rand(4, generator=generator)
+    bits_B = random_rows(4, seed)
     rules = {
         "top_k": data.draw(st.sampled_from([0, 1, 3, 100, 2000])),
         "top_p": data.draw(st.sampled_from([1.0, 0.37, 0.913])),
@@ -166,7 +167,7 @@ def test_form_and_twin_agree_on_anything(data):
         "num_stored": data.draw(st.sampled_from([0, 1, 20, 2000])),
         "temperature": data.draw(st.sampled_from([0.0, 1.0, 2.3])),
     }
-    fast, twin = sample(logits_BV, uniforms_B, **rules), sample_ref(logits_BV, uniforms_B, **rules)
+    fast, twin = sample(logits_BV, bits_B, **rules), sample_ref(logits_BV, bits_B, **rules)
     assert torch.equal(fast.tokens_B, twin.tokens_B)
     for field, expected in zip(fast[1:4], twin[1:4], strict=True):
         torch.testing.assert_close(field, expected, atol=4e-6, rtol=1e-5)
@@ -177,9 +178,9 @@ def test_drawn_frequencies():
     """Chi-square of 20,000 draws under rules that leave five tokens."""
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 1.5, -3.0, 0.1])
     num, rules = 20_000, {"top_k": 6, "top_p": 0.9, "temperature": 1.4}
-    uniforms_B = torch.rand(num, generator=torch.Generator().manual_seed(3))
+    bits_B = random_rows(num, seed=3)
     for form in (sample, sample_ref):
-        tokens_B = form(logits.expand(num, 8), uniforms_B, **rules).tokens_B
+        tokens_B = form(logits.expand(num, 8), bits_B, **rules).tokens_B
         probs_V = warped(logits[None], **rules)[0].softmax(0).double()
         counts_V = torch.bincount(tokens_B, minlength=8).double()
         kept_V = probs_V > 0

@@ -1,4 +1,4 @@
-"""Philox4x32-10 against the published known answers, and the uniforms that sampling uses."""
+"""Philox4x32-10 against the published known answers, and the random bits that sampling uses."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.kernels.philox import philox_uint32, uniforms
+from rlhf_spmd.kernels.philox import philox_uint32, random_bits
 
 # Random123 1.14, tests/kat_vectors: counter, key, output.
 KNOWN = [
@@ -52,34 +52,37 @@ def test_counters_broadcast():
     assert out[:, 2, 3].tolist() == philox_python(7, [2, 5, 3, 2**32 - 1])
 
 
-def test_uniforms_do_not_depend_on_company():
-    """Row 22: a token's number depends on what it is for, not on the batch, its order or the length asked for."""
+def test_random_bits_do_not_depend_on_company():
+    """Row 22: a token's bits depend on what they are for, not on the batch, its order or the length asked for."""
     prompts, samples = np.array([5, 9, 9, 2**32 - 1]), np.array([0, 0, 1, 3])
-    all_BG = uniforms(1234, 7, prompts, samples, 13)
-    assert all_BG.shape == (4, 13) and all_BG.dtype == np.float32
+    all_BG = random_bits(1234, 130, 7, prompts, samples, 13)
+    assert all_BG.shape == (4, 13) and all_BG.dtype == np.int64
     for b in (3, 1):
-        assert (uniforms(1234, 7, prompts[b : b + 1], samples[b : b + 1], 6)[0] == all_BG[b, :6]).all()
-    expected = (philox_python(1234, [9, 1, 12, 7])[0] >> 8) / 2**24
-    assert all_BG[2, 12] == expected
-    assert uniforms(1234, 7, [], [], 3).shape == (0, 3)
+        assert (random_bits(1234, 130, 7, prompts[b : b + 1], samples[b : b + 1], 6)[0] == all_BG[b, :6]).all()
+    first, second, _, _ = philox_python(1234, [9, 1, 130 * 2**24 + 12, 7])
+    assert int(all_BG[2, 12]) % 2**64 == first + second * 2**32
+    assert random_bits(1234, 130, 7, [], [], 3).shape == (0, 3)
 
 
 def test_every_index_matters():
-    base = uniforms(1, 2, [3], [4], 2)
-    others = [uniforms(0, 2, [3], [4], 2), uniforms(1, 3, [3], [4], 2), uniforms(1, 2, [4], [4], 2)]
-    others += [uniforms(1, 2, [3], [3], 2), uniforms(1 + 2**32, 2, [3], [4], 2), uniforms(1, 2, [3], [4], 3)[:, 1:]]
-    assert all((other != base).all() for other in others)
+    def words(seed: int, stream: int, iteration: int, prompt: int, sample: int, first: int = 0) -> list[int]:
+        bits_G = random_bits(seed, stream, iteration, [prompt], [sample], first + 2)[0, first:]
+        return (bits_G % 2**32).tolist() + (bits_G >> 32).tolist()
+
+    base = words(1, 5, 2, 3, 4)
+    others = [words(0, 5, 2, 3, 4), words(1 + 2**32, 5, 2, 3, 4), words(1, 4, 2, 3, 4), words(1, 5, 3, 3, 4)]
+    others += [words(1, 5, 2, 4, 4), words(1, 5, 2, 3, 3), words(1, 5, 2, 3, 4, first=2)]
+    assert all(mine != theirs for other in others for mine, theirs in zip(base, other, strict=True))
 
 
-def test_uniforms_are_uniform_and_below_one():
-    u = uniforms(99, 0, np.arange(500), np.zeros(500, int), 64).ravel()
-    assert u.min() >= 0.0 and u.max() < 1.0
-    ecdf = (np.arange(u.size) + 0.5) / u.size
-    assert np.abs(np.sort(u) - ecdf).max() < 1.63 / math.sqrt(u.size)  # Kolmogorov-Smirnov at 1%
-    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 3 / math.sqrt(u.size)
-    # The largest bit pattern maps to 1 - 2**-24, exactly and not to 1.
-    largest = np.float32(2**24 - 1) * np.float32(2**-24)
-    assert largest == 1 - 2**-24
+def test_words_are_uniform():
+    bits = random_bits(99, 0, 0, np.arange(500), np.zeros(500, int), 64).ravel()
+    for word in (bits % 2**32, bits >> 32 & 0xFFFFFFFF):
+        u = word / 2**32
+        ecdf = (np.arange(u.size) + 0.5) / u.size
+        assert np.abs(np.sort(u) - ecdf).max() < 1.63 / math.sqrt(u.size)  # Kolmogorov-Smirnov at 1%
+        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 3 / math.sqrt(u.size)
+    assert abs(np.corrcoef(bits % 2**32, bits >> 32)[0, 1]) < 3 / math.sqrt(bits.size)
 
 
 def test_misuse_is_caught():
@@ -89,3 +92,7 @@ def test_misuse_is_caught():
         philox_uint32(0, -1, 0, 0, 0)
     with pytest.raises(AssertionError, match="32 bits"):
         philox_uint32(0, np.array([2**32]), 0, 0, 0)
+    with pytest.raises(AssertionError, match="stream 256 leaves 8 bits"):
+        random_bits(0, 256, 0, [0], [0], 1)
+    with pytest.raises(AssertionError, match="16777217 positions leave 24 bits"):
+        random_bits(0, 0, 0, [0], [0], 2**24 + 1)

@@ -141,6 +141,20 @@ def test_checkpoints_of_later_runs_are_read_as_numbers(tmp_path):
     assert isinstance(resumed(tmp_path).checkpoint, Checkpoint)
 
 
+@pytest.mark.parametrize("layout", [None, 1, 3])
+def test_other_random_numbers_are_refused(tmp_path, layout):
+    """A checkpoint without a version is of layout 1. The one before it is of the same layout: no way out."""
+    for iteration in (1, 2):
+        write_run(tmp_path, iteration=iteration)
+        path = tmp_path / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json"
+        values = json.loads(path.read_text())
+        assert values.pop("random_layout") == 2
+        path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}))
+    message = refused(tmp_path)
+    assert f"iteration-000002 has layout {layout or 1} of the random numbers, this program has 2" in message
+    assert "the version of rlhf_spmd that began the run, or start a new run" in message
+
+
 @pytest.mark.parametrize("before", [2, None])
 def test_a_checkpoint_that_came_since_is_not_overlooked(tmp_path, before):
     """Another run was still writing when this one began to start: what it has done must not be cut off."""

@@ -1,4 +1,4 @@
-"""Inverse-CDF sampling: the right token for a given uniform, and never an impossible one."""
+"""Inverse-CDF sampling: the right token for given random bits, and never an impossible one."""
 
 import time
 
@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.kernels.philox import uniforms
 from rlhf_spmd.kernels.sample import sample, sample_ref
 from rlhf_spmd.kernels.tree import BLOCK, edge_distances, level_numbers, level_uniforms
-from tests.slow_sample import hashed, slow_draw
+from tests.draws import bits_of, random_rows
+from tests.slow_sample import slow_draw, slow_number
 
-LARGEST = float(np.float32(1 - 2**-24))  # the largest uniform there is
+LARGEST = 1 - 2**-32  # the largest number of a level
 SHAPES = [(1, 1), (3, 2), (5, 17), (4, BLOCK - 1), (4, BLOCK), (4, BLOCK + 1), (16, 1024), (7, 3 * BLOCK + 129)]
 
 
@@ -21,12 +21,8 @@ def random_logits(num_rows: int, vocab_size: int, *, scale: float = 3.0, seed: i
     return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(num_rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(uniforms(seed, 0, np.arange(num_rows), np.zeros(num_rows, int), 1)[:, 0])
-
-
-def drawn(logits_BV, uniforms_B, temperature: float = 1.0, form=sample):
-    return form(logits_BV, uniforms_B, temperature=temperature)[:2]
+def drawn(logits_BV, bits_B, temperature: float = 1.0, form=sample):
+    return form(logits_BV, bits_B, temperature=temperature)[:2]
 
 
 @pytest.mark.parametrize("form", [sample, sample_ref])
@@ -34,26 +30,24 @@ def drawn(logits_BV, uniforms_B, temperature: float = 1.0, form=sample):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 def test_equals_the_slow_twin(form, num_rows, vocab_size, temperature):
     logits_BV = random_logits(num_rows, vocab_size)
-    uniforms_B = draw(num_rows)
-    tokens_B, logprobs_B = drawn(logits_BV, uniforms_B, temperature, form)
+    bits_B = random_rows(num_rows)
+    tokens_B, logprobs_B = drawn(logits_BV, bits_B, temperature, form)
     assert tokens_B.dtype == torch.int64 and logprobs_B.dtype == torch.float32
     exact_BV = (logits_BV.double() / temperature).log_softmax(dim=1)
-    expected = [slow_draw(row, u) for row, u in zip(exact_BV.exp().tolist(), uniforms_B.tolist(), strict=True)]
+    expected = [slow_draw(row, bits) for row, bits in zip(exact_BV.exp().tolist(), bits_B.tolist(), strict=True)]
     assert tokens_B.tolist() == expected
     torch.testing.assert_close(logprobs_B.double(), exact_BV[torch.arange(num_rows), tokens_B], atol=2e-6, rtol=1e-6)
 
 
 def test_numbers_of_the_levels():
-    uniforms_B = draw(1000)
-    numbers_BL = level_uniforms(uniforms_B, 6)
-    assert torch.equal(numbers_BL[:, 0], uniforms_B.double())
-    for row, uniform in zip(numbers_BL[:20].tolist(), uniforms_B.tolist(), strict=False):
-        assert row[1:] == [hashed(uniform, level) for level in range(1, 6)]
+    bits_B = random_rows(1000)
+    numbers_BL = level_uniforms(bits_B, 6)
+    for row, bits in zip(numbers_BL[:20].tolist(), bits_B.tolist(), strict=False):
+        assert row == [slow_number(bits, level) for level in range(6)]
     assert ((numbers_BL >= 0) & (numbers_BL < 1)).all()
-    assert np.array_equal(level_numbers(uniforms_B.numpy(), 6), numbers_BL.numpy())
+    assert np.array_equal(level_numbers(bits_B.numpy(), 6), numbers_BL.numpy())
     assert np.corrcoef(numbers_BL.T.numpy())[~np.eye(6, dtype=bool)].max() < 0.12  # of 1,000 rows: 3.8 sigma
-    last = level_uniforms(torch.tensor([LARGEST, 1.0, 0.0]), 4)
-    assert (last < 1).all()
+    assert level_uniforms(bits_of([0.0, 0.625, LARGEST]), 4)[:, 0].tolist() == [0.0, 0.625, LARGEST]
 
 
 def test_distribution():
@@ -61,7 +55,7 @@ def test_distribution():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -torch.inf])
     num = 10_000
     for temperature, seed in ((1.0, 1), (0.5, 2)):
-        tokens_B, _ = drawn(logits.expand(num, 6), draw(num, seed), temperature)
+        tokens_B, _ = drawn(logits.expand(num, 6), random_rows(num, seed), temperature)
         expected = num * (logits / temperature).softmax(0)[:5].double()
         counts = torch.bincount(tokens_B, minlength=6).double()
         assert counts[5] == 0
@@ -71,8 +65,8 @@ def test_distribution():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_statistics_are_at_least_float32(dtype):
     logits_BV = random_logits(6, 700).to(dtype)
-    tokens_B, logprobs_B = drawn(logits_BV, draw(6), 0.7)
-    tokens32_B, logprobs32_B = drawn(logits_BV.float(), draw(6), 0.7)
+    tokens_B, logprobs_B = drawn(logits_BV, random_rows(6), 0.7)
+    tokens32_B, logprobs32_B = drawn(logits_BV.float(), random_rows(6), 0.7)
     assert logprobs_B.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(tokens_B, tokens32_B)
     torch.testing.assert_close(logprobs_B.float(), logprobs32_B)
@@ -81,13 +75,14 @@ def test_statistics_are_at_least_float32(dtype):
 @given(data=st.data(), vocab_size=st.integers(2, 3 * BLOCK), num_allowed=st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_banned_tokens_are_never_drawn(data, vocab_size, num_allowed):
-    """min_new_tokens: a logit of -inf is impossible, also at both ends of the uniforms' range."""
+    """min_new_tokens: a logit of -inf is impossible, also at both ends of both words' range."""
     allowed = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=num_allowed))
     logits = torch.full((vocab_size,), -torch.inf)
     values = st.lists(st.floats(-80, 80), min_size=len(allowed), max_size=len(allowed))
     logits[allowed] = torch.tensor(data.draw(values))
-    uniforms_B = torch.tensor([0.0, 2**-24, 0.25, 0.5, LARGEST, 1.0])
-    tokens_B, logprobs_B = drawn(logits.expand(6, -1), uniforms_B, 1.0)
+    ends = torch.tensor([0, 1, 2**31, 2**32 - 1])
+    bits_B = (ends[:, None] | ends << 32).flatten()
+    tokens_B, logprobs_B = drawn(logits.expand(16, -1), bits_B, 1.0)
     assert set(tokens_B.tolist()) <= set(allowed)
     assert (logprobs_B <= 1e-6).all() and logprobs_B.isfinite().all()
 
@@ -95,7 +90,7 @@ def test_banned_tokens_are_never_drawn(data, vocab_size, num_allowed):
 def test_many_tokens_are_drawn_as_often_as_they_should_be():
     """Chi-square over 1,100 tokens of very unequal masses, and over the tokens of one group of eight."""
     logits, num = random_logits(1, 1100, scale=1.5)[0], 400_000
-    tokens_B = torch.cat([drawn(logits.expand(10_000, -1), u)[0] for u in draw(num, seed=5).split(10_000)])
+    tokens_B = torch.cat([drawn(logits.expand(10_000, -1), bits)[0] for bits in random_rows(num, seed=5).split(10_000)])
     counts = torch.bincount(tokens_B, minlength=1100).double()
     expected = num * logits.double().softmax(0)
     for tokens in (slice(None), slice(8, 16)):
@@ -107,38 +102,38 @@ def test_many_tokens_are_drawn_as_often_as_they_should_be():
 
 
 def test_edges_of_the_blocks():
-    """Equal logits over eight blocks: u = k / 8 is the first uniform that draws a token of block k."""
+    """Equal logits over eight blocks: u_0 = k / 8 is the first number that draws a token of block k."""
     k = torch.arange(8)
     logits_BV = torch.zeros(8, 8 * BLOCK)
-    assert torch.equal(drawn(logits_BV, k / 8)[0] // BLOCK, k)
-    below = torch.nextafter(k[1:] / 8, torch.tensor(0.0))
+    assert torch.equal(drawn(logits_BV, bits_of(k / 8))[0] // BLOCK, k)
+    below = bits_of(k[1:] / 8) - 1
     assert torch.equal(drawn(logits_BV[1:], below)[0] // BLOCK, k[1:] - 1)
-    # A uniform near 1 with a tail of zero probability behind the last possible token.
+    # A number near 1 with a tail of zero probability behind the last possible token.
     logits_1V = torch.full((1, 2 * BLOCK + 5), -200.0)
     logits_1V[0, 3] = logits_1V[0, BLOCK + 1] = 0.0
-    assert drawn(logits_1V, torch.tensor([LARGEST]))[0].item() == BLOCK + 1
-    assert drawn(logits_1V, torch.tensor([0.0]))[0].item() == 3
+    assert drawn(logits_1V, bits_of([LARGEST]))[0].item() == BLOCK + 1
+    assert drawn(logits_1V, bits_of([0.0]))[0].item() == 3
 
 
 def test_rows_are_independent():
-    """Batch size, neighbours and numpy or torch uniforms change no bit; no gradient is recorded."""
-    logits_BV, uniforms_B = random_logits(9, 1300).requires_grad_(), draw(9)
-    tokens_B, logprobs_B = drawn(logits_BV, uniforms_B.numpy(), 0.9)
+    """Batch size, neighbours and numpy or torch bits change no bit; no gradient is recorded."""
+    logits_BV, bits_B = random_logits(9, 1300).requires_grad_(), random_rows(9)
+    tokens_B, logprobs_B = drawn(logits_BV, bits_B.numpy(), 0.9)
     for b in range(9):
-        token, logprob = drawn(logits_BV[b : b + 1], uniforms_B[b : b + 1], 0.9)
+        token, logprob = drawn(logits_BV[b : b + 1], bits_B[b : b + 1], 0.9)
         assert token == tokens_B[b] and logprob == logprobs_B[b]
     assert not logprobs_B.requires_grad
-    empty_tokens, empty_logprobs = drawn(logits_BV[:0], uniforms_B[:0], 0.9)
+    empty_tokens, empty_logprobs = drawn(logits_BV[:0], bits_B[:0], 0.9)
     assert empty_tokens.shape == empty_logprobs.shape == (0,)
 
 
 def test_broken_rows_stay_in_range():
     logits_BV = random_logits(4, 600)
     logits_BV[0, 5], logits_BV[1, 599], logits_BV[2] = torch.nan, torch.inf, -torch.inf
-    tokens_B, logprobs_B = drawn(logits_BV, torch.full((4,), LARGEST))
+    tokens_B, logprobs_B = drawn(logits_BV, bits_of([LARGEST] * 4))
     assert ((tokens_B >= 0) & (tokens_B < 600)).all()
     assert logprobs_B[:3].isnan().all() and logprobs_B[3].isfinite()
-    greedy = sample(logits_BV, torch.full((4,), LARGEST), temperature=0.0, num_stored=2)
+    greedy = sample(logits_BV, bits_of([LARGEST] * 4), temperature=0.0, num_stored=2)
     assert ((greedy.tokens_B >= 0) & (greedy.tokens_B < 600)).all()
     for numbers_B in greedy[1:4]:
         assert numbers_B[:3].isnan().all() and numbers_B[3].isfinite()
@@ -147,17 +142,17 @@ def test_broken_rows_stay_in_range():
 def test_input_is_untouched():
     logits_BV = random_logits(2, 2 * BLOCK)
     before_BV = logits_BV.clone()
-    drawn(logits_BV, draw(2), 1.0)
+    drawn(logits_BV, random_rows(2), 1.0)
     assert torch.equal(logits_BV, before_BV)
 
 
 def test_speed():
     """A few milliseconds for a real vocabulary; the bound is loose, because machines are shared."""
-    logits_BV, uniforms_B = random_logits(32, 49152), draw(32)
+    logits_BV, bits_B = random_logits(32, 49152), random_rows(32)
     best_s = float("inf")
     for _ in range(5):
         start_s = time.perf_counter()
-        drawn(logits_BV, uniforms_B, 0.7)
+        drawn(logits_BV, bits_B, 0.7)
         best_s = min(best_s, time.perf_counter() - start_s)
     assert best_s < 0.1
 
@@ -165,16 +160,17 @@ def test_speed():
 def test_only_tokens_near_an_edge_flip_and_few_of_them():
     """Logits that move by at most e move an edge by at most e / 2. One CDF over all would flip many times more."""
     num, noise = 20_000, 1e-3
-    logits_BV, uniforms_B = random_logits(num, 700), draw(num, seed=7)
+    logits_BV, bits_B = random_logits(num, 700), random_rows(num, seed=7)
     moved_BV = logits_BV + noise * (2 * torch.rand(num, 700, generator=torch.Generator().manual_seed(8)) - 1)
-    tokens_B, flipped_B = drawn(logits_BV, uniforms_B)[0], drawn(moved_BV, uniforms_B)[0]
-    distances_B = edge_distances(logits_BV, uniforms_B, tokens_B)
+    tokens_B, flipped_B = drawn(logits_BV, bits_B)[0], drawn(moved_BV, bits_B)[0]
+    distances_B = edge_distances(logits_BV, bits_B, tokens_B)
     assert (distances_B > -1e-6).all()
     flips_B = tokens_B != flipped_B
     assert flips_B.any() and (distances_B[flips_B] < noise / 2 + 1e-6).all()
-    assert (edge_distances(logits_BV, uniforms_B, flipped_B)[flips_B] < 0).all()
+    assert (edge_distances(logits_BV, bits_B, flipped_B)[flips_B] < 0).all()
+    numbers_B1 = level_uniforms(bits_B, 1)
     cdf_BV, moved_cdf_BV = (x.double().softmax(1).cumsum(1) for x in (logits_BV, moved_BV))
-    plain_B = ((cdf_BV <= uniforms_B[:, None]).sum(1)) != ((moved_cdf_BV <= uniforms_B[:, None]).sum(1))
+    plain_B = ((cdf_BV <= numbers_B1).sum(1)) != ((moved_cdf_BV <= numbers_B1).sum(1))
     assert 5 * flips_B.sum() < plain_B.sum()
 
 
@@ -182,7 +178,7 @@ def test_greedy_takes_the_lowest_of_equals():
     logits_BV = random_logits(50, 1300).bfloat16()
     logits_BV[:, 700] = logits_BV[:, 3] = logits_BV.amax(1) + 1
     logits_BV[7, 3] = 0
-    sampled = sample(logits_BV, draw(50), temperature=0.0)
+    sampled = sample(logits_BV, random_rows(50), temperature=0.0)
     assert torch.equal(sampled.tokens_B, logits_BV.float().argmax(1))
     assert sampled.tokens_B[6] == 3 and sampled.tokens_B[7] == 700
     assert (sampled.logprobs_B == 0).all()

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from rlhf_spmd.kernels.kept import make_rules
 from rlhf_spmd.kernels.sample import sample, sample_ref, sample_triton
 from rlhf_spmd.kernels.tree import edge_distances
+from tests.draws import random_rows
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_stored": 0}
 RULES = {
@@ -30,13 +31,13 @@ RULES = {
 def make_rows(num_rows: int, vocab_size: int, dtype, device: str, seed: int = 0):
     generator = torch.Generator().manual_seed(seed + vocab_size)
     logits_BV = 3 * torch.randn(num_rows, vocab_size, generator=generator)
-    uniforms_B = torch.rand(num_rows, generator=generator)
-    return logits_BV.to(device, dtype), uniforms_B.to(device)
+    bits_B = random_rows(num_rows, seed)
+    return logits_BV.to(device, dtype), bits_B.to(device)
 
 
-def launch(logits_BV, uniforms_B, *, restricted: bool = True, **rules):
+def launch(logits_BV, bits_B, *, restricted: bool = True, **rules):
     rules = OFF | rules
-    return sample_triton(logits_BV, uniforms_B, make_rules(logits_BV, **rules), rules["num_stored"], restricted)
+    return sample_triton(logits_BV, bits_B, make_rules(logits_BV, **rules), rules["num_stored"], restricted)
 
 
 def assert_same(sampled, expected, rows_B=slice(None)) -> None:
@@ -54,10 +55,10 @@ def assert_same(sampled, expected, rows_B=slice(None)) -> None:
 def test_rows_that_keep_everything(vocab_size, dtype, device):
     num_rows = 2000 if device == "cuda" else 40
     for temperature in (1.0, 0.7):
-        logits_BV, uniforms_B = make_rows(num_rows, vocab_size, dtype, device)
-        sampled = launch(logits_BV, uniforms_B, temperature=temperature, restricted=False)
-        twin = sample_ref(logits_BV, uniforms_B, temperature=temperature)
-        distances_B = edge_distances(logits_BV.cpu().float(), uniforms_B.cpu(), twin.tokens_B.cpu(), temperature)
+        logits_BV, bits_B = make_rows(num_rows, vocab_size, dtype, device)
+        sampled = launch(logits_BV, bits_B, temperature=temperature, restricted=False)
+        twin = sample_ref(logits_BV, bits_B, temperature=temperature)
+        distances_B = edge_distances(logits_BV.cpu().float(), bits_B.cpu(), twin.tokens_B.cpu(), temperature)
         sure_B = (distances_B > 1e-6).to(device)
         assert sure_B.float().mean() > 0.98
         assert_same(sampled, twin, sure_B)
@@ -81,7 +82,7 @@ def test_rows_that_keep_some(name, vocab_size, dtype, device):
 def test_rules_of_each_row(device):
     """One batch, rules row by row; the form for CPUs draws the same."""
     num_rows = 480 if device == "cuda" else 24
-    logits_BV, uniforms_B = make_rows(num_rows, 1300, torch.float32, device, seed=2)
+    logits_BV, bits_B = make_rows(num_rows, 1300, torch.float32, device, seed=2)
     repeats = num_rows // 12
     rules = {
         "temperature": torch.tensor([1.0, 0.0, 0.7, 3.0]).repeat(3 * repeats),
@@ -90,8 +91,8 @@ def test_rules_of_each_row(device):
         "min_p": torch.tensor([0.0] * 5 + [0.1]).repeat(2 * repeats),
     }
     for num_stored in (0, 10):
-        sampled = launch(logits_BV, uniforms_B, **rules, num_stored=num_stored)
-        on_cpu = sample(logits_BV.cpu(), uniforms_B.cpu(), **rules, num_stored=num_stored)
+        sampled = launch(logits_BV, bits_B, **rules, num_stored=num_stored)
+        on_cpu = sample(logits_BV.cpu(), bits_B.cpu(), **rules, num_stored=num_stored)
         assert_same(type(sampled)(*(x if x is None else x.cpu() for x in sampled)), on_cpu)
 
 
@@ -103,10 +104,10 @@ def test_equals_infinities_and_zeros(device):
     wide_BV[3, 100:] = -torch.inf
     wide_BV[4], wide_BV[5, 9], wide_BV[6, 9] = -torch.inf, torch.nan, torch.inf
     wide_BV = wide_BV.to(device)
-    logits_BV, uniforms_B = wide_BV[:, :1203], torch.linspace(0, 0.999, 8, device=device)
+    logits_BV, bits_B = wide_BV[:, :1203], random_rows(8).to(device)
     sound_B = torch.tensor([0, 1, 2, 3, 7], device=device)
     for rules in ({}, {"top_k": 50}, {"top_p": 0.37}, {"min_p": 0.9}, {"num_stored": 9}, {"temperature": 0.0}):
-        sampled, twin = launch(logits_BV, uniforms_B, **rules), sample_ref(logits_BV, uniforms_B, **rules)
+        sampled, twin = launch(logits_BV, bits_B, **rules), sample_ref(logits_BV, bits_B, **rules)
         assert_same(sampled, twin, sound_B)
         assert ((sampled.tokens_B >= 0) & (sampled.tokens_B < 1203)).all()
         for field in sampled[1:4]:
@@ -118,10 +119,10 @@ def test_values_of_any_size(device):
     exponents = torch.linspace(-44, 38, 700, dtype=torch.float64)
     logits = torch.cat((-(10.0**exponents), torch.zeros(1, dtype=torch.float64), 10 ** exponents[:350])).float()
     logits_BV = logits[torch.randperm(len(logits), generator=torch.Generator().manual_seed(5))].expand(6, -1).to(device)
-    uniforms_B = torch.linspace(0, 0.99, 6, device=device)
+    bits_B = random_rows(6).to(device)
     for top_k in (2, 352, 1050):
-        sampled = launch(logits_BV, uniforms_B, top_k=top_k, num_stored=1100)
-        assert torch.equal(sampled.kept_BK, sample_ref(logits_BV, uniforms_B, top_k=top_k, num_stored=1100).kept_BK)
+        sampled = launch(logits_BV, bits_B, top_k=top_k, num_stored=1100)
+        assert torch.equal(sampled.kept_BK, sample_ref(logits_BV, bits_B, top_k=top_k, num_stored=1100).kept_BK)
 
 
 def test_dispatch(device):
@@ -139,7 +140,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from rlhf_spmd.kernels import sample, stored, threshold
 
-TYPES = {"uniforms": "*fp32", "tokens": "*i64", "total": "*fp64", "top_k": "*i64", "limit": "*i64", "top_p": "*fp64",
+TYPES = {"bits": "*i64", "tokens": "*i64", "total": "*fp64", "top_k": "*i64", "limit": "*i64", "top_p": "*fp64",
          "order": "*i64", "keys": "*i64", "least": "*i32", "last": "*i32", "restricted": "*i32", "logits": "*bf16"}
 META = {"RESTRICTED": True, "LEAVES": 512, "BLOCK": 512, "BLOCKS": 8, "OVER": 3, "INSIDE": 3, "TILE": 2048, "PIVOTS": 8}
 for kernel in (sample._blocks_kernel, sample._merge_kernel, sample._draw_kernel, threshold._threshold_kernel,

@@ -221,7 +221,7 @@ def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
 
 def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
     """One iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow steps."""
-    assert run.state.kl_coef == pytest.approx(slow.kl_coef, rel=1e-6)
+    assert run.state.kl_coef == pytest.approx(slow.kl_coef, rel=1e-5)  # it follows the KL, see below
     metrics = run.iteration()
     rollouts, config = rollouts_of(run, slow), run.config
     order = [
@@ -230,7 +230,7 @@ def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
     ]
     options, kl = slow.options_now(), slow.kl(rollouts)
     num = len(rollouts)
-    assert metrics["kl_coef"] == pytest.approx(options.kl_coef, rel=1e-6)
+    assert metrics["kl_coef"] == pytest.approx(options.kl_coef, rel=1e-5)
     assert metrics["kl"] == pytest.approx(kl / num, abs=1e-5)
     assert metrics["score"] == pytest.approx(sum(r.score for r in rollouts) / num, abs=1e-5)
     assert metrics["reward"] == pytest.approx(sum(slow_ppo.final_score(r, options) for r in rollouts) / num, abs=1e-5)
