@@ -1,8 +1,8 @@
 """Do jobs that have finished always end with status 0? Launches beside four busy processes.
 
-Two kinds at 4 and 8 ranks: `tests`, the runner of the tests with one test that needs no torch, to which every rank
-comes up to two seconds late; and `train`, the program with one iteration of the embedded model. A launch has ended well
-if its status is 0 and rank 0 has written its last line.
+Two kinds at 4 and 8 ranks: `tests`, the runner of the tests with one test that needs no torch, to which one rank comes
+1.5 s late and after which rank 0 ends 4 s later than the others; and `train`, the program with one iteration of the
+embedded model. A launch has ended well if its status is 0 and rank 0 has written its last line.
 
 Cost: two hours for 100 launches of each. Command: python -m bench endings [LAUNCHES] [tests|train]
 """
@@ -23,14 +23,17 @@ LAUNCHES, RANKS, LOAD = 100, (4, 8), 4
 LIMIT_S = 300.0
 SMALL = ("iterations=1", "rollout_batch=16", "mini_batch=8")
 TEST = """
-import random, time
+import time
 import pytest
+from mpi4py import MPI
 from rlhf_spmd.runtime.world import World
 
 @pytest.mark.mpi
 def test_nothing():
-    time.sleep(random.SystemRandom().uniform(0, 2))
-    World.discover(deadline_s=60).shutdown()
+    time.sleep(1.5 if MPI.COMM_WORLD.rank == {late} else 0)  # the others call the roll
+    world = World.discover(deadline_s=60)
+    world.shutdown()
+    time.sleep(4.0 if world.rank == 0 else 0)  # it has the last word
 """
 
 
@@ -51,7 +54,7 @@ def main(arguments: list[str]) -> int:
 def measure(kind: str, num_ranks: int, launches: int, folder: Path) -> dict:
     began, failed = time.monotonic(), 0
     for number in range(launches):
-        status, out = launch(kind, num_ranks, folder / f"{kind}-{num_ranks}-{number}")
+        status, out = launch(kind, num_ranks, number % num_ranks, folder / f"{kind}-{num_ranks}-{number}")
         if status != 0 or not out.strip().endswith("1 passed, 0 failed" if kind == "tests" else "}"):
             failed += 1
             print(f"{kind} at {num_ranks} ranks, launch {number}: status {status}\n{out[-2000:]}", flush=True)
@@ -61,11 +64,11 @@ def measure(kind: str, num_ranks: int, launches: int, folder: Path) -> dict:
     return row
 
 
-def launch(kind: str, num_ranks: int, folder: Path) -> tuple[int | None, str]:
+def launch(kind: str, num_ranks: int, late: int, folder: Path) -> tuple[int | None, str]:
     """Status (None: it hung) and what it wrote."""
     if kind == "tests":
         folder.mkdir()
-        (folder / "test_nothing.py").write_text(TEST)
+        (folder / "test_nothing.py").write_text(TEST.format(late=late))
         options = ["--limit", str(LIMIT_S), "--", "-c", "/dev/null", "--rootdir", folder, folder / "test_nothing.py"]
         command = [sys.executable, "tests/run_mpi.py", num_ranks, *options]
     else:
@@ -76,8 +79,8 @@ def launch(kind: str, num_ranks: int, folder: Path) -> tuple[int | None, str]:
         done = subprocess.run(
             [str(word) for word in command], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S + 30
         )
-    except subprocess.TimeoutExpired as late:
-        return None, (late.stdout or b"").decode(errors="replace")
+    except subprocess.TimeoutExpired as expired:
+        return None, (expired.stdout or b"").decode(errors="replace")
     return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
