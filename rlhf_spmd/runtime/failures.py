@@ -1,6 +1,7 @@
 """What is said when something goes wrong: the kinds of failure and their words. No torch, no MPI."""
 
 import errno
+import hashlib
 import json
 import socket
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.control import Late
 
+SHORT_TEXT = 60  # texts up to this length are quoted when ranks differ
 PREFIX = "rlhf_spmd: error: "  # of every message for a user
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -85,8 +87,14 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return ("ranks " if len(ranks) > 1 else "rank ") + " and ".join(parts)
 
 
+def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """What ranks exchange to compare texts by name: name -> [digest, the text itself if it is short]."""
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
+    return {name: [digests[name], text if len(text) <= SHORT_TEXT else None] for name, text in values.items()}
+
+
 def difference(what: str, views: Sequence[Mapping], hosts: Sequence[str]) -> str | None:
-    """What to say if the ranks' views, name -> (digest, value if it is short), are not all the same."""
+    """What to say if the ranks' views (view_of) are not all the same."""
     for name in sorted({name for view in views for name in view}):
         holders: dict[str, list[int]] = {}
         for rank, view in enumerate(views):

@@ -8,7 +8,6 @@ noticed it, and the whole job ends with a status other than zero.
 
 import atexit
 import faulthandler
-import hashlib
 import json
 import os
 import socket
@@ -38,7 +37,6 @@ SECOND_REPORT_S = 3.0  # whoever lost the claim to report waits so long to be en
 LOST_S = 5.0  # a rank that lost a connection waits so long for a better explanation
 FORWARD_S = 0.5  # before an abort: mpiexec drops what its pipes still hold (seen once in 60 launches on a busy machine)
 ABORT_S = 3  # MPI's abort gets so long before the process ends by itself
-SHORT_VALUE = 60  # values up to this length are quoted when ranks differ
 
 
 class _Leaving(SystemExit):
@@ -160,11 +158,7 @@ class World:
 
     def agree(self, what: str, values: Mapping[str, str]) -> None:
         """Raises the same UserError on every rank if some of `values` (texts by name) differ between ranks."""
-        mine = {}
-        for name, value in values.items():
-            digest = hashlib.sha256(value.encode()).hexdigest()[:16]
-            mine[name] = [digest, value if len(value) <= SHORT_VALUE else None]
-        views = self.allgather(mine, f"agreeing on {what}")
+        views = self.allgather(failures.view_of(values), f"agreeing on {what}")
         text = failures.difference(what, views, self.hosts)
         if text is not None:
             raise UserError(text)
