@@ -6,7 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.calibration_file import load_calibration
@@ -17,6 +19,7 @@ from rlhf_spmd.plan.forecast import forecast
 from rlhf_spmd.plan.program import Run
 from rlhf_spmd.plan.summary import call_s
 from rlhf_spmd.plan_verb import BESIDE, auto, beside, calibration_for, options_of, records
+from rlhf_spmd.runtime.digests import digests
 from rlhf_spmd.runtime.forecast_line import WHOLE, compare, lengths_of, show
 from rlhf_spmd.runtime.trace import busy_fraction, lanes
 from rlhf_spmd.strategy import load_strategy
@@ -287,7 +290,7 @@ def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
 
 def test_the_forecast_is_for_the_lengths_of_the_run():
     program = example("flattening", 1)
-    answers = [{"responses": [[1, 0, [5, 6]], [0, 0, [7]]]}]
+    answers = [{"rows": digests(np.array([[1, 0]]), np.array([[0, 0]]), torch.tensor([[[5, 6], [7, -1]]]))}]
     assert lengths_of(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
     calibration = machine()
     short = replace(program, workload=replace(program.workload, prompt_lengths=(1, 3), response_lengths=(2, 1)))
