@@ -15,17 +15,14 @@ demo: .venv/.installed  ## four ranks train the embedded model with PPO by separ
 demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real model, SmolLM2-135M, with a sentiment reward
 	$(MPIRUN) -n 2 $(BIN)/python -m rlhf_spmd train --preset smollm2 --model $(SMOLLM2)
 
-test: test-unit test-mpi  ## the whole suite
+test: .venv/.installed-test  ## the whole suite but what is marked slow; ends with the slowest tests and the time in all
+	$(BIN)/python tests/run_all.py
 
-test-unit: .venv/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/unit tests/e2e
+test-unit test-mpi: test-%: .venv/.installed-test  ## one of its parts: unit and e2e tests, or those of several ranks
+	$(BIN)/python tests/run_all.py $*
 
 test-slow: .venv/.installed-test  ## what `make test` leaves out: more of the same
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/unit tests/e2e
-	$(BIN)/python tests/run_mpi.py 4 -- -m slow tests/mpi
-
-test-mpi: .venv/.installed-test
-	$(BIN)/python tests/run_mpi.py 2 4 5 8
+	$(BIN)/python tests/run_all.py --slow
 
 test-smollm2: .venv/.installed-test .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## SmolLM2 against transformers
 	RLHF_SPMD_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -s tests/e2e/test_smollm2.py
