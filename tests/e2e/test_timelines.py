@@ -15,7 +15,8 @@ from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 LARGEST_CONTROL = 0.05  # of an iteration
 OPTIONS = ["iterations=4", "num_samples=0"]
-STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation")
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("interleaving1", "interleaving2")]
+STRATEGIES = ("flattening", "separation", *MORE)
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)

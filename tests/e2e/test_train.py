@@ -115,17 +115,16 @@ device = "slow"
 [types.slow]
 memory_gib = 2
 """
+MORE = [("interleaving2", "strategy.zero=3"), ("separation",), ("separation", "strategy.zero=3")]
 OTHERS = [
-    ("interleaving2", "strategy.zero=3"),
-    ("separation",),
-    ("separation", "strategy.zero=3"),
+    *(pytest.param(options, marks=pytest.mark.slow, id=" ".join(options)) for options in MORE),
     ("separation", "strategy.generation_tp=2", "strategy.training_pp=2"),
     ("reallocation", "strategy.training_tp=2", "strategy.training_pp=2", "strategy.offload=true", "strategy.tokens=40"),
     ("heterogeneous", "--cluster", "{folder}/cluster.toml"),
 ]
 
 
-@pytest.mark.parametrize("options", OTHERS, ids=[" ".join(options[:3]) for options in OTHERS])
+@pytest.mark.parametrize("options", OTHERS, ids=lambda options: " ".join(options[:3]))
 def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path):
     """Its samples, too, which are generated and scored where the strategy has those calls."""
     (tmp_path / "cluster.toml").write_text(TWO_TYPES)

@@ -3,8 +3,9 @@
 Tests that use the `world` fixture are judged together: a failure on any rank fails the test on all of them, and rank 0
 shows it, so that the ranks stay in step.
 
-Two marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `rotates`: always at 4; at each other
-number in NUM_RANKS every third of the tests with this mark, and the rest only with `-m slow`.
+Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2, 5)`: there only with
+`-m slow`. `rotates`: always at 4; at each other number in NUM_RANKS every third of the tests with this mark, and the
+rest only with `-m slow`.
 """
 
 import sys
@@ -31,9 +32,13 @@ def pytest_collection_modifyitems(config, items):
     elsewhere = [item for item in items if (mark := item.get_closest_marker("ranks")) and size not in mark.args]
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]
+    for item in items:
+        if (mark := item.get_closest_marker("slow_at")) and size in mark.args:
+            item.add_marker(pytest.mark.slow)
     others = [number for number in NUM_RANKS if number != ALL_AT]
     if size in others:
-        rotating = [item for item in items if item.get_closest_marker("rotates")]
+        marked = [item for item in items if item.get_closest_marker("rotates")]
+        rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above
         for index, item in enumerate(rotating):
             if index % len(others) != others.index(size):
                 item.add_marker(pytest.mark.slow)

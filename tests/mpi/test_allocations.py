@@ -60,6 +60,7 @@ def frozen_weights(run: RunOf) -> list[torch.Tensor]:
 STRATEGIES = pytest.mark.parametrize("strategy", [interleaving1, interleaving2], ids=["interleaving1", "interleaving2"])
 
 
+@pytest.mark.rotates
 @STRATEGIES
 def test_replicated_reference_and_reward_take_half(strategy, settings, world, make_group):
     flat, run = measured(flattening.place, settings, world, make_group)
@@ -80,6 +81,7 @@ def test_replicated_reference_and_reward_take_half(strategy, settings, world, ma
     assert abs(held - forecast) <= 0.02 * forecast
 
 
+@pytest.mark.slow_at(2, 5, 8)
 @STRATEGIES
 def test_sharded_they_take_the_same_bytes_in_smaller_groups(strategy, settings, world, make_group):
     if world.size == 2:
@@ -145,8 +147,13 @@ GRIDS = {
 NEEDS = {"tp2": 2, "tp2 zero 1": 2, "pp2": 2, "pp2 tp2 zero 1": 4, "offload": 2, "separation tp2": 4}  # of the ranks
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("grid", GRIDS)
+IN_BOTH = ("dp zero 3", "pp2 tp2 zero 1", "separation tp2")  # the other grids in bfloat16 only with `-m slow`
+STATIC = [(grid, "float32") for grid in GRIDS]
+STATIC += [pytest.param(grid, "bfloat16", marks=[] if grid in IN_BOTH else pytest.mark.slow) for grid in GRIDS]
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize(("grid", "dtype"), STATIC)
 def test_static_bytes_are_as_forecast(grid, dtype, settings, world, make_group):
     """Weights, gradients and optimizer state that this process really holds after an iteration, to 2%."""
     if world.size % NEEDS.get(grid, 1):

@@ -7,7 +7,6 @@ the same tokens; losses, norms and weights within 1e-5 * max(1, |value|) over th
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,7 +143,42 @@ CONFIGS = {
     ],
 }
 CASES = [(name, ("plain", "7 rows", "3 rows")[index % 3]) for index, name in enumerate(PLACEMENTS)]
-CASES += [("dp2 pp2 tp2", "7 rows"), ("reallocation", "3 rows"), ("apart", "3 rows"), ("dp2 tp4", "3 rows")]
+CASES += [("dp2 pp2 tp2", "7 rows"), ("reallocation", "3 rows"), ("apart", "3 rows")]
+# In `make test` a placement runs in one of two tests: three iterations if its gradients can't be taken in float64 or it
+# is one of these, else the gradients of the first step. `make test-slow` has the other test of each.
+THREE_ITERATIONS = [
+    ("budget", "3 rows"),
+    ("reallocation", "7 rows"),
+    ("apart", "plain"),
+    ("separation in stages", "3 rows"),
+]
+
+
+def smallest(placement: str) -> int:
+    """The number of ranks of the smallest launch that has enough of them."""
+    return min(size for size in NUM_RANKS if size >= PLACEMENTS[placement][0])
+
+
+def has_float64(placement: str) -> bool:
+    """DeepSpeed's stages have not."""
+    layouts = PLACEMENTS[placement][1](make_workload(load([])), Cluster.parse(f"1x{smallest(placement)}")).layouts
+    return all(layout.zero < 2 for layout in layouts.values())
+
+
+def cases(*, gradients: bool) -> list:
+    found = []
+    for placement, config in CASES:
+        in_float64 = has_float64(placement)
+        if gradients and not in_float64:
+            continue
+        sizes = [smallest(placement)] if gradients else sorted({smallest(placement), MOST_RANKS})
+        marks = [pytest.mark.ranks(*sizes)]
+        if gradients == (not in_float64 or (placement, config) in THREE_ITERATIONS):
+            marks.append(pytest.mark.slow)
+        elif len(sizes) > 1:
+            marks.append(pytest.mark.slow_at(MOST_RANKS))
+        found.append(pytest.param(placement, config, marks=marks, id=f"{placement}-{config}"))
+    return found
 
 
 def write_models(folder: Path) -> None:
@@ -196,8 +230,7 @@ def alone(folder, made_once):
     return {config: load_run(runs / config) for config in CONFIGS}
 
 
-@pytest.mark.ranks(MOST_RANKS)
-@pytest.mark.parametrize(("placement", "config"), CASES, ids=[f"{p}-{c}" for p, c in CASES])
+@pytest.mark.parametrize(("placement", "config"), cases(gradients=False))
 def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, make_group):
     num_ranks, place = PLACEMENTS[placement]
     settings = settings_of(folder, config)
@@ -242,8 +275,16 @@ def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     return settings, json.loads((runs / "bfloat16").read_text())
 
 
-@pytest.mark.ranks(MOST_RANKS)
-@pytest.mark.parametrize("placement", ["dp2 pp2 tp2 zero 1 recompute", "dp2 tp2 zero 3", "apart"])
+AT_8 = [pytest.mark.ranks(MOST_RANKS), pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param("dp2 tp2 zero 3", marks=pytest.mark.ranks(4)),
+        *(pytest.param(name, marks=AT_8) for name in ("dp2 pp2 tp2 zero 1 recompute", "apart")),
+    ],
+)
 def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat16, make_group):
     """Computing in bfloat16 over float32 masters: tokens may differ, mean rewards lie no further apart than chance."""
     settings, expected = alone_in_bfloat16
@@ -294,18 +335,7 @@ def gradients_alone(folder, made_once):
     return {config: load_file(runs / f"{config} gradients") for config in CONFIGS}
 
 
-def gradient_cases() -> Iterator:
-    """In the smallest launch that has enough ranks; without ZeRO 2 and 3, since DeepSpeed has no float64."""
-    workload = make_workload(load([]))
-    for placement, config in CASES:
-        num_ranks, place = PLACEMENTS[placement]
-        size = min(size for size in NUM_RANKS if size >= num_ranks)
-        layouts = place(workload, Cluster.parse(f"1x{size}")).layouts
-        if all(layout.zero < 2 for layout in layouts.values()):
-            yield pytest.param(placement, config, marks=pytest.mark.ranks(size), id=f"{placement}-{config}")
-
-
-@pytest.mark.parametrize(("placement", "config"), list(gradient_cases()))
+@pytest.mark.parametrize(("placement", "config"), cases(gradients=True))
 def test_gradients_in_float64(placement, config, world, folder, gradients_alone, make_group, monkeypatch):
     _, place = PLACEMENTS[placement]
     settings, expected = settings_of(folder, config), gradients_alone[config]

@@ -67,6 +67,7 @@ def assert_drawn_alike(sampled, whole) -> None:
         assert torch.equal(sampled.kept_BK, whole.kept_BK)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("vocab_size", WIDTHS)
 @pytest.mark.parametrize("name", RULES)
 def test_equals_whole_rows(world, make_group, name, vocab_size):

@@ -21,11 +21,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
 
+APART = pytest.param("apart", marks=pytest.mark.ranks(8))  # ranks up to 6
+
 
 # --- Against the single process -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", ["all", "first half", "last", "odd", "apart", "one"])
+@pytest.mark.rotates
+@pytest.mark.parametrize("group", ["all", "first half", "last", "odd", APART, "one"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_training_equals_single_process(job, group, zero):
     """Uneven data (one rank without any), 1 to 3 micro-batches, clipping active; the other ranks do nothing."""
@@ -37,6 +40,7 @@ def test_training_equals_single_process(job, group, zero):
         assert not trainee.inside or min(trainee.run.norms) > CLIP
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("clip", [None, 1e3], ids=["never", "not reached"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_without_clipping_with_weight_decay(job, zero, clip):
@@ -61,6 +65,7 @@ TWO = [
 ]
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("actor_first", [True, False], ids=["actor first", "critic first"])
 @pytest.mark.parametrize(("actor_group", "critic_group", "actor_zero", "critic_zero"), TWO)
 def test_two_engines(job, actor_group, critic_group, actor_zero, critic_zero, actor_first):
@@ -79,6 +84,7 @@ def test_two_engines(job, actor_group, critic_group, actor_zero, critic_zero, ac
     made["critic"].check(single_process(3, clip=None, seed=2, lr=1e-2))
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("group", ["all", "odd"])
 def test_float64_gradients(job, group, zero):
@@ -92,6 +98,7 @@ def test_float64_gradients(job, group, zero):
     trainee.check(single_process(1, clip=None, dtype=torch.float64), rtol=1e-11)
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_our_transformer(job, zero):
     """The model that the program trains, with tied embeddings, whole rows and its own forward."""
@@ -134,6 +141,7 @@ def test_our_transformer(job, zero):
 # --- bfloat16 -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("group", ["all", "odd", "one"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bfloat16_stays_close(job, group, zero):

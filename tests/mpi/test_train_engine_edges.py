@@ -27,6 +27,7 @@ pytestmark = [
 # --- ZeRO 3: full weights on demand -------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("group", ["all", "odd", "last"])
 def test_zero3_gathers_for_inference_and_shards_again(job, group):
     trainee = Trainee(job, group, 3, clip=CLIP)
@@ -68,6 +69,7 @@ def test_gathered_is_nothing_below_stage_3(job, zero):
 # --- Edges --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_and_infinite_gradients(job, zero, dtype):

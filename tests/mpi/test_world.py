@@ -122,6 +122,7 @@ def test_agree(world):
 # Deadlines
 
 
+@pytest.mark.rotates
 def test_expiry_names_the_late_rank_and_what_it_did(world):
     late, other = world.size - 1, second_world(world)
     if world.rank == late:
@@ -140,6 +141,7 @@ def test_expiry_names_the_late_rank_and_what_it_did(world):
     settle(world, other)
 
 
+@pytest.mark.rotates
 def test_expiry_names_all_late_ranks(world):
     other = second_world(world)
     if world.rank == 0:
@@ -152,6 +154,7 @@ def test_expiry_names_all_late_ranks(world):
     settle(world, other)
 
 
+@pytest.mark.rotates
 def test_a_message_may_have_a_deadline_of_its_own(world):
     other = second_world(world, deadline_s=50)
     other.barrier()
@@ -164,6 +167,7 @@ def test_a_message_may_have_a_deadline_of_its_own(world):
     settle(world, other)
 
 
+@pytest.mark.rotates
 def test_roll_calls_that_come_late_are_received(world):
     """The last rank to come goes on at once, and those who waited for it have called the roll."""
     other = second_world(world, deadline_s=20)
@@ -278,6 +282,7 @@ def test_the_world_group_and_the_device(world):
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.rotates
 def test_stragglers_of_a_torch_collective(world):
     late, position = world.size - 1, "iteration 7: all_reduce"
     group = distributed.new_group(timeout=timedelta(seconds=1))
