@@ -4,8 +4,8 @@ Tests that use the `world` fixture are judged together: a failure on any rank fa
 shows it, so that the ranks stay in step.
 
 Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2, 5)`: there only with
-`-m slow`. `rotates`: always at 4; at each other number in NUM_RANKS every third of the tests with this mark, and the
-rest only with `-m slow`.
+`-m slow`. `rotates`: always at 4; at 2 and 5 every third of the tests with this mark, at 8, where a test takes longest,
+every sixth, and the rest there only with `-m slow`.
 """
 
 import sys
@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.runtime.world import DeadlineError, World
-from tests.run_mpi import NUM_RANKS, references
+from tests.run_mpi import references
 
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
 MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
-ALL_AT = 4  # ranks, where every test that rotates runs
+TURNS = {2: (0, 3), 5: (1, 3), 8: (2, 6)}  # ranks -> (first, step) of the tests that rotate; at 4 ranks all of them run
 _world: World | None = None
 
 
@@ -35,13 +35,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if (mark := item.get_closest_marker("slow_at")) and size in mark.args:
             item.add_marker(pytest.mark.slow)
-    others = [number for number in NUM_RANKS if number != ALL_AT]
-    if size in others:
-        marked = [item for item in items if item.get_closest_marker("rotates")]
-        rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above
-        for index, item in enumerate(rotating):
-            if index % len(others) != others.index(size):
-                item.add_marker(pytest.mark.slow)
+    marked = [item for item in items if item.get_closest_marker("rotates")]
+    rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above
+    first, step = TURNS.get(size, (0, 1))
+    for item in set(rotating) - set(rotating[first::step]):
+        item.add_marker(pytest.mark.slow)
 
 
 def _named_ranks(size: int) -> dict[str, tuple[int, ...]]:

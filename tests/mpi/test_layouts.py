@@ -275,16 +275,9 @@ def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     return settings, json.loads((runs / "bfloat16").read_text())
 
 
-AT_8 = [pytest.mark.ranks(MOST_RANKS), pytest.mark.slow]
-
-
-@pytest.mark.parametrize(
-    "placement",
-    [
-        pytest.param("dp2 tp2 zero 3", marks=pytest.mark.ranks(4)),
-        *(pytest.param(name, marks=AT_8) for name in ("dp2 pp2 tp2 zero 1 recompute", "apart")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.ranks(MOST_RANKS)
+@pytest.mark.parametrize("placement", ["dp2 pp2 tp2 zero 1 recompute", "dp2 tp2 zero 3", "apart"])
 def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat16, make_group):
     """Computing in bfloat16 over float32 masters: tokens may differ, mean rewards lie no further apart than chance."""
     settings, expected = alone_in_bfloat16
