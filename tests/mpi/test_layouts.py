@@ -152,6 +152,7 @@ THREE_ITERATIONS = [
     ("apart", "plain"),
     ("separation in stages", "3 rows"),
 ]
+LONGEST = "reallocation zero 3"  # only in `make test-slow`
 
 
 def smallest(placement: str) -> int:
@@ -173,7 +174,7 @@ def cases(*, gradients: bool) -> list:
             continue
         sizes = [smallest(placement)] if gradients else sorted({smallest(placement), MOST_RANKS})
         marks = [pytest.mark.ranks(*sizes)]
-        if gradients == (not in_float64 or (placement, config) in THREE_ITERATIONS):
+        if gradients == (not in_float64 or (placement, config) in THREE_ITERATIONS) or placement == LONGEST:
             marks.append(pytest.mark.slow)
         elif len(sizes) > 1:
             marks.append(pytest.mark.slow_at(MOST_RANKS))

@@ -25,7 +25,7 @@ from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.train_engine import make_engine
 from tests.draws import random_responses
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(5, 8)]
 
 VOCAB, MAX_RESPONSE, EOS = 37, 6, (3, 30)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

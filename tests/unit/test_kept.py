@@ -118,9 +118,10 @@ def test_stored_sets(num_stored, dtype):
             sampled = sample(logits_BV, bits_B, num_stored=num_stored, **rules)
             assert sampled.kept_BK.shape == (30, num_stored) and sampled.kept_BK.dtype == torch.int32
             z_BV = logits_BV.double() / (rules.get("temperature", 1.0) or 1.0)
+            rows = z_BV.tolist()
             for b in range(30):
                 kept = [v for v in sampled.kept_BK[b].tolist() if v >= 0]
-                ranked = sorted(range(vocab_size), key=lambda v: (-float(z_BV[b, v]), v))
+                ranked = sorted(range(vocab_size), key=lambda v: (-rows[b][v], v))
                 assert kept == ranked[: len(kept)] and sampled.kept_BK[b, len(kept) :].eq(-1).all()
                 if not rules:
                     assert len(kept) == min(num_stored, vocab_size)
