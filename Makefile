@@ -16,13 +16,13 @@ demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real m
 	$(MPIRUN) -n 2 $(BIN)/python -m rlhf_spmd train --preset smollm2 --model $(SMOLLM2)
 
 test: .venv/.installed-test  ## the whole suite but what is marked slow; ends with the slowest tests and the time in all
-	$(BIN)/python tests/run_all.py
+	$(BIN)/python -m tests.run_all
 
 test-unit test-mpi: test-%: .venv/.installed-test  ## one of its parts: unit and e2e tests, or those of several ranks
-	$(BIN)/python tests/run_all.py $*
+	$(BIN)/python -m tests.run_all $*
 
 test-slow: .venv/.installed-test  ## what `make test` leaves out: more of the same
-	$(BIN)/python tests/run_all.py --slow
+	$(BIN)/python -m tests.run_all --slow
 
 test-smollm2: .venv/.installed-test .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## SmolLM2 against transformers
 	RLHF_SPMD_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -s tests/e2e/test_smollm2.py

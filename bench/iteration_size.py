@@ -192,7 +192,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
                 prompts.fingerprint()
             most = world.allgather([*clock.spent, (peak_bytes() - began_bytes) / 1e6], "the seconds of tokenising")
             row = dict(zip(("seconds", "processor_s", "grown_mb"), map(max, zip(*most, strict=True)), strict=True))
-            row |= {"rows": len(prompts), "tokens": len(prompts.prompts.tokens) // len(prompts)}
+            row |= {"rows": len(prompts), "tokens": len(prompts.prompts.items) // len(prompts)}
             rows.append({"bench": "iteration-size", "what": f"tokenising {way}", "ranks": world.size, **row})
             del prompts
         rows[0]["ok"] = True

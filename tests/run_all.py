@@ -1,8 +1,8 @@
 """What `make test` runs: unit and e2e tests on all cores, then the tests that need several ranks.
 
-    python tests/run_all.py            # everything but what is marked slow
-    python tests/run_all.py --slow     # only what is marked slow
-    python tests/run_all.py unit       # one part: unit (with e2e) or mpi
+    python -m tests.run_all            # everything but what is marked slow
+    python -m tests.run_all --slow     # only what is marked slow
+    python -m tests.run_all unit       # one part: unit (with e2e) or mpi
 
 Ends with the slowest tests, the seconds in all and what they are allowed to be.
 """
@@ -16,10 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from tests import durations  # noqa: E402
+from tests import durations
+from tests.run_mpi import REPOSITORY
 
 PARTS = ("unit", "mpi")
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them

@@ -30,6 +30,7 @@ NUM_RANKS = (2, 4, 5, 8)
 LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed
 TAIL_LINES, FEW_LINES = 60, 15
+LAUNCHER_MARKS = ("PMI", "OMPI_", "PRTE", "SLURM_", "MPI_LOCAL", "HYDRA")  # how variables of launchers begin
 REFERENCES = "TEST_REFERENCES"  # the environment variable with the folder of `references()`
 
 
@@ -66,6 +67,11 @@ def mpi_command(num_ranks: int) -> list[str]:
 def mpi_environment(**more: str) -> dict[str, str]:
     """This process's environment, made fit for many ranks on few cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
+
+
+def environment_alone(**more: str) -> dict[str, str]:
+    """The same for a process that no launcher has started."""
+    return {name: text for name, text in mpi_environment().items() if not name.startswith(LAUNCHER_MARKS)} | more
 
 
 def run_limited(

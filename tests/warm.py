@@ -14,22 +14,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.run_mpi import REPOSITORY, mpi_environment
+from tests.run_mpi import REPOSITORY, environment_alone
 
 LIMIT_S = 60.0  # for one start
-LAUNCHER_MARKS = ("PMI", "MPI_LOCAL", "HYDRA", "OMPI_", "SLURM_")
 
 
 class Warm:
     """A context manager; `run(arguments)` is `python -m rlhf_spmd *arguments`."""
 
     def __enter__(self) -> "Warm":
-        alone = {name: text for name, text in mpi_environment().items() if not name.startswith(LAUNCHER_MARKS)}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import sys; from tests.warm import serve; sys.exit(serve())"],
             cwd=REPOSITORY,
-            env=alone | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"},
+            env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
             stdin=pipe,
             stdout=pipe,
             text=True,

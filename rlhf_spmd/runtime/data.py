@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -38,17 +38,17 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class TokenRows(Sequence[list[int]]):
-    """Rows of token ids that lie in one array, in which no row costs more than its tokens."""
+class PackedRows(Sequence):
+    """Rows of different lengths that lie one after another in one array, so that none costs more than its items."""
 
-    def __init__(self, tokens: np.ndarray, ends: np.ndarray):
-        """tokens: int32, of all rows one after another; ends: int64, where each row ends."""
-        self.tokens, self.ends = tokens, ends
+    def __init__(self, items: np.ndarray, ends: np.ndarray):
+        """items: of all rows; ends: int64 [rows], where each row ends."""
+        self.items, self.ends = items, ends
 
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
-        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
-        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(ends[-1]) if len(rows) else 0), ends)
+    @staticmethod
+    def ends_of(rows: Sequence[Sized]) -> np.ndarray:
+        """Where each of these rows ends, int64 [rows]."""
+        return np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -56,53 +56,55 @@ class TokenRows(Sequence[list[int]]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        return self.tokens[self._start(index) : self.ends[index]].tolist()
+        return self._value(self.row(range(len(self))[index]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    def _start(self, index: int) -> int:
-        return int(self.ends[index - 1]) if index else 0
+    def row(self, index: int) -> np.ndarray:
+        """The items of a row (0 <= index < len)."""
+        return self.items[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
+
+    def _value(self, row: np.ndarray) -> Any:
+        """What a row is to whoever reads the sequence."""
+        raise NotImplementedError
+
+
+class TokenRows(PackedRows):
+    """Rows of token ids, int32, read as lists."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+        ends = cls.ends_of(rows)
+        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(ends[-1]) if len(rows) else 0), ends)
+
+    def _value(self, row: np.ndarray) -> list[int]:
+        return row.tolist()
 
     def padded(self, index_B: np.ndarray, width: int) -> np.ndarray:
-        """Some rows, int64 [B, width], -1 on the right."""
+        """Some rows, int64 [B, width], -1 on the right. No row may be longer than `width`."""
         rows_BP = np.full((len(index_B), width), PADDING, np.int64)
-        for row, index in enumerate(np.asarray(index_B).tolist()):
-            start, end = self._start(index), int(self.ends[index])
-            rows_BP[row, : end - start] = self.tokens[start:end]
+        for row_P, index in zip(rows_BP, np.asarray(index_B).tolist(), strict=True):
+            tokens = self.row(index)
+            row_P[: len(tokens)] = tokens
         return rows_BP
 
     def first_above(self, limit: int) -> int | None:
         """The first row that has a token id larger than `limit`."""
-        above = np.flatnonzero(self.tokens > limit)
+        above = np.flatnonzero(self.items > limit)
         return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
 
 
-class TextRows(Sequence[str]):
-    """Texts that lie in one array of UTF-8."""
-
-    def __init__(self, encoded: np.ndarray, ends: np.ndarray):
-        """encoded: uint8, of all texts one after another; ends: int64, where each ends."""
-        self.encoded, self.ends = encoded, ends
+class TextRows(PackedRows):
+    """Texts in UTF-8, uint8, read as strings."""
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> TextRows:
         rows = [text.encode() for text in texts]
-        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
-        return cls(np.frombuffer(b"".join(rows), np.uint8), ends)
+        return cls(np.frombuffer(b"".join(rows), np.uint8), cls.ends_of(rows))
 
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        return self.encoded[int(self.ends[index - 1]) if index else 0 : self.ends[index]].tobytes().decode()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+    def _value(self, row: np.ndarray) -> str:
+        return row.tobytes().decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class PromptSet:
             for first in range(0, len(self), HASHED_AT_ONCE):
                 part = slice(first, first + HASHED_AT_ONCE)
                 begin, ends = starts[first], self.prompts.ends[part]
-                tokens = self.prompts.tokens[begin : ends[-1]]
+                tokens = self.prompts.items[begin : ends[-1]]
                 told = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
                 digest.update(np.ascontiguousarray(told, "<i8"))
             self._hash.append(digest.hexdigest())

@@ -241,8 +241,7 @@ class Executor:
 
 def reported_columns(program: Program, rank: int) -> slice:
     """The columns whose responses this rank generates and reports at the end of an iteration; may be empty."""
-    generate = next(call for call in program.workload.workflow.calls if call.kind == "generate")
-    layout = program.placement.layouts[generate.name]
+    layout = program.placement.layouts[program.workload.workflow.generate_calls[0].name]
     if rank not in layout.ranks or not layout.reports(rank):
         return slice(0, 0)
     columns = layout.columns(rank, program.workload.mini_batch)

@@ -42,7 +42,7 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
 
 def _write(prompts: PromptSet) -> tuple[str, Mapping]:
     """The path of a new file with the arrays of a set, and what else has to be known; "" if there is no room for it."""
-    arrays = (prompts.prompts.ends, prompts.texts.ends, prompts.prompts.tokens, prompts.texts.encoded)
+    arrays = (prompts.prompts.ends, prompts.texts.ends, prompts.prompts.items, prompts.texts.items)
     nonce = os.urandom(NONCE_BYTES)
     for folder in (tempfile.gettempdir(), SHARED_MEMORY):
         path = ""

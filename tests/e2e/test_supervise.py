@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_mpi import mpi_environment
+from tests.run_mpi import environment_alone
 
 LIMIT_S = 60.0
 PREFIX = "rlhf_spmd: error: "
@@ -17,15 +17,11 @@ PROGRAM = "import os, signal, sys, time\nfrom rlhf_spmd.runtime.supervise import
 READY = "print(os.getpid(), os.getppid(), flush=True)\n"
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Ours without that of a launcher, and more."""
-    clean = {name: text for name, text in mpi_environment().items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
-    return {**clean, **more}
-
-
 def run(body: str, stdin: str = "") -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", PROGRAM + body]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, env=environment())
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, env=environment_alone()
+    )
 
 
 def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
@@ -35,7 +31,7 @@ def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(**more),
+        env=environment_alone(**more),
     )
     child, parent = map(int, process.stdout.readline().split())
     assert parent == process.pid
@@ -129,7 +125,7 @@ def test_a_supervisor_ends_with_its_launcher():
     """The launcher is a shell that waits; without one (a shell that is left) a job goes on."""
     command = f"{sys.executable} -c '{PROGRAM}{READY}time.sleep(60)' & wait"
     launcher = subprocess.Popen(
-        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=environment(PMI_SIZE="2", PMI_RANK="0")
+        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=environment_alone(PMI_SIZE="2", PMI_RANK="0")
     )
     child, parent = map(int, launcher.stdout.readline().split())
     launcher.kill()

@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.run_mpi import environment_alone, mpi_command, mpi_environment, run_limited
 
 LIMIT_S = 60.0
 PREFIX = "rlhf_spmd: error: "
-LAUNCHER_MARKS = ("PMI", "OMPI_", "PMIX", "PRTE", "SLURM_", "MPI_LOCAL", "HYDRA")
 
 PROGRAM = """
 import os, signal, sys, time
@@ -175,9 +174,8 @@ world.barrier("the decision to stop")
 
 def run_alone(**environment):
     """Starts the program without mpiexec, as a launcher of another MPI would start each of its processes."""
-    clean = {name: value for name, value in mpi_environment().items() if not name.startswith(LAUNCHER_MARKS)}
     program = [sys.executable, "-c", PROGRAM.format(body="    print(world.size)", deadline_s=5)]
-    return run_limited(program, limit_s=LIMIT_S, environment={**clean, **environment})
+    return run_limited(program, limit_s=LIMIT_S, environment=environment_alone(**environment))
 
 
 def test_started_without_mpiexec_it_is_one_rank():
