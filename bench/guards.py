@@ -8,7 +8,6 @@ begin with a checkpoint, while whose files are written the training goes on, aga
 Cost: six minutes. Command: python -m bench guards
 """
 
-import json
 import os
 import signal
 import statistics
@@ -18,8 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.rows import RESULTS, on_ranks, write
-from bench.tables import read_rows, text_table
+from bench.rows import write
+from bench.tables import measured_on_ranks
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
@@ -35,11 +34,7 @@ MOST_GUARDS, MOST_STALL = 0.02, 0.05  # shares of an iteration
 def main(arguments: list[str]) -> int:
     if arguments != ["--on-ranks"]:
         assert not arguments, "guards takes no options"
-        on_ranks(NUM_RANKS, ["guards", "--on-ranks"])
-        rows = read_rows(RESULTS / "guards.jsonl")
-        print(text_table("guards", rows))
-        print(json.dumps({"bench": "guards", "ok": all(row["ok"] for row in rows)}))
-        return 0 if all(row["ok"] for row in rows) else 1
+        return measured_on_ranks("guards", NUM_RANKS)
     from rlhf_spmd.runtime.supervise import supervised
 
     world, rows = World.discover(flight=supervised()), []

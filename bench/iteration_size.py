@@ -21,8 +21,8 @@ from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
-from bench.rows import RESULTS, on_ranks, write
-from bench.tables import read_rows, text_table
+from bench.rows import write
+from bench.tables import measured_on_ranks
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
@@ -41,11 +41,7 @@ MOST_S, MOST_MB = 0.5, 200  # promised where every rank has an eighth of the row
 def main(arguments: list[str]) -> int:
     if arguments != ["--on-ranks"]:
         assert not arguments, "iteration-size takes no options"
-        on_ranks(NUM_RANKS, ["iteration-size", "--on-ranks"])
-        rows = read_rows(RESULTS / "iteration_size.jsonl")
-        print(text_table("iteration_size", rows))
-        print(json.dumps({"bench": "iteration-size", "ok": all(row["ok"] for row in rows)}))
-        return 0 if all(row["ok"] for row in rows) else 1
+        return measured_on_ranks("iteration-size", NUM_RANKS)
     world, rows = World.discover(), []
     try:
         config = configs.load("tiny", [*SIZES, *LENGTHS])

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.rows import REPOSITORY, RESULTS
+from bench.rows import REPOSITORY, RESULTS, on_ranks
 from bench.suites import STRATEGIES
 
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "bench" / "RESULTS.md")
@@ -48,6 +48,17 @@ def markdown(columns: "Columns", rows: Sequence[dict]) -> list[str]:
     """A table's lines."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return lines + ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
+
+
+def measured_on_ranks(bench: str, num_ranks: int) -> int:
+    """Launches a bench on ranks, which write its rows, and prints these and the JSON line. Returns the exit status."""
+    on_ranks(num_ranks, [bench, "--on-ranks"])
+    name = bench.replace("-", "_")  # of the file and its columns
+    rows = read_rows(RESULTS / f"{name}.jsonl")
+    print(text_table(name, rows))
+    ok = all(row["ok"] for row in rows)
+    print(json.dumps({"bench": bench, "ok": ok}))
+    return 0 if ok else 1
 
 
 def text_table(name: str, rows: Sequence[dict]) -> str:
