@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.python_file import import_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,8 @@ def load_strategy(name: str) -> Strategy:
         path = Path(name)
         if not path.is_file():
             raise UserError(f"strategy file {name} does not exist")
-        spec = importlib.util.spec_from_file_location(f"_strategy_{path.stem}", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up there
         try:
-            spec.loader.exec_module(module)
+            module = import_file(path, f"_strategy_{path.stem}")
         except (Exception, SystemExit) as error:
             raise UserError(f"strategy file {name} cannot be imported: {type(error).__name__}: {error}") from error
         title = path.stem

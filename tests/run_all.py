@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests import durations
-from tests.run_mpi import REPOSITORY
+from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
@@ -28,8 +28,9 @@ def command(part: str, slow: bool) -> list[str]:
     marked = ["-m", "slow" if slow else "not slow"]
     if part == "mpi":
         return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else [])]
-    # a file's tests share fixtures, so a file stays with one worker
-    pytest = [sys.executable, "-m", "pytest", "-n", "logical", "--dist", "loadfile", "-p", "tests.durations"]
+    # a file's tests share fixtures, so a file stays with one worker; one worker more than cores, as some tests wait
+    workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile"]
+    pytest = [sys.executable, "-m", "pytest", *workers, "-p", "tests.durations"]
     return [*pytest, *marked, "tests/unit", "tests/e2e"]
 
 
@@ -44,7 +45,7 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="run_all_") as folder:
         file = Path(folder) / "durations.jsonl"
-        environment = {**os.environ, durations.FILE: str(file)}
+        environment = {**with_bytecode(), durations.FILE: str(file)}
         failed = []
         for part in parts:
             own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}

@@ -14,6 +14,7 @@ Runs on one rank that tests of several launches compare with are made once, in t
 
 import argparse
 import functools
+import gc
 import json
 import os
 import shutil
@@ -66,7 +67,12 @@ def mpi_command(num_ranks: int) -> list[str]:
 
 def mpi_environment(**more: str) -> dict[str, str]:
     """This process's environment, made fit for many ranks on few cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
+    return {**with_bytecode(), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
+
+
+def with_bytecode() -> dict[str, str]:
+    """This process's environment; hundreds of processes share bytecode, which container images often turn off."""
+    return {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def environment_alone(**more: str) -> dict[str, str]:
@@ -164,6 +170,7 @@ def references() -> Path | None:
 
 def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     """What each process of a launch does: pytest, all ranks but 0 writing to files, and a record of the outcome."""
+    gc.set_threshold(50_000, 20, 50)  # what imports make is no garbage
     import pytest
     from mpi4py import MPI
 
@@ -179,7 +186,8 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     plugins: list = [counter]
     if rank == 0 and durations.FILE in os.environ:
         plugins.append(durations.Durations(Path(os.environ[durations.FILE]), MPI.COMM_WORLD.size))
-    status = pytest.main(["--with-mpi", "-p", "no:cacheprovider", *arguments], plugins=plugins)
+    own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # which takes a quarter second to end
+    status = pytest.main([*own, *arguments], plugins=plugins)
     (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}))
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
     MPI.Finalize()  # nobody leaves before all have written theirs; mpi4py's own at the exit would not tell its errors

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.python_file import import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores travel as float32
 BLAME_S = 2.0  # how long to look for the prompt on which a reward function raises
@@ -151,16 +152,10 @@ def _load_file(spec: str, path: Path) -> ModuleType:
         raise UserError(f"reward function {spec!r}: {path} {why}")
     path = path.resolve()
     _extend_import_path(path.parent)
-    module_name = f"_rlhf_spmd_reward_{path.stem}"  # can't hide an installed module of the same name
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
     try:
-        module_spec.loader.exec_module(module)
+        return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # can't hide an installed module of the same name
     except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
         raise UserError(_import_message(spec, str(path), error)) from error
-    return module
 
 
 def _load_module(spec: str, name: str) -> ModuleType:

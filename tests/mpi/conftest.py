@@ -4,8 +4,8 @@ Tests that use the `world` fixture are judged together: a failure on any rank fa
 shows it, so that the ranks stay in step.
 
 Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at these. `slow_at(2, 5)`: there only with
-`-m slow`. `rotates`: always at 4; at 2 and 5 every third of the tests with this mark, at 8, where a test takes longest,
-every sixth, and the rest there only with `-m slow`.
+`-m slow`. `rotates`: tests with this mark take turns; of every six, two run at 2 ranks, four at 4, two at 5, and one at
+8, where a test takes longest; at the other numbers they run only with `-m slow`. Every one of them runs at 4 or at 5.
 """
 
 import sys
@@ -20,7 +20,7 @@ from tests.run_mpi import references
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
 MISMATCH = "ranks met in different places"  # mostly the consequence of another rank's failure
-TURNS = {2: (0, 3), 5: (1, 3), 8: (2, 6)}  # ranks -> (first, step) of the tests that rotate; at 4 ranks all of them run
+TURNS = {2: (0, 3), 4: (0, 2, 3, 5), 5: (1, 4), 8: (2,)}  # ranks -> which of six tests that rotate run there
 _world: World | None = None
 
 
@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("rotates")]
     rotating = [item for item in marked if not item.get_closest_marker("ranks")]  # which has been obeyed above
-    first, step = TURNS.get(size, (0, 1))
-    for item in set(rotating) - set(rotating[first::step]):
-        item.add_marker(pytest.mark.slow)
+    for place, item in enumerate(rotating):
+        if place % 6 not in TURNS.get(size, range(6)):
+            item.add_marker(pytest.mark.slow)
 
 
 def _named_ranks(size: int) -> dict[str, tuple[int, ...]]:

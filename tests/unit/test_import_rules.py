@@ -32,9 +32,10 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.plan": ("plan",),
     "rlhf_spmd.generate_verb": ("model", "plan", "runtime"),
     "rlhf_spmd.plan_verb": ("plan", "config", "strategy", "strategies", "calibration_file", "cluster_file", "runtime"),
-    "rlhf_spmd.runtime": ("runtime", "plan", "model", "kernels", "algorithms", "config"),
+    "rlhf_spmd.python_file": (),
+    "rlhf_spmd.runtime": ("runtime", "plan", "model", "kernels", "algorithms", "config", "python_file"),
     "rlhf_spmd.strategies": ("plan",),
-    "rlhf_spmd.strategy": ("plan", "config", "strategies"),
+    "rlhf_spmd.strategy": ("plan", "config", "strategies", "python_file"),
 }
 # The same for other people's packages; None: any but those behind a fence.
 OTHERS: dict[str, tuple[str, ...] | None] = {

@@ -1,8 +1,10 @@
 """Strategies by name and by file; whatever is wrong with one is told in one message that names it."""
 
 import re
+import sys
 import textwrap
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,16 @@ def test_every_strategy_of_the_package_compiles_and_is_sound():
                 continue
             errors = [f for f in check(compiled(name, layout)) if f.severity == "error"]
             assert not errors, (name, layout, errors)
+
+
+def test_a_file_leaves_no_bytecode_and_is_read_anew(write, monkeypatch):
+    """A second version of the same length within one second used to run as the first one."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for zero in (1, 2, 0):
+        name = write(EVERYWHERE.replace("zero=zero", f"zero={zero}"))
+        placement = load_strategy(name).place(make_workload(), Cluster.parse("1x4"))
+        assert placement.layouts["actor_train"].zero == zero
+    assert [path.name for path in Path(name).parent.iterdir()] == ["mine.py"]
 
 
 def test_a_strategy_by_name_and_by_file_are_the_same(tmp_path):
