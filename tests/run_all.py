@@ -20,6 +20,7 @@ from tests import durations
 from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")
+LONG = [f"tests/unit/test_{name}.py" for name in ("search", "sample_kernel", "scan", "kernels_compile", "kept")]
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
 
 
@@ -28,10 +29,11 @@ def command(part: str, slow: bool) -> list[str]:
     marked = ["-m", "slow" if slow else "not slow"]
     if part == "mpi":
         return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else [])]
-    # a file's tests share fixtures, so a file stays with one worker; one worker more than cores, as some tests wait
-    workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile"]
+    # A file's tests share fixtures, so a file stays with one worker; the longest files come first. Some tests wait,
+    # so there is one worker more than cores.
+    workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
     pytest = [sys.executable, "-m", "pytest", *workers, "-p", "tests.durations"]
-    return [*pytest, *marked, "tests/unit", "tests/e2e"]
+    return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit"]
 
 
 def main() -> int:

@@ -144,9 +144,9 @@ CONFIGS = {
 }
 CASES = [(name, ("plain", "7 rows", "3 rows")[index % 3]) for index, name in enumerate(PLACEMENTS)]
 CASES += [("dp2 pp2 tp2", "7 rows"), ("reallocation", "3 rows"), ("apart", "3 rows")]
-# In `make test` a placement runs in one of two tests: three iterations if its gradients can't be taken in float64 or it
+# In `make test` a placement runs in one of two tests: a whole run if its gradients can't be taken in float64 or it
 # is one of these, else the gradients of the first step. `make test-slow` has the other test of each.
-THREE_ITERATIONS = [
+WHOLE_RUNS = [
     ("budget", "3 rows"),
     ("reallocation", "7 rows"),
     ("apart", "plain"),
@@ -174,7 +174,7 @@ def cases(*, gradients: bool) -> list:
             continue
         sizes = [smallest(placement)] if gradients else sorted({smallest(placement), MOST_RANKS})
         marks = [pytest.mark.ranks(*sizes)]
-        if gradients == (not in_float64 or (placement, config) in THREE_ITERATIONS) or placement == LONGEST:
+        if gradients == (not in_float64 or (placement, config) in WHOLE_RUNS) or placement == LONGEST:
             marks.append(pytest.mark.slow)
         elif len(sizes) > 1:
             marks.append(pytest.mark.slow_at(MOST_RANKS))
@@ -207,7 +207,7 @@ def settings_of(folder: Path, config: str):
             f"data.prompts={folder / 'prompts.jsonl'}",
             "data.max_prompt=8",
             "generation.max_new_tokens=10",
-            "iterations=3",
+            "iterations=2",  # test_invariance.py has three
             "rollout_batch=16",
             "mini_batch=8",
             "micro_batch=2",
@@ -298,7 +298,8 @@ def test_the_world_still_works(world):
 
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
-    """One iteration in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
+    """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
+    settings = replace(settings, ppo=replace(settings.ppo, epochs=1))
     monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(training.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm

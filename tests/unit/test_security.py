@@ -20,6 +20,7 @@ UNPICKLING = {  # calls that read pickles, from files or from other ranks
 }
 RUNNING = {"exec", "eval", "__import__", "import_module", "util.spec_from_file_location", "runpy.run_path"}
 MAY_RUN = {  # the modules that run code: what the user named, and what this program wrote itself
+    "rlhf_spmd.python_file",  # for the two below
     "rlhf_spmd.strategy",  # --strategy
     "rlhf_spmd.runtime.reward_function",  # reward_function=
     "rlhf_spmd.plan_verb",  # the plan that it has just written
