@@ -48,6 +48,13 @@ def write(name: str, rows: list[dict]) -> Path:
     return path
 
 
+def add(name: str, rows: list[dict]) -> Path:
+    """Puts rows behind those of bench/results/NAME.jsonl."""
+    path = RESULTS / f"{name}.jsonl"
+    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return write(name, earlier + rows)
+
+
 def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0) -> None:
     """Starts `python -m bench ARGUMENTS` on so many ranks of this machine. Raises if it fails."""
     mpirun = str(Path(sys.executable).with_name("mpirun"))
