@@ -2,10 +2,10 @@
 
 Two kinds at 4 and 8 ranks: `tests`, the runner of the tests with one test that needs no torch, to which one rank comes
 1.5 s late and after which rank 0 ends 4 s later than the others; and `train`, the program with one iteration of the
-embedded model. A launch has ended well if its status is 0 and rank 0 has written its last line. Rows are added to those
-that are there.
+embedded model. A launch has ended well if its status is 0 and rank 0 has written its last line. Rows are appended,
+so that the launches can be made in parts.
 
-Cost: two hours for 100 launches of each. Command: python -m bench endings [LAUNCHES] [tests|train]
+Cost: one to two hours for 100 launches of each. Command: python -m bench endings [LAUNCHES] [tests|train]
 """
 
 import json

@@ -22,9 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import ABOUT, REPOSITORY, RESULTS, provenance, write
+from bench.rows import ABOUT, REPOSITORY, RESULTS, provenance, read_rows, write
 from bench.strategies import TWO_TYPES
-from bench.tables import read_rows, text_table
+from bench.tables import text_table
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run

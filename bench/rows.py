@@ -48,11 +48,15 @@ def write(name: str, rows: list[dict]) -> Path:
     return path
 
 
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a file of results."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def add(name: str, rows: list[dict]) -> Path:
-    """Puts rows behind those of bench/results/NAME.jsonl."""
+    """Appends rows to bench/results/NAME.jsonl; the earlier ones keep their date and commit."""
     path = RESULTS / f"{name}.jsonl"
-    earlier = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return write(name, earlier + rows)
+    return write(name, (read_rows(path) if path.exists() else []) + rows)
 
 
 def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0) -> None:

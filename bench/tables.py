@@ -6,9 +6,8 @@ Cost: none. Command: python -m bench tables. A unit test fails when a table and 
 import json
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from bench.rows import REPOSITORY, RESULTS, on_ranks
+from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
 from bench.suites import STRATEGIES
 
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "bench" / "RESULTS.md")
@@ -37,11 +36,6 @@ def _table(name: str) -> str:
     commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
     of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     return "\n".join([*lines, "", f"{about['date']}, {of}, {about['hardware']}, {versions}."])
-
-
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a file of results."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def markdown(columns: "Columns", rows: Sequence[dict]) -> list[str]:

@@ -71,7 +71,8 @@ def mpi_environment(**more: str) -> dict[str, str]:
 
 
 def with_bytecode() -> dict[str, str]:
-    """This process's environment; hundreds of processes share bytecode, which container images often turn off."""
+    """This process's environment without PYTHONDONTWRITEBYTECODE, which container images often set: the hundreds of
+    processes of the tests share their bytecode."""
     return {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -170,7 +171,7 @@ def references() -> Path | None:
 
 def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     """What each process of a launch does: pytest, all ranks but 0 writing to files, and a record of the outcome."""
-    gc.set_threshold(50_000, 20, 50)  # what imports make is no garbage
+    gc.set_threshold(50_000, 20, 50)  # collections during imports find nothing
     import pytest
     from mpi4py import MPI
 
@@ -186,7 +187,8 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     plugins: list = [counter]
     if rank == 0 and durations.FILE in os.environ:
         plugins.append(durations.Durations(Path(os.environ[durations.FILE]), MPI.COMM_WORLD.size))
-    own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # which takes a quarter second to end
+    # no test here uses hypothesis, whose plugin would import it (a quarter of a second)
+    own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     status = pytest.main([*own, *arguments], plugins=plugins)
     (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}))
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class PackedRows(Sequence):
-    """Rows of different lengths that lie one after another in one array, so that none costs more than its items."""
+    """A sequence of rows of different lengths in one array, one after another, so that none costs more than its items."""
 
     def __init__(self, items: np.ndarray, ends: np.ndarray):
         """items: of all rows; ends: int64 [rows], where each row ends."""
@@ -65,9 +66,9 @@ class PackedRows(Sequence):
         """The items of a row (0 <= index < len)."""
         return self.items[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
 
+    @abstractmethod
     def _value(self, row: np.ndarray) -> Any:
-        """What a row is to whoever reads the sequence."""
-        raise NotImplementedError
+        """The items of a row as the sequence returns them."""
 
 
 class TokenRows(PackedRows):

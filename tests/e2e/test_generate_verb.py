@@ -36,11 +36,8 @@ def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, 
     assert status == 0, stderr
     found = read(folder / name)
     result = json.loads(stdout.splitlines()[-1])
-    assert (
-        result["ok"]
-        and result["ranks"] == (1 if isinstance(ranks, Warm) else ranks)
-        and result["out"] == str(folder / name)
-    )
+    num_ranks = 1 if isinstance(ranks, Warm) else ranks
+    assert result["ok"] and result["ranks"] == num_ranks and result["out"] == str(folder / name)
     assert result["sequences"] == len(found) and result["tokens"] == sum(line["num_tokens"] for line in found)
     ended = sum(line["finish"] != "length" for line in found)
     assert result["ended_share"] == pytest.approx(ended / len(found), abs=1e-4)
