@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class PackedRows(Sequence):
-    """A sequence of rows of different lengths in one array, one after another, so that none costs more than its items."""
+    """A sequence of rows of different lengths in one array, so that none costs more than its items."""
 
     def __init__(self, items: np.ndarray, ends: np.ndarray):
         """items: of all rows; ends: int64 [rows], where each row ends."""
