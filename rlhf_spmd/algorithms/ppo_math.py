@@ -5,7 +5,7 @@ Nothing here knows of ranks, yet every result is right on many: whatever is aver
 without data contributes empty tensors, whose sums are zeros.
 
 Legend: B sequences, G response tokens.
- responses_BG  int64, -1 on padding, so that no token id (EOS included) can be mistaken for padding
+ responses_BG  int32 or int64, -1 on padding, so that no token id (EOS included) can be mistaken for padding
  mask_BG       bool, True on the tokens that are trained on; elsewhere other [B, G] tensors may hold anything, even NaN
  values_BG1    [B, G+1]; column t is the value before response token t is emitted
 

@@ -36,7 +36,7 @@ class Sequences:
 
     @classmethod
     def join(cls, prompts_BP: Tensor, responses_BG: Tensor) -> "Sequences":
-        """prompts_BP (at least a token each), responses_BG int64 padded with -1 on the right."""
+        """prompts_BP (at least a token each), responses_BG: int32 or int64, padded with -1 on the right."""
         both_BW = torch.cat((prompts_BP, responses_BG), 1)
         real_BW = both_BW >= 0
         prompt_B, response_B = (
@@ -45,7 +45,7 @@ class Sequences:
         index_BW = (real_BW.flatten().cumsum(0) - 1).view_as(real_BW)
         is_response_BG = real_BW[:, prompts_BP.shape[1] :]
         return cls(
-            tokens_N=both_BW[real_BW],
+            tokens_N=both_BW[real_BW].long(),
             lengths=tuple((prompt_B + response_B).tolist()),
             prompt_lengths_B=prompt_B,
             response_lengths_B=response_B,
@@ -98,7 +98,7 @@ def response_logprobs(
     kept_BGK: the sets that the tokens were drawn from, if sampling was restricted. The EOS ids are banned at the first
     min_new_tokens positions of a response. The logits never exist all at once.
     """
-    tokens_R = batch.responses_BG.flatten()[batch.slots_R]
+    tokens_R = batch.responses_BG.flatten()[batch.slots_R].long()
     early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
     head = partial(
         token_logprobs,

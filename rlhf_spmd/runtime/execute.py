@@ -168,11 +168,8 @@ class Executor:
 
     def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
         """The rows of a message as one buffer of 4-byte words, key after key."""
-        words = []
-        for key in message.keys:
-            value = data.store.at(key, self._rows(transfer, message)).contiguous()
-            words.append((value.int() if value.dtype == torch.int64 else value.view(torch.int32)).flatten())
-        return torch.cat(words)
+        place = self._rows(transfer, message)
+        return torch.cat([data.store.at(key, place).contiguous().view(torch.int32).flatten() for key in message.keys])
 
     def _rows(self, transfer: Transfer, message: Message) -> tuple[slice, slice]:
         rows = self.program.mini_batches_of(transfer)
@@ -197,7 +194,7 @@ class Executor:
         for key in message.keys:
             place = data.store.at(key, self._rows(transfer, message))
             piece = words[start : start + place.numel()].view(place.shape)
-            place.copy_(piece.view(torch.float32) if place.is_floating_point() else piece)
+            place.copy_(piece.view(place.dtype))
             start += place.numel()
 
     # ---- failures ---------------------------------------------------------------------------------------------------

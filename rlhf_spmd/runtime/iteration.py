@@ -21,7 +21,7 @@ from rlhf_spmd.runtime.metrics import Meter
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
 ALL = slice(None)
 NUMBERS_AT_ONCE = 2**14  # random numbers: what they are made from stays in the processor's cache
-DTYPES = {"prompts": torch.int64, "responses": torch.int64, "kept_tokens": torch.int32}  # others: float32
+INTEGERS = ("prompts", "responses", "kept_tokens")  # int32, as in messages; all others are float32
 
 
 class Store(Mapping[str, Tensor]):
@@ -56,8 +56,8 @@ class Store(Mapping[str, Tensor]):
             shape += (workload.max_prompt if key == "prompts" else workload.max_response + (key == "values"),)
         if key == "kept_tokens":
             shape += (workload.max_kept,)
-        if key in DTYPES:
-            return torch.full(shape, -1, dtype=DTYPES[key], device=self.device)
+        if key in INTEGERS:
+            return torch.full(shape, -1, dtype=torch.int32, device=self.device)
         return torch.zeros(shape, device=self.device)
 
     def _local(self, key: str, columns: slice) -> slice:

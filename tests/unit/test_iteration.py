@@ -82,7 +82,7 @@ def test_rows_are_found_by_their_number_in_the_whole():
         with pytest.raises(AssertionError, match=f"{key} of columns {start} to {stop - 1} is not held"):
             store.at(key, (ALL, slice(start, stop)))
     assert store.at("values", (ALL, slice(4, 4))).shape == (3, 0, workload.max_response + 1)
-    assert (store["responses"] == -1).all() and store["responses"].dtype == torch.int64
+    assert (store["responses"] == -1).all() and store["responses"].dtype == torch.int32
     assert set(store) == {"scores", "responses", "values"}
 
 
