@@ -22,7 +22,7 @@ from bench.tables import measured_on_ranks
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program import Program, communicators
 from rlhf_spmd.runtime.world import World
 from rlhf_spmd.strategy import load_strategy
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         config = configs.load("tiny", ["num_samples=0"])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))
         programs = {name: load_strategy(name).compile(make_workload(config), cluster, {}) for name in STRATEGIES}
-        world.start_torch({group: ranks for program in programs.values() for group, ranks in program.groups.items()})
+        world.start_torch(*communicators(programs.values()))
         for name, program in programs.items():
             rows.append({"bench": "guards", "strategy": name, "ranks": world.size, **measure(config, program, world)})
         world.shutdown()

@@ -16,7 +16,7 @@ from bench.rows import REPOSITORY, on_ranks, write
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program import Program, communicators
 from rlhf_spmd.strategy import load_strategy
 
 SEEDS = (0, 1, 2)
@@ -50,8 +50,7 @@ def run_cases(folder: Path) -> None:
     world = World.discover()
     try:
         cases = programs(world.size)
-        groups = {name: ranks for _, _, program in cases for name, ranks in program.groups.items()}
-        world.start_torch(groups, threads=1)
+        world.start_torch(*communicators(program for _, _, program in cases), threads=1)
         for name, options, program in cases:
             for seed in SEEDS:
                 run_case(folder, world, name, options, program, seed)

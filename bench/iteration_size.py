@@ -26,7 +26,7 @@ from bench.tables import measured_on_ranks
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
-from rlhf_spmd.plan.program import Post, Program, Run, Wait
+from rlhf_spmd.plan.program import Post, Program, Run, Wait, communicators
 from rlhf_spmd.runtime.world import World
 from rlhf_spmd.strategy import load_strategy
 
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         config = configs.load("tiny", [*SIZES, *LENGTHS])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))
         programs = {name: load_strategy(name).compile(make_workload(config), cluster, {}) for name in STRATEGIES}
-        world.start_torch({group: ranks for program in programs.values() for group, ranks in program.groups.items()})
+        world.start_torch(*communicators(programs.values()))
         for name, program in programs.items():
             row = {"bench": "iteration-size", "what": f"an iteration, {name}", "ranks": world.size}
             rows.append(row | iterations(config, program, world))

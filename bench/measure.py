@@ -14,7 +14,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program import Program, communicators
 from rlhf_spmd.strategy import load_strategy
 
 MEASURED = tuple(name for name in STRATEGIES if name != "planner")
@@ -56,13 +56,12 @@ def measure(preset: str) -> int:
     world = World.discover()
     rows = []
     try:
-        device = "cpu" if world.device_index is None else config.device
+        device = "cpu" if world.computes.index is None else config.device_type
         sizes = [world.nodes.count(node) for node in range(world.num_nodes)]
         cluster = Cluster(tuple(Node(size, device, DEVICE_BYTES[device]) for size in sizes))
         cases = programs(config, cluster)
         compiled = {name: program for name, program in cases.items() if isinstance(program, Program)}
-        groups = {group: ranks for program in compiled.values() for group, ranks in program.groups.items()}
-        world.start_torch(groups)
+        world.start_torch(*communicators(compiled.values()))
         for name, program in cases.items():
             row = {"bench": "scan-measured", "preset": preset, "layout": str(cluster), "strategy": name}
             if name not in compiled:

@@ -138,7 +138,7 @@ def write_lengths(file: Path) -> None:
     try:
         config = configs.load("tiny", WORDS)
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
-        world.start_torch(program.groups)
+        world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
         executor = Executor(program, world, job.models, job.calls, Recorder())
         state, lengths = State(kl_coef=config.ppo.kl_coef), {"prompts": [], "responses": []}

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
     check.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
     check.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
-    check.add_argument("--device", help="device type, for the forecast of bytes (default: the preset's)")
+    check.add_argument("--device-type", help="device type, for the forecast of bytes (default: the preset's)")
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     options(check)
     options(_add_plan(verbs))
@@ -126,7 +126,7 @@ def _add_plan(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
     plan = verbs.add_parser("plan", help="search the fastest placement, and write it as a strategy")
     plan.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
     plan.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
-    plan.add_argument("--device", help="device type (default: the calibration's, if it has one, or the preset's)")
+    plan.add_argument("--device-type", help="device type (default: the calibration's, if it has one, or the preset's)")
     plan.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     plan.add_argument("--method", choices=("exact", "two_phase", "mcmc"), default="exact", help="default: exact")
     plan.add_argument("--seed", type=int, default=0, help="of mcmc (default: 0)")
@@ -170,9 +170,9 @@ def _check(parsed: argparse.Namespace) -> int:
     from rlhf_spmd.strategy import load_strategy
 
     config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-    if parsed.cluster and (parsed.layout or parsed.device):
-        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device")
-    cluster = Cluster.parse(parsed.layout or "1x4", parsed.device or config.device)
+    if parsed.cluster and (parsed.layout or parsed.device_type):
+        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
+    cluster = Cluster.parse(parsed.layout or "1x4", parsed.device_type or config.device_type)
     cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
@@ -265,6 +265,7 @@ def _train_on(world, parsed: argparse.Namespace, asked) -> int:
     from rlhf_spmd.plan.check import check
     from rlhf_spmd.plan.show import show_program
     from rlhf_spmd.plan_verb import auto, calibration_for
+    from rlhf_spmd.runtime.devices import refuse
 
     planned = parsed.strategy == "auto"
     with world.together("reading the configuration"):
@@ -278,8 +279,10 @@ def _train_on(world, parsed: argparse.Namespace, asked) -> int:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
         path = parsed.cluster or (resumed.cluster if resumed else None)
         described = Path(path).read_text() if path and Path(path).is_file() else ""
-        cluster, workload = _cluster_of(world, path, config.device), configs.make_workload(config)
-        named = parsed.calibration or world.device_index is None or config.device != "cpu"  # what the devices are
+        world.use_device(config.device)
+        cluster, workload = _cluster_of(world, path, config.device_type), configs.make_workload(config)
+        on_cpu = world.computes.index is None
+        named = parsed.calibration or on_cpu or config.device_type != "cpu"  # what the devices are
         calibration = calibration_for(parsed.calibration, cluster) if named else None
         if planned:
             strategy = auto(config, workload, cluster, calibration)
@@ -287,10 +290,11 @@ def _train_on(world, parsed: argparse.Namespace, asked) -> int:
         errors = [str(finding) for finding in check(program) if finding.severity == "error"]
         if errors:
             raise UserError(f"strategy {strategy.name} is refused by check: " + "; ".join(errors[:3]))
+        refuse(world.computes, program)
     with world.together("comparing the program"):
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
     world.set_deadline(config.deadline_s)
-    world.start_torch(program.groups)
+    world.start_torch(program.groups, program.pairs)
 
     from rlhf_spmd.runtime.report import Command
     from rlhf_spmd.runtime.signals import TERMINATED_STATUS
@@ -343,7 +347,7 @@ def _cluster_of(world, path: str | None, device: str):
 
     if path:
         return on_machines(read_cluster(path), world.nodes, path)
-    device = "cpu" if world.device_index is None else device
+    device = "cpu" if world.computes.index is None else device
     sizes = [world.nodes.count(node) for node in range(world.num_nodes)]
     return Cluster(tuple(Node(size, device, DEVICE_BYTES[device]) for size in sizes))
 
@@ -357,6 +361,7 @@ def _profile_on(world, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = configs.load(parsed.preset, parsed.overrides, parsed.model)
         check_out(parsed.out, overwrite=parsed.overwrite)
+        world.use_device(config.device)
     world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
     world.set_deadline(config.deadline_s)
     found = profile(world, config, name=Path(parsed.out).stem)

@@ -21,6 +21,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
+DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -87,7 +88,8 @@ class Config:
     preset: str
     models: Models = Models()
     shape: str = ""  # a preset without weights names a model shape instead (for check and plan)
-    device: str = "cpu"  # device type of the forecast of bytes, see plan/cluster.py
+    device: DeviceChoice = "auto"  # where ranks compute, see runtime/devices.py
+    device_type: str = "cpu"  # of the forecast of bytes, see plan/cluster.py
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     iterations: PositiveInt = 10
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -157,7 +159,7 @@ def _llama(name: str) -> Config:
     return Config(
         preset=name,
         shape=name,
-        device="a100-80g",
+        device_type="a100-80g",
         dtype="bfloat16",
         rollout_batch=512,
         mini_batch=128,

@@ -15,6 +15,7 @@ def run(world, parsed: argparse.Namespace) -> None:
     words = [f"{name}={value}" for name, value in given.items() if value is not None] + parsed.overrides
     with world.together("reading the options"):
         options = offline_options.load(words)
+        world.use_device(options.device)
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")

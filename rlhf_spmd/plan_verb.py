@@ -30,7 +30,7 @@ from rlhf_spmd.plan.held import most_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.limits import limits
 from rlhf_spmd.plan.memory import least_bytes
-from rlhf_spmd.plan.program import Agree, Load, Program, Run, Wait
+from rlhf_spmd.plan.program import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.search import Found, search
 from rlhf_spmd.plan.show import format_bytes, table
 from rlhf_spmd.plan.simulate import Forecast
@@ -111,13 +111,13 @@ def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workl
     config = configs.load(parsed.preset, parsed.overrides, parsed.model)
     refuse_options(config)
     named = load_calibration(parsed.calibration) if parsed.calibration else None
-    if parsed.cluster and (parsed.layout or parsed.device):
-        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device")
+    if parsed.cluster and (parsed.layout or parsed.device_type):
+        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     if parsed.cluster:
         cluster = read_cluster(parsed.cluster)
     else:
-        only = next(iter(named.devices)) if named and len(named.devices) == 1 else config.device
-        cluster = Cluster.parse(parsed.layout or layout, parsed.device or only)
+        only = next(iter(named.devices)) if named and len(named.devices) == 1 else config.device_type
+        cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or only)
     calibration = calibration_for(parsed.calibration, cluster)
     if calibration is None:
         raise UserError(f"no calibration of {', '.join(cluster.device_types)} is shipped; give --calibration FILE.json")
@@ -298,7 +298,7 @@ def draw(row: Candidate, path: str, *, title: str) -> None:
 def _where(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     """The options of `check` that mean the same cluster and models."""
     words = ["--cluster", parsed.cluster] if parsed.cluster else ["--layout", str(cluster)]
-    words += [] if parsed.cluster else ["--device", cluster.nodes[0].device]
+    words += [] if parsed.cluster else ["--device-type", cluster.nodes[0].device]
     return [*words, "--preset", parsed.preset, *(["--model", parsed.model] if parsed.model else [])]
 
 
@@ -342,6 +342,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     told: list[list[Any]] = []
     with world.together("planning"):
         config, workload, cluster, calibration = read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
+        world.use_device(config.device)
         if cluster.num_devices != world.size:
             raise UserError(f"--measure-top runs the plans on these {world.size} ranks, and {cluster} has others")
         if not config.models.actor:
@@ -358,7 +359,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     with world.together("compiling the plans"):
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in told]
     world.set_deadline(config.deadline_s)
-    world.start_torch({name: ranks for program in programs for name, ranks in program.groups.items()})
+    world.start_torch(*communicators(programs))
 
     from rlhf_spmd.runtime.measured import iteration_s
 

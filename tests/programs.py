@@ -1,11 +1,13 @@
 """Small workloads, random placements and the programs compiled from them, for the tests of plan/."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
 from rlhf_spmd.algorithms.ppo import PPO, workflow
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
@@ -109,6 +111,60 @@ def random_program(choose: Choose) -> Program:
     return compile_program(*random_plan(choose))
 
 
+SPLIT_SHAPE = ModelShape(4, 16, 32, 4, 2, 4, 32)  # four stages or two slices
+
+
+def random_split_plan(choose: Choose) -> tuple[Workload, Placement, Cluster]:
+    """Any workload, on any of two to eight ranks; also such that `validate` refuses."""
+    workload = make_workload(
+        mini_batch=choose(range(1, 8)),
+        num_mini_batches=choose(range(1, 5)),
+        epochs=choose([1, 2]),
+        shape=SPLIT_SHAPE,
+        old_logprobs=choose(["generator", "recompute"]),
+        whiten=choose(["mini_batch", "batch"]),
+    )
+    size = choose(range(2, 9))
+    cluster = Cluster.parse(choose([f"1x{size}", f"{size}x1"]))
+    return workload, random_split_placement(choose, workload, cluster), cluster
+
+
+def random_split_placement(choose: Choose, workload: Workload, cluster: Cluster) -> Placement:
+    """Calls in stages, slices and ZeRO stages, often with streaming and overlap; also such that `validate` refuses."""
+    half = choose(range(1, cluster.num_devices))
+    parts = [cluster.ranks, cluster.ranks[:half], cluster.ranks[half:]]
+
+    def layout(ranks: Sequence[int], zero: int) -> Layout:
+        pp, tp = choose([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)])
+        whole = len(ranks) // (pp * tp) * pp * tp
+        return Layout(tuple(ranks[:whole]), whole // (pp * tp), pp, tp, zero) if whole else layout(ranks, zero)
+
+    stream = choose([False, True])
+    trained = layout(choose(parts[1:] if stream else parts), choose([0, 0, 1, 2, 3]))
+    rest = [rank for rank in cluster.ranks if rank not in trained.ranks]
+    layouts = {}
+    for call in workload.workflow.placed_calls:
+        ranks = trained.ranks
+        if call.kind != "train" and (stream or choose([True, False])):
+            ranks = choose([rest, rest[: -(-len(rest) // 2)], rest[len(rest) // 2 :]] if stream else parts)
+        frozen = workload.workflow.train_call(call.model) is None
+        home = call.kind == "train" or not (stream or frozen) and choose([True, False])
+        layouts[call.name] = trained if home else layout(ranks, choose([0, 3]) if frozen else 0)
+    before = [call.name for call in workload.workflow.placed_calls if call.kind != "train"]
+    own_first = tuple(name for name in before if choose([False, True]))
+    sets = choose([(), (("reference_infer", "reward_infer"),), (("reference_infer", "reward_infer", "critic_infer"),)])
+    return Placement(layouts, own_first, sets, stream, in_flight=choose([1, 2, 3]))
+
+
+def random_split_program(choose: Choose) -> Program:
+    """A program of the first such plan that is one."""
+    while True:
+        try:
+            return compile_program(*random_split_plan(choose))
+        except UserError:
+            continue
+
+
 def place_models(workload: Workload, size: int, **ranks) -> Program:
     """A program in which each model keeps to its ranks; whichever model is not named has all of them."""
     everyone = Layout.data_parallel(range(size))
@@ -169,6 +225,27 @@ def edited(program: Program, rank: int, edit: Callable[[list[Instruction]], obje
     steps = list(program.instructions[rank])
     edit(steps)
     return with_list(program, rank, steps)
+
+
+def mutated(program: Program, rng: random.Random) -> Program:
+    """One to three small changes: two instructions swapped, one moved, dropped or doubled on some rank."""
+    for _ in range(rng.randint(1, 3)):
+        rank = rng.randrange(len(program.instructions))
+        steps = list(program.instructions[rank])
+        if not steps:
+            continue
+        one, other = rng.randrange(len(steps)), rng.randrange(len(steps))
+        change = rng.choice(["swap", "move", "drop", "double"])
+        if change == "swap":
+            steps[one], steps[other] = steps[other], steps[one]
+        elif change == "move":
+            steps.insert(other, steps.pop(one))
+        elif change == "drop":
+            del steps[one]
+        else:
+            steps.insert(other, steps[one])
+        program = with_list(program, rank, steps)
+    return program
 
 
 def everywhere(program: Program, edit: Callable[[list[Instruction]], object]) -> Program:

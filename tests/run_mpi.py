@@ -1,8 +1,10 @@
 """Runs the tests that need several ranks: one launch of mpiexec for each number of ranks, each with a time limit.
 
-    python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks, but what is marked slow
-    python tests/run_mpi.py --slow               # only what is marked slow
+    python tests/run_mpi.py                      # tests/mpi at 2, 4, 5 and 8 ranks, but what is marked slow; then some
+                                                 # on a stand-in for NCCL, at 4 ranks
+    python tests/run_mpi.py --slow               # only what is marked slow; then all on the stand-in
     python tests/run_mpi.py 4 -- tests/mpi/test_world.py -k deadline
+    python tests/run_mpi.py --backend ordered 4  # all tests on the stand-in (tests/backends.py)
 
 Shows rank 0's pytest; what the other ranks wrote appears only if something failed. Fails if any rank failed, if a
 launch ran into its limit (all its processes are then killed), or if it passed no test at all. Starting up costs about
@@ -28,10 +30,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NUM_RANKS = (2, 4, 5, 8)
+IN_ORDER = "tests/mpi/test_in_order.py"  # runs on the backends of tests/backends.py only
+QUICK = {"ordered": ["-m", "not slow", IN_ORDER]}  # backend -> what runs on it at 4 ranks, after the tests on gloo
+SLOW = {"ordered": ["tests/mpi"], "host": [IN_ORDER]}
 LIMIT_S = 2400.0
 GRACE_S = 10.0  # mpiexec gets so long to end its ranks before all are killed
 TAIL_LINES, FEW_LINES = 60, 15
 LAUNCHER_MARKS = ("PMI", "OMPI_", "PRTE", "SLURM_", "MPI_LOCAL", "HYDRA")  # how variables of launchers begin
+BACKEND = "TEST_BACKEND"  # the environment variable with the backend that tests/mpi runs on instead of gloo
 REFERENCES = "TEST_REFERENCES"  # the environment variable with the folder of `references()`
 
 
@@ -195,9 +201,12 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     MPI.Finalize()  # nobody leaves before all have written theirs; mpi4py's own at the exit would not tell its errors
 
 
-def launch(num_ranks: int, arguments: Sequence[str], limit_s: float) -> tuple[int, int]:
+def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: str | None = None) -> tuple[int, int]:
     """One launch; returns how many tests passed and failed (at least one if anything was wrong)."""
-    print(f"--- {num_ranks} ranks", flush=True)
+    print(f"--- {num_ranks} ranks" + (f", backend {backend}" if backend else ""), flush=True)
+    os.environ.pop(BACKEND, None)
+    if backend:
+        os.environ[BACKEND] = backend
     with tempfile.TemporaryDirectory(prefix="run_mpi_") as name:
         folder, start = Path(name), time.monotonic()
         program = [sys.executable, "-m", "mpi4py", str(Path(__file__).resolve()), "--as-rank", name, "--", *arguments]
@@ -246,15 +255,18 @@ def main() -> int:
     parser.add_argument("num_ranks", nargs="*", type=int, default=NUM_RANKS, help="launch with so many ranks each")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one launch may take")
     parser.add_argument("--slow", action="store_true", help="the tests that are marked slow instead of all others")
+    parser.add_argument("--backend", choices=["ordered", "host"], help="instead of gloo (tests/backends.py)")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     if options.as_rank:
         be_a_rank(options.as_rank, arguments)
         return 0
+    more = {} if arguments or options.backend or options.num_ranks != NUM_RANKS else SLOW if options.slow else QUICK
     arguments = arguments or ["-m", "slow" if options.slow else "not slow", "tests/mpi"]
     with tempfile.TemporaryDirectory(prefix="references_") as folder:
         os.environ[REFERENCES] = folder
-        totals = [launch(num, arguments, options.limit) for num in options.num_ranks]
+        totals = [launch(num, arguments, options.limit, options.backend) for num in options.num_ranks]
+        totals += [launch(4, chosen, options.limit, backend) for backend, chosen in more.items()]
     passed, failed = (sum(column) for column in zip(*totals, strict=True))
     print(f"{passed} passed, {failed} failed", flush=True)
     return 1 if failed else 0

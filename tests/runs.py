@@ -14,6 +14,7 @@ from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime import report
 from rlhf_spmd.runtime.calls import State
+from rlhf_spmd.runtime.devices import Device
 from rlhf_spmd.runtime.execute import Executor, reported_columns
 from rlhf_spmd.runtime.iteration import ALL, Iteration
 from rlhf_spmd.runtime.metrics import Meter
@@ -26,7 +27,7 @@ class OneRank:
     """A world of one rank inside a process that may be one of many: it talks to nobody, and fails as it comes."""
 
     rank, size, node, num_nodes, nodes, hosts = 0, 1, 0, 1, (0,), ("here",)
-    device = torch.device("cpu")
+    device, computes = torch.device("cpu"), Device("cpu", None, 1, 1)
 
     def allgather(self, value, what="", **_):
         return [value]

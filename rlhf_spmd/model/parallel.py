@@ -29,7 +29,7 @@ Group = dist.ProcessGroup | None
 class Parallel:
     """This rank's place in a model; the default holds the whole of it.
 
-    The groups must outlive the model. `stages`, `previous` and `next` serve generation over several stages.
+    The groups must outlive the model. `stages` carries nothing but what the stages say to each other inside a call.
     """
 
     shard: Shard = Shard()

@@ -2,9 +2,18 @@
 
 These are the strictest that any backend has: a Run with a group finishes only when every rank of the group stands at
 the same Run; a Wait finishes only when every peer of the transfer has posted it, and for weights, whose buckets travel
-along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and some backends (NCCL) carry
-out a rank's transfers one after another, in the order of their posts, so that one which waits for a peer holds up the
-next. If all lists run to their end so, no order of arrival can hang the real program.
+along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and NCCL carries out what a
+rank gives to a communicator one after another, in the order of the posts, so that a transfer which waits for a peer
+holds up the next. There are two queues on each rank: the world's communicator carries the messages between calls,
+those of stages carry the messages inside calls. (A rank may have several of the latter; one queue for all is stricter.)
+
+Ranks are never released by luck: what a rank waits for, once it is there, stays there. Hence all orders of arrival
+lead to the same end, and if the lists run to their end in one order, they do in every order.
+
+That is also why a Run with stages is proved in two parts. Its body (pipeline.py) is run alone. In the program the Run
+is one step, which its ranks take together. Both ending is enough for the program in which the bodies stand in place of
+their Runs, whatever number of micro-batches or tokens each has: its communicators carry nothing but bodies, so one
+order in which it ends is to run each body whole when all its ranks stand there.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +25,14 @@ Hang = tuple[int, int, str]  # rank, position of the instruction in its list, wh
 
 
 def misorders(program: Program) -> list[Hang]:
-    """All ranks post in one global order: taking away what stands first on all its ranks must take away everything."""
+    """All ranks post the transfers between calls in one global order: taking away what stands first on all its ranks
+    must take away everything."""
     queues = [
-        [(position, step.transfer) for position, step in enumerate(steps) if isinstance(step, Post)]
+        [
+            (position, step.transfer)
+            for position, step in enumerate(steps)
+            if isinstance(step, Post) and program.transfers[step.transfer].call is None
+        ]
         for steps in program.instructions
     ]
     ranks_of = [transfer.ranks for transfer in program.transfers]
@@ -46,76 +60,117 @@ def misorders(program: Program) -> list[Hang]:
 
 
 def hangs(program: Program) -> list[Hang]:
-    """Everything that can hang: the orders of posts first, since what follows from them is harder to read."""
-    found = [*misorders(program), *deadlocks(program)]
-    return found or deadlocks(program, in_order=True)
+    """Who is left standing where communicators work in order, which no other backend is stricter than. Told first are
+    orders of posts that do not fit and what would hang anywhere, since what follows from them is harder to read."""
+    found = deadlocks(program, in_order=True)
+    return found and ([*misorders(program), *deadlocks(program)] or found)
 
 
 class _Transfers:
-    """What ranks have posted. in_order: a rank's transfers are carried out one after another."""
+    """What ranks have posted. in_order: a rank carries out the transfers of each communicator one after another.
+
+    The chains of a reallocation are two operations: what Post starts, the first link of each, and all that follows at
+    the Wait, which all ranks of the transfer do together. A rank begins the second when it stands at the Wait.
+    """
 
     def __init__(self, program: Program, in_order: bool):
         self.transfers, self.in_order = program.transfers, in_order
         self.posted: list[set[int]] = [set() for _ in program.instructions]
-        self._known: dict[tuple[int, int], set[int]] = {}  # (rank, transfer) -> peers
-        self._queues: list[list[int]] = [[] for _ in program.instructions]
-        self._heads = [0] * len(program.instructions)
-        self._come: set[tuple[int, int]] = set()  # (rank, transfer) that it has come to, or finished
-        self._left: dict[tuple[int, int], int] = {}  # (rank, transfer) -> peers that have not come to it
-        self._absent: dict[int, int] = {}  # transfer of weights -> ranks that have not come to it
+        self._known: dict[tuple[int, Operation], set[int]] = {}  # (rank, operation) -> peers
+        self._links: dict[int, dict[int, set[int]]] = {}  # transfer of weights -> rank -> peers in the first links
+        self._places: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> place in its queue
+        self._queues: dict[tuple[int, bool], list[Operation]] = {}  # of a rank and communicator
+        self._heads: dict[tuple[int, bool], int] = {}
+        self._come: set[tuple[int, Operation]] = set()  # (rank, operation) that it has come to, or finished
+        self._left: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> peers that have not come to it
+        self._absent: dict[Operation, int] = {}  # chains -> ranks that have not come to them
 
     def post(self, rank: int, number: int) -> set[int]:
         """-> the ranks for which something may have changed."""
         self.posted[rank].add(number)
-        if not self.in_order:
+        if not self.in_order or not self._peers(rank, (number, False)):
             return {rank}
-        self._queues[rank].append(number)
-        changed, arrived = {rank}, [(rank, number)] if self._head(rank) == number else []
-        while arrived:  # ranks that have come to a transfer
-            one, number = arrived.pop()
-            again = (one, number) in self._come  # posted twice
-            self._come.add((one, number))
-            for candidate in self._released(one, number, again=again):
-                if self._head(candidate) == number:
-                    self._heads[candidate] += 1
+        return self._queued(rank, (number, False))
+
+    def chain(self, rank: int, number: int) -> set[int]:
+        """A rank stands at the Wait of a reallocation -> the ranks for which something may have changed."""
+        return set() if (rank, (number, True)) in self._places else self._queued(rank, (number, True))
+
+    def _queued(self, rank: int, operation: "Operation") -> set[int]:
+        queue = rank, self.transfers[operation[0]].call is not None
+        mine = self._queues.setdefault(queue, [])
+        self._places.setdefault((rank, operation), len(mine))
+        mine.append(operation)
+        changed, arrived = {rank}, [(rank, operation)] if self._head(*queue) == operation else []
+        while arrived:  # ranks that have come to an operation
+            one, operation = arrived.pop()
+            again = (one, operation) in self._come  # posted twice
+            self._come.add((one, operation))
+            for candidate in self._released(one, operation, again=again):
+                queue = candidate, self.transfers[operation[0]].call is not None
+                if self._head(*queue) == operation:
+                    self._heads[queue] = self._heads.get(queue, 0) + 1
                     changed.add(candidate)
-                    if (after := self._head(candidate)) is not None:
+                    if (after := self._head(*queue)) is not None:
                         arrived.append((candidate, after))
         return changed
 
-    def _released(self, rank: int, number: int, *, again: bool) -> Sequence[int]:
-        """Of a transfer's ranks those whose peers have all come to it, now that this one has (again)."""
-        transfer = self.transfers[number]
-        if transfer.reallocation is not None:  # each is the peer of all others: nobody before the last one has come
-            self._absent[number] = self._absent.get(number, len(transfer.ranks)) - (not again)
-            return () if self._absent[number] else transfer.ranks
-        peers = self._peers(rank, number)
+    def _released(self, rank: int, operation: "Operation", *, again: bool) -> Sequence[int]:
+        """Of an operation's ranks those whose peers have all come to it, now that this one has (again)."""
+        number, chained = operation
+        if chained:  # each is the peer of all others: nobody before the last one has come
+            ranks = self.transfers[number].ranks
+            self._absent[operation] = self._absent.get(operation, len(ranks)) - (not again)
+            return () if self._absent[operation] else ranks
+        peers = self._peers(rank, operation)
         for peer in peers if not again else ():
-            self._left[peer, number] = self._left.get((peer, number), len(self._peers(peer, number))) - 1
+            left = self._left.get((peer, operation), len(self._peers(peer, operation)))
+            self._left[peer, operation] = left - 1
         candidates = (rank, *peers)
-        return [one for one in candidates if not self._left.get((one, number), len(self._peers(one, number)))]
+        return [one for one in candidates if not self._left.get((one, operation), len(self._peers(one, operation)))]
 
-    def missing(self, rank: int, number: int) -> set[int]:
+    def missing(self, rank: int, number: int, *, chained: bool = False) -> set[int]:
         """Whom a posted transfer still waits for."""
+        operation = number, chained
         if not self.in_order:
-            return {peer for peer in self._peers(rank, number) if number not in self.posted[peer]}
-        mine, first = self._queues[rank], self._head(rank)  # what holds it up, or itself
-        if number in mine[: self._heads[rank]]:
+            return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
+        queue = rank, self.transfers[number].call is not None
+        place, first = self._places.get((rank, operation)), self._head(*queue)  # what holds it up, or itself
+        if place is not None and place < self._heads.get(queue, 0):
             return set()
         if first is None:
             return {rank}  # it waits for what it has not posted
         return {peer for peer in self._peers(rank, first) if (peer, first) not in self._come}
 
-    def _head(self, rank: int) -> int | None:
-        queue = self._queues[rank]
-        return queue[self._heads[rank]] if self._heads[rank] < len(queue) else None
+    def _head(self, rank: int, in_call: bool) -> "Operation | None":
+        queue, head = self._queues.get((rank, in_call), ()), self._heads.get((rank, in_call), 0)
+        return queue[head] if head < len(queue) else None
 
-    def _peers(self, rank: int, number: int) -> set[int]:
-        if (rank, number) not in self._known:
-            transfer = self.transfers[number]
-            weights = transfer.reallocation is not None
-            self._known[rank, number] = set(transfer.ranks) - {rank} if weights else set(transfer.peers(rank))
-        return self._known[rank, number]
+    def _peers(self, rank: int, operation: "Operation") -> set[int]:
+        """Whom a rank needs for an operation."""
+        number, chained = operation
+        transfer = self.transfers[number]
+        if (rank, operation) not in self._known:
+            if chained or not self.in_order and transfer.reallocation is not None:
+                found = set(transfer.ranks) - {rank}
+            elif transfer.reallocation is not None:
+                found = self._first_links(number).get(rank, set())
+            else:
+                found = transfer.peers(rank)
+            self._known[rank, operation] = found
+        return self._known[rank, operation]
+
+    def _first_links(self, number: int) -> dict[int, set[int]]:
+        if number not in self._links:
+            found = self._links[number] = {}
+            for route in self.transfers[number].reallocation.routes:
+                first, second = route.ranks[:2]
+                found.setdefault(first, set()).add(second)
+                found.setdefault(second, set()).add(first)
+        return self._links[number]
+
+
+Operation = tuple[int, bool]  # a transfer, and whether its chains go on at the Wait
 
 
 def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
@@ -136,12 +191,15 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         step = current(rank)
         if step is None:
             continue
-        together = _members(program, rank, step)
+        together = (rank,) if in_order and _moves_weights(program, step) else _members(program, rank, step)
         if len(together) > 1:
             here = standing.setdefault(step, set())
             here.add(rank)
             if len(here) < len(together):
                 continue
+        if in_order and _moves_weights(program, step):
+            changed = transfers.chain(rank, step.transfer)
+            runnable |= changed.union(*(waiters.pop(one, ()) for one in changed)) - {rank}
         late = _late(program, rank, step, current, transfers)
         if late:
             for peer in late:
@@ -164,21 +222,20 @@ def _members(program: Program, rank: int, step: Instruction) -> tuple[int, ...]:
         return program.groups[step.group]
     if isinstance(step, Agree):
         return tuple(range(len(program.instructions)))
-    if isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
+    if _moves_weights(program, step):
         return program.transfers[step.transfer].ranks
     return (rank,)
 
 
+def _moves_weights(program: Program, step: Instruction) -> bool:
+    return isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None
+
+
 def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
     """Ranks that `step` still waits for."""
-    moves_weights = isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None
-    if isinstance(step, Wait) and not moves_weights:
-        return transfers.missing(rank, step.transfer)
-    members = _members(program, rank, step)
-    late = {member for member in members if current(member) != step}
-    if moves_weights and not late and transfers.in_order:
-        late = late.union(*(transfers.missing(member, step.transfer) for member in members))
-    return late
+    if isinstance(step, Wait) and (transfers.in_order or not _moves_weights(program, step)):
+        return transfers.missing(rank, step.transfer, chained=_moves_weights(program, step))
+    return {member for member in _members(program, rank, step) if current(member) != step}
 
 
 def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:

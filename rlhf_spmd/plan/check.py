@@ -38,6 +38,8 @@ def _declarations(program: Program) -> list[Finding]:
         unknown = [key for key in transfer.keys if key not in made]
         if transfer.model is None and (unknown or not all(message.keys for message in transfer.messages)):
             found.append(f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes")
+        if transfer.call is not None:
+            found.append(f"transfer {number} goes between the stages of a call, which a program leaves to its Runs")
         if transfer.mini_batch not in (None, *range(program.workload.num_mini_batches)):
             found.append(f"transfer {number} moves mini-batch {transfer.mini_batch}, which does not exist")
         if transfer.model is not None and workflow.train_call(transfer.model) is None:
@@ -313,10 +315,10 @@ def _offloads(program: Program) -> list[Finding]:
 
 
 def _pipelines(program: Program) -> list[Finding]:
-    """The body of every pipelined call, for each number of micro-batches that it can have."""
+    """The body of every call with stages, for the numbers of micro-batches or tokens that stand for all."""
     found = {}
-    for call, num_micro_batches, small in bodies(program):
+    for call, number, small in bodies(program):
         for rank, _, text in hangs(small):
-            words = f"{call.name} with {num_micro_batches} micro-batches: {text}"
+            words = f"{call.name} with {number} {'tokens' if call.kind == 'generate' else 'micro-batches'}: {text}"
             found.setdefault((call.name, rank), Finding("error", words, rank))
     return list(found.values())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.moves import Move, data_moves, of_mini_batch, weight_moves
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
 from rlhf_spmd.plan.program import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
@@ -190,11 +190,11 @@ class _Compiler:
         """The group whose collectives a Run enters; None if it computes alone."""
         return self._named(group_of(call, layout, self.workload, self.placement, rank))
 
-    def _named(self, ranks: tuple[int, ...] | None) -> str | None:
+    def _named(self, ranks: tuple[int, ...] | None, purpose: str = COLLECTIVES) -> str | None:
         """The name of a group, which is made if it is new."""
         if ranks is None:
             return None
-        name = group_name(ranks)
+        name = group_name(ranks, purpose)
         self.groups.setdefault(name, tuple(sorted(ranks)))
         return name
 
@@ -204,8 +204,8 @@ class _Compiler:
             call, layout = self.workload.workflow.call(name), self.placement.layouts[name]
             if self.workload.models[call.model] is None:
                 continue
-            for ranks in inner_groups(layout, shares=call.kind == "train" or layout.zero == 3):
-                self._named(ranks)
+            for ranks, purpose in inner_groups(layout, shares=call.kind == "train" or layout.zero == 3):
+                self._named(ranks, purpose)
 
     def _emit_offloads(self) -> None:
         """Weights that wait in host memory come before a rank's first Run with them and leave after its last one."""
@@ -217,13 +217,15 @@ class _Compiler:
                     steps.insert(places[0], Load(model))
 
 
-def inner_groups(layout: Layout, *, shares: bool) -> Iterator[tuple[int, ...]]:
-    """The groups of more than one rank that a layout needs beside the whole; shares: whether ranks that hold the same
-    shard of the weights sum gradients or gather them."""
+def inner_groups(layout: Layout, *, shares: bool) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The groups of more than one rank that a layout needs beside the whole, each with its purpose; shares: whether
+    ranks that hold the same shard of the weights sum gradients or gather them."""
     for rank in layout.ranks:
-        groups = [layout.tensor_ranks(rank), layout.model_ranks(rank), layout.stage_ranks(rank)]
+        groups = [layout.tensor_ranks(rank), layout.model_ranks(rank)]
         groups += [layout.data_ranks(rank), layout.tied_ranks(rank)] if shares else []
-        yield from (ranks for ranks in groups if len(ranks) > 1)
+        yield from ((ranks, COLLECTIVES) for ranks in groups if len(ranks) > 1)
+        if layout.pp > 1:
+            yield layout.stage_ranks(rank), STAGES
 
 
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:

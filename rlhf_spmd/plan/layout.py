@@ -17,6 +17,8 @@ from rlhf_spmd.plan.shard import Shard
 if TYPE_CHECKING:
     import numpy as np
 
+COLLECTIVES, STAGES = "ranks", "stages"  # what a group is for
+
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
     """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones, which are none, stay apart: "-1,0"."""
@@ -223,14 +225,15 @@ class Layout:
         return f"dp{self.dp} pp{self.pp} tp{self.tp}{''.join(options)}"
 
 
-def group_name(ranks: Iterable[int]) -> str:
-    """A group is a set of ranks, whatever their order in a grid; two sets that are equal have one name."""
-    return _group_name(tuple(ranks))
+def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
+    """A group is a set of ranks with a purpose, whatever their order in a grid: collectives, or the messages between
+    the stages of a call. Groups of the same ranks with different purposes are different communicators."""
+    return _group_name(tuple(ranks), purpose)
 
 
 @lru_cache(maxsize=65536)
-def _group_name(ranks: tuple[int, ...]) -> str:
-    return f"ranks {format_ranks(tuple(sorted(ranks)))}"
+def _group_name(ranks: tuple[int, ...], purpose: str) -> str:
+    return f"{purpose} {format_ranks(tuple(sorted(ranks)))}"
 
 
 def exact_div(total: int, parts: int, what: str) -> int:

@@ -1,20 +1,23 @@
-"""Pipeline parallelism as instructions: what the stages of a layout do in one Run, micro-batch by micro-batch.
+"""Pipeline parallelism as instructions: what the stages of a layout do in one Run, micro-batch by micro-batch or, in
+generation, token by token.
 
 Training follows 1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473): stage s of p runs
 min(p - s - 1, m) forwards ahead, then one forward and one backward in turn, then the backwards that are left, so that
-no stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone.
+no stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone. In generation a
+token goes through all stages, the last one draws, and all of them hear what was drawn.
 
 The number m of micro-batches follows from the data, so a program holds one Run and the body is compiled for each m: by
-`check` for every m up to the largest, by the runtime for the m that the ranks have agreed on. The passes of all stages
-are merged into one global order, and both ends of a transfer post it where its data is made in that order; hence even
-a backend that carries out transfers one after another cannot hang.
+`check` for some (see `numbers`), by the runtime for the m that the ranks have agreed on. The passes of all stages are
+merged into one global order, and both ends of a transfer post it where its data is made in that order; hence even a
+backend that carries out transfers one after another cannot hang. Generation has as many tokens as it happens to need:
+the engine (runtime/engine.py) does not execute its body, it does the same.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.plan.layout import STAGES, Layout, group_name
 from rlhf_spmd.plan.program import Instruction, Message, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
@@ -32,8 +35,13 @@ class Body:
 
 
 def is_pipelined(call: Call, layout: Layout) -> bool:
-    """Whether a call's Runs have a body. Generation goes through its stages token by token, inside one Run."""
+    """Whether a call's Runs have a body that the runtime executes."""
     return layout.pp > 1 and call.kind in ("infer", "train")
+
+
+def has_token_body(call: Call, layout: Layout) -> bool:
+    """Whether a call goes through its stages token by token."""
+    return layout.pp > 1 and call.kind == "generate"
 
 
 def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
@@ -115,7 +123,8 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         post = Post(len(transfers))
         for rank in (*ranks[stage], *ranks[to]):
             lists[rank].append(post)
-        transfers.append(Transfer(f"{what} of {call.name} to stage {to}", messages, mini_batch=step.mini_batch))
+        name = f"{what} of {call.name} to stage {to}"
+        transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
         makers.append(((kind, index), stage))
     for number, transfer in enumerate(transfers):  # what nothing has waited for yet on the side that sent it
         for rank in transfer.ranks:
@@ -128,9 +137,40 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
     return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
 
 
-def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program:
-    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given; an
-    expanded program stays as it is."""
+@cache
+def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens: int) -> Body:
+    """The instructions of one shard's ranks while they generate: each token of a batch is a forward of every stage, and
+    then the last stage tells the others what it drew. As in `body`, slices do the same side by side."""
+    ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
+    lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
+    transfers: list[Transfer] = []
+    makers: list[tuple[Pass, int]] = []
+    for token in range(num_tokens):
+        for stage, here in enumerate(ranks):
+            group = group_name(here) if layout.tp > 1 else None
+            for rank in here:
+                lists[rank].append(replace(step, group=group, phase="token", micro_batch=token))
+            if stage == layout.pp - 1:
+                continue
+            pairs = zip(here, ranks[stage + 1], strict=True)
+            messages = tuple(Message(source, there, ("activations",), range(0), 0) for source, there in pairs)
+            for rank in (*here, *ranks[stage + 1]):  # dist.send and dist.recv: both wait at once
+                lists[rank] += [Post(len(transfers)), Wait(len(transfers))]
+            name = f"a token's activations of {call.name} to stage {stage + 1}"
+            transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
+            makers.append((("token", token), stage))
+        for stage in ranks:
+            for rank in stage:
+                group = group_name(layout.stage_ranks(rank), STAGES)
+                lists[rank].append(replace(step, group=group, phase="drawn", micro_batch=token))
+    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
+
+
+def expand(
+    program: Program, num_micro_batches: Callable[[Run], int], num_tokens: Callable[[Run], int] | None = None
+) -> Program:
+    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given, and
+    of tokens (None: generation stays as it is); an expanded program stays as it is."""
     workload, transfers = program.workload, list(program.transfers)
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
@@ -138,12 +178,16 @@ def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program
         lists.append([])
         for step in steps:
             call = workload.workflow.call(step.call) if isinstance(step, Run) else None
-            if call is None or step.phase or not is_pipelined(call, program.layout_of(step)):
+            layout = program.layout_of(step) if call is not None else None
+            generates = num_tokens is not None and call is not None and has_token_body(call, layout)
+            if call is None or step.phase or not (generates or is_pipelined(call, layout)):
                 lists[rank].append(step)
                 continue
-            layout = program.layout_of(step)
             dp_index = layout.dp_index(rank)
-            inner = body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
+            if generates:
+                inner = token_body(layout, call, step, dp_index, num_tokens(step))
+            else:
+                inner = body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
             if (step, dp_index) not in offsets:
                 offsets[step, dp_index] = len(transfers)
                 transfers += inner.transfers
@@ -153,16 +197,26 @@ def expand(program: Program, num_micro_batches: Callable[[Run], int]) -> Program
     return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
 
 
-def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
-    """Every pipelined call with the numbers of micro-batches that it can have: a program of one such Run.
+def numbers(layout: Layout, workload: Workload, call: Call) -> list[int]:
+    """The numbers of micro-batches (in generation, of tokens) that stand for all that a Run can have on one shard.
 
-    One data-parallel shard of it, since the others only have other names. Beyond twice the number of stages the
-    schedule repeats its cycle of one forward and one backward on each of them; of these, the largest number stands for
-    all.
+    From pp + 1 on every stage has its cycle of one forward and one backward, which more micro-batches only repeat; of
+    these, 2 pp + 1 and the largest number are tried. Each token repeats the one before it.
+    """
+    if call.kind == "generate":
+        return [1, 2, 3]
+    largest = largest_number(layout, workload, call)
+    return sorted({min(number, largest) for number in (1, 2, layout.pp, layout.pp + 1, 2 * layout.pp + 1, largest)})
+
+
+def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
+    """Every call with stages and the numbers of micro-batches or tokens that stand for all: a program of one such Run.
+
+    One data-parallel shard of it, since the others only have other names.
     """
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
-        if not is_pipelined(call, layout):
+        if layout.pp == 1:
             continue
         ranks = layout.model_ranks(layout.ranks[0])
         step = next(step for step in program.instructions[ranks[0]] if isinstance(step, Run) and step.call == call.name)
@@ -170,9 +224,8 @@ def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
         lists = [(alone,) if rank in ranks else () for rank in program.cluster.ranks]
         groups = dict(program.groups) | {alone.group: tuple(sorted(ranks))}
         one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
-        largest = largest_number(layout, program.workload, call)
-        for number in sorted({*range(1, min(largest, 2 * layout.pp + 1) + 1), largest}):
-            yield call, number, expand(one, lambda step, number=number: number)
+        for number in numbers(layout, program.workload, call):
+            yield call, number, expand(one, lambda step, number=number: number, lambda step, number=number: number)
 
 
 def _shifted(step: Instruction, offset: int) -> Instruction:

@@ -11,16 +11,22 @@ Load      brings the weights of a frozen model from host memory to the device; O
 Agree     a control message among all ranks (MPI), at the end of an iteration.
 
 A Run in a layout with stages (pp > 1) is one instruction here; pipeline.py compiles it further, into a Run for each
-forward and backward pass of a micro-batch and the Posts and Waits of what the stages pass on, once the ranks have
-agreed how many micro-batches there are.
+forward and backward pass of a micro-batch (of generation: for each token) and the Posts and Waits of what the stages
+pass on, once it is known how many there are.
+
+Messages between calls go through one communicator, that of the world. Messages between the stages of a call go through
+communicators of their own, and so do collectives: one for each distinct set of ranks and purpose (layout.group_name).
+NCCL works off each communicator strictly in order, so a receive that is posted early would hold up a stage's send
+behind it.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.layout import STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_home
 from rlhf_spmd.plan.reallocate import Reallocation
 from rlhf_spmd.plan.shard import Shard
@@ -39,12 +45,13 @@ class Run:
     epoch: int = 0
     reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
     columns: range | None = None  # None: all columns that this rank has in the layout
-    phase: str = ""  # of a pipeline: forward | backward of one micro-batch, update
-    micro_batch: int | None = None
+    phase: str = ""  # of a pipeline: begin | forward or backward of one micro-batch | update; token | drawn of a token
+    micro_batch: int | None = None  # in generation the token
 
     def __str__(self) -> str:
         where = f" {self.phase}" if self.phase else ""
-        where += "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
+        unit = " " if self.phase in ("token", "drawn") else " of micro-batch "
+        where += "" if self.micro_batch is None else f"{unit}{self.micro_batch}"
         where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
         where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"
         where += f" for {self.reader}" if self.reader else ""
@@ -116,6 +123,7 @@ class Transfer:
     model: str | None = None
     mini_batch: int | None = None
     reallocation: Reallocation | None = None  # of weights
+    call: str | None = None  # between whose stages it goes, by groups of their own; None: between calls, by the world's
     ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
     _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
     _received: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
@@ -225,10 +233,34 @@ class Program:
             found[key] = (*found.get(key, ()), call.name)
         return found
 
+    @property
+    def pairs(self) -> dict[str | None, list[tuple[int, int]]]:
+        """Who exchanges messages in which group: pairs of ranks, ascending. None: between calls, in the world."""
+        between = {(m.source, m.destination) for transfer in self.transfers for m in transfer.messages}
+        found: dict[str | None, set[tuple[int, int]]] = {None: {(min(pair), max(pair)) for pair in between}}
+        for layout in dict.fromkeys(self.placement.layouts.values()):
+            for rank in layout.ranks if layout.pp > 1 else ():
+                stages = layout.stage_ranks(rank)
+                found.setdefault(group_name(stages, STAGES), set()).update(pairwise(stages))
+        return {name: sorted(pairs) for name, pairs in found.items()}
+
     def describe(self, transfer: int) -> str:
         """A transfer in words."""
         move = self.transfers[transfer]
         return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"
+
+
+def communicators(
+    programs: Iterable[Program],
+) -> tuple[dict[str, tuple[int, ...]], dict[str | None, list[tuple[int, int]]]]:
+    """The groups and pairs of several programs that one job executes."""
+    groups: dict[str, tuple[int, ...]] = {}
+    pairs: dict[str | None, dict[tuple[int, int], None]] = {}
+    for program in programs:
+        groups |= program.groups
+        for name, some in program.pairs.items():
+            pairs.setdefault(name, {}).update(dict.fromkeys(some))
+    return groups, {name: list(some) for name, some in pairs.items()}
 
 
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:

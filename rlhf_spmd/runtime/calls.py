@@ -170,8 +170,7 @@ class Calls:
             data.random_bits(streams.of_call(workflow, workflow.call(step.call)), columns),
             max_sequences=max(min(places, num_rows * self.workload.num_mini_batches), 1),
             block_size=generation.block_size,
-            free_bytes=generation.cache_fraction
-            * free_bytes(self.world.device, self.world.nodes.count(self.world.node)),
+            free_bytes=generation.cache_fraction * free_bytes(self.world.device, self.world.computes.num_ranks),
             **self.drawing,
         )
 

@@ -93,8 +93,8 @@ class Decoder:
         if parallel.previous is not None:
             shape = (len(tokens_N), self.model.config.hidden_size)
             hidden_ND = torch.empty(shape, dtype=self.model.dtype, device=self.device)
-            dist.recv(hidden_ND, src=parallel.previous)
+            dist.recv(hidden_ND, src=parallel.previous, group=parallel.stages)
         hidden_ND = self.model(tokens_N, context=context, hidden=hidden_ND)
         if parallel.next is not None:
-            dist.send(hidden_ND.contiguous(), dst=parallel.next)
+            dist.send(hidden_ND.contiguous(), dst=parallel.next, group=parallel.stages)
         return hidden_ND

@@ -1,81 +1,29 @@
-"""What torch.distributed needs to start: this rank's device, an address to meet at, the store and the process groups.
+"""What torch.distributed needs to start: an address to meet at, the store and the process groups.
 
 MPI has introduced the ranks to each other by now; this file only turns that into torch's terms. The meeting point's
 port is chosen by the system on the rank that listens, so there is no port to configure and none to race for. Where all
 ranks share one network stack everything stays on the loopback interface.
 """
 
-import ctypes
 import fcntl
 import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.network import INTERFACE_OPTION
+from rlhf_spmd.runtime.devices import Device
+from rlhf_spmd.runtime.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
+
+if TYPE_CHECKING:
+    from rlhf_spmd.runtime.world import World
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 CONNECT_S = 60.0
-
-
-def visible_devices() -> list[str]:
-    """The UUIDs of the NVIDIA devices that this process may use, in order, without torch or CUDA; [] if none."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    count = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    uuids = []
-    for index in range(count.value):
-        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        if (
-            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0
-            and nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)) == 0
-        ):
-            uuids.append(uuid.value.decode())
-    nvml.nvmlShutdown()
-    return chosen_devices(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def chosen_devices(uuids: Sequence[str], chosen: str | None) -> list[str]:
-    """Those of `uuids` that CUDA_VISIBLE_DEVICES leaves visible: numbers or beginnings of UUIDs, up to a bad one."""
-    if chosen is None:
-        return list(uuids)
-    visible: list[str] = []
-    for entry in (part.strip() for part in chosen.split(",")):
-        if entry.startswith("MIG-"):
-            found = [entry]
-        elif entry.isdigit():
-            found = list(uuids[int(entry) : int(entry) + 1])
-        else:
-            found = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
-        if len(found) != 1 or found[0] in visible:
-            break
-        visible += found
-    return visible
-
-
-def assign_devices(visible: Sequence[Sequence[str]]) -> list[int] | None:
-    """For each rank of a node the index, among the devices visible to it, of one that is its own; None if too few.
-
-    Ranks may see all devices of the node or, where the launcher bound them, one each.
-    """
-    taken: set[str] = set()
-    indices = []
-    for devices in visible:
-        free = [index for index, device in enumerate(devices) if device not in taken]
-        if not free:
-            return None
-        indices.append(free[0])
-        taken.add(devices[free[0]])
-    return indices
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "shared": "host"}  # of torch.distributed, by kind of Device
 
 
 def network_stack() -> str:
@@ -166,32 +114,73 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
     return store
 
 
-def make_groups(
-    groups: Mapping[str, Sequence[int]], *, store: Any, rank: int, size: int, device_index: int | None, timeout_s: float
-) -> dict[str, Any]:
-    """Starts torch.distributed and makes every named group, in the order given; names with the same ranks share one.
+def meet(world: "World", timeout_s: float) -> Any:
+    """Every rank's end of one store; collective."""
+    peers = sorted({host for host in world.hosts if host != world.hosts[0]})
+    interface, address = LOOPBACK_INTERFACE, LOOPBACK
+    if not world.one_network and world.rank == 0:
+        interface, address = choose_interface(peers)
+    store, port = make_store(address, timeout_s) if world.rank == 0 else (None, 0)
+    address, port = world.bcast([address, port], what="the address of the store")
+    if store is None:
+        if not world.one_network:
+            interface, _ = choose_interface([address])
+        store = join_store(address, port, timeout_s)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = it names all that begin so
+    if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
+        world.board.store, world.board.second_store = store.clone(), store.clone()
+    return store
 
-    A group of one rank is None: it needs no messages. The world group itself stays free for point-to-point messages.
+
+def make_groups(
+    groups: Mapping[str, Sequence[int]], *, store: Any, rank: int, size: int, device: Device, timeout_s: float
+) -> dict[str, Any]:
+    """Starts torch.distributed and makes every named group, in the order given, each with communicators of its own.
+
+    A group of one rank is None: it needs no messages. The world group itself carries the messages between calls.
     """
     import torch
     from torch import distributed
 
     timeout = timedelta(seconds=timeout_s)
-    on_device = device_index is not None
+    if device.kind == "shared":
+        from rlhf_spmd.runtime import host_group
+
+        host_group.register()
     distributed.init_process_group(
-        backend="nccl" if on_device else "gloo",
+        backend=BACKENDS[device.kind],
         store=store,
         rank=rank,
         world_size=size,
         timeout=timeout,
-        device_id=torch.device("cuda", device_index) if on_device else None,
+        device_id=torch.device("cuda", device.index) if device.kind == "cuda" else None,  # NCCL connects at once
     )
-    by_ranks: dict[tuple[int, ...], Any] = {}
+    made: dict[str, Any] = {}
     for name, ranks in groups.items():
         ranks = tuple(ranks)
         assert ranks and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < size, (
             f"group {name!r} wants ascending ranks of a world of {size}, not {ranks}"  # torch would sort them silently
         )
-        if ranks not in by_ranks:
-            by_ranks[ranks] = distributed.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-    return {name: by_ranks[tuple(ranks)] for name, ranks in groups.items()}
+        made[name] = distributed.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+    return made
+
+
+def introduce(groups: Mapping[str, Any], pairs: Mapping[str | None, Sequence[tuple[int, int]]], device: Any) -> None:
+    """Sends a byte each way between the ranks of every pair in a group (None: the world). NCCL connects two ranks when
+    they first talk, and the host of the one that begins then waits for the other: better here than in the middle of an
+    iteration. Collective; the same pairs in the same order on every rank, ranks by their number in the world."""
+    import torch
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    for name, both in pairs.items():
+        peers = sorted({peer for pair in both if rank in pair for peer in pair if peer != rank})
+        group = groups[name] if name is not None and peers else None
+        operations = [
+            distributed.P2POp(direction, torch.zeros(1, dtype=torch.uint8, device=device), peer, group=group)
+            for peer in peers
+            for direction in (distributed.isend, distributed.irecv)
+        ]
+        for work in distributed.batch_isend_irecv(operations) if operations else ():
+            work.wait()

@@ -45,12 +45,12 @@ class KVCache:
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> float:
-    """Memory of a device that is free now, for each of the ranks of this node: they share its devices evenly."""
+    """Memory of a device that is free now, for each of the ranks that compute on it (Device.num_ranks)."""
     if device.type == "cpu":
         return psutil.virtual_memory().available / num_ranks
     unused = torch.cuda.mem_get_info(device)[0]
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free, but torch's
-    return unused / -(-num_ranks // torch.cuda.device_count()) + kept
+    return unused / num_ranks + kept
 
 
 def token_bytes(model: Transformer) -> int:

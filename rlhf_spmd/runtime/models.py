@@ -17,7 +17,7 @@ from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.program import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
@@ -109,9 +109,9 @@ class Models:
             parallel=self._parallel(layout),
         )
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _group(self, ranks: tuple[int, ...], purpose: str = COLLECTIVES) -> dist.ProcessGroup | None:
         """The process group of these ranks, None if this is the only one."""
-        return self.world.group(group_name(ranks)) if len(ranks) > 1 else None
+        return self.world.group(group_name(ranks, purpose)) if len(ranks) > 1 else None
 
     def _parallel(self, layout: Layout) -> Parallel:
         """This rank's place in a layout."""
@@ -120,7 +120,7 @@ class Models:
         return Parallel(
             layout.shard(rank),
             group=self._group(layout.tensor_ranks(rank)),
-            stages=self._group(stages),
+            stages=self._group(stages, STAGES),
             previous=stages[stage - 1] if stage else None,
             next=stages[stage + 1] if stage + 1 < layout.pp else None,
         )

@@ -226,7 +226,7 @@ def make_copy(
         eos_ids=eos_ids_of(config, tokenizer),
         max_sequences=places,
         block_size=generation.block_size,
-        free_bytes=generation.cache_fraction * free_bytes(world.device, world.nodes.count(world.node)),
+        free_bytes=generation.cache_fraction * free_bytes(world.device, world.computes.num_ranks),
         decode=tokenizer.decode,
     )
     windows = deal(prompts, index, layout.dp, window_of(options))

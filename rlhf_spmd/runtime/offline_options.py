@@ -34,6 +34,7 @@ class Options:
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: configs.DeviceChoice = "auto"  # as in training
     tp: PositiveInt = 1  # ranks that hold one copy of the model together
     samples_per_prompt: PositiveInt = 1
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long

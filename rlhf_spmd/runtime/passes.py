@@ -18,8 +18,6 @@ from rlhf_spmd.plan.program import Instruction, Post, Run, Wait
 from rlhf_spmd.runtime.batch import Sequences, forward
 from rlhf_spmd.runtime.training import Step, Training
 
-TAG = 2_000_000_000  # above the tags of transfers (execute.py); each message between two ranks has the next one
-
 
 class Passes(Protocol):
     """The passes of one Run on one rank."""
@@ -71,10 +69,10 @@ def through_stages(model: Transformer, batch: Sequences) -> Tensor:
     parallel, received_nD = model.parallel, None
     if parallel.previous is not None:
         received_nD = torch.empty(model.passes_on(len(batch.tokens_N)), dtype=model.dtype, device=batch.tokens_N.device)
-        dist.recv(received_nD, src=parallel.previous)
+        dist.recv(received_nD, src=parallel.previous, group=parallel.stages)
     output_nD = forward(model, batch, received_nD)
     if parallel.next is not None:
-        dist.send(output_nD.contiguous(), dst=parallel.next)
+        dist.send(output_nD.contiguous(), dst=parallel.next, group=parallel.stages)
     return output_nD
 
 
@@ -130,16 +128,15 @@ class Passage:
 
     def _post(self, number: int) -> None:
         message = next(m for m in self.body.transfers[number].messages if self.rank in (m.source, m.destination))
-        made, _ = self.body.passes[number]
+        made, model = self.body.passes[number][0], self.passes.model
         if message.source == self.rank:
             buffer_nD = self.leaving.pop(made).contiguous()
-            operation = dist.P2POp(dist.isend, buffer_nD, message.destination, tag=TAG + number)
+            direction, peer = dist.isend, message.destination
         else:
-            model = self.passes.model
             shape = model.passes_on(self.passes.num_tokens(made[1]))
-            device = next(model.parameters()).device
-            buffer_nD = torch.empty(shape, dtype=model.dtype, device=device)
-            operation = dist.P2POp(dist.irecv, buffer_nD, message.source, tag=TAG + number)
+            buffer_nD = torch.empty(shape, dtype=model.dtype, device=next(model.parameters()).device)
+            direction, peer = dist.irecv, message.source
+        operation = dist.P2POp(direction, buffer_nD, peer, group=model.parallel.stages, tag=number)
         self.pending[number] = dist.batch_isend_irecv([operation]), buffer_nD
 
     def _wait(self, number: int) -> None:

@@ -170,15 +170,15 @@ def profile(
     from rlhf_spmd.runtime.profile_links import constants, links
     from rlhf_spmd.runtime.profile_passes import measure
 
-    kind = "cpu" if world.device_index is None else config.device
+    kind = "cpu" if world.computes.index is None else config.device_type
     num_workers = None
-    if world.device_index is None:
+    if world.computes.index is None:
         cores = world.allgather(sorted(os.sched_getaffinity(0)), "the cores")
         of_node = {core for rank, mine in enumerate(cores) if world.nodes[rank] == world.node for core in mine}
         num_workers = max(1, len(of_node) // torch.get_num_threads())
     shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
     with tqdm(desc="profile", unit="points", disable=world.rank != 0, file=sys.stderr) as bar:
-        wait = torch.cuda.synchronize if world.device_index is not None else lambda: None
+        wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
         others = torch.zeros(CACHE_BYTES // 4, device=world.device)
         clock = Clock(world, num_workers, wait, partial(others.add_, 1), bar, budget_s)
         tables: list[Measured] = []

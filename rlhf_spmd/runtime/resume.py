@@ -19,7 +19,7 @@ from rlhf_spmd.model.config import read_json
 from rlhf_spmd.runtime.checkpoint import STATE, Checkpoint, newest, without_manifest
 from rlhf_spmd.runtime.streams import RANDOM_LAYOUT
 
-MAY_CHANGE = ("iterations", "deadline_s", "parity_tolerance", "wandb", "checkpoint.", "strategy.")
+MAY_CHANGE = ("iterations", "deadline_s", "device", "parity_tolerance", "wandb", "checkpoint.", "strategy.")
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 
 

@@ -83,8 +83,8 @@ class Watch:
             self._life, self._begun, self._work, self._disk = now, begun, work, disk
         self._looked = now
         world.board.speak(life_s=time.time() - (now - self._life), meets=world.is_meeting)
-        if world.device_index is not None and "torch" in sys.modules:
-            world.flight.set_device_bytes(sys.modules["torch"].cuda.memory_reserved(world.device_index))
+        if world.chosen is not None and world.chosen.index is not None and "torch" in sys.modules:
+            world.flight.set_device_bytes(sys.modules["torch"].cuda.memory_reserved(world.chosen.index))
         return now - self._life
 
     def is_alive(self, ranks: tuple[int, ...]) -> bool:

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import failures, launch, network
+from rlhf_spmd.runtime import devices, failures, launch, network
 from rlhf_spmd.runtime import groups as torch_groups
 from rlhf_spmd.runtime.board import Board, new_file
 from rlhf_spmd.runtime.control import Control, Failed, Late
+from rlhf_spmd.runtime.devices import Device
 from rlhf_spmd.runtime.failures import PREFIX, DeadlineError, PeerError, deadline_error, merged, name_ranks, print_error
 from rlhf_spmd.runtime.flight import NOWHERE, Flight, forget, how_to_go_on, keep_message
 from rlhf_spmd.runtime.watch import LONGEST_WAIT, Watch
@@ -56,13 +57,14 @@ class World:
     hosts: tuple[str, ...]  # the host name of every rank
     deadline_s: float
     threads: int  # this rank's fair share of its node's cores
-    device_index: int | None  # None: compute on the CPU
+    visible: tuple[tuple[str, ...], ...]  # the devices that every rank sees
     control: Control
     board: Board
     one_network: bool  # all ranks reach each other by loopback
     flight: Flight
     is_meeting: bool = False  # waits in a control message
     watch: Watch = field(init=False)
+    chosen: Device | None = None  # where this rank computes, once that is decided
     _groups: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class World:
         facts = {
             "host": socket.gethostname(),
             "network": torch_groups.network_stack(),
-            "devices": torch_groups.visible_devices(),
+            "devices": devices.visible_devices(),
             "cores": sorted(os.sched_getaffinity(0)),
         }
         try:
@@ -107,7 +109,6 @@ class World:
             os.unlink(path)
             launch.unname_shared_memory()
         of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
-        assigned = [torch_groups.assign_devices([facts["devices"] for facts in ranks]) for ranks in of_node]
         local_rank = node_ranks.index(comm.rank)
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
         flight = flight or Flight()
@@ -122,7 +123,7 @@ class World:
             hosts=tuple(facts["host"] for facts in everyone),
             deadline_s=deadline_s,
             threads=max(1, min(cores // len(node_ranks), len(everyone[comm.rank]["cores"]))),
-            device_index=None if None in assigned else assigned[node][local_rank],
+            visible=tuple(tuple(facts["devices"]) for facts in everyone),
             control=control,
             board=board,
             one_network=len({facts["network"] for facts in everyone}) == 1,
@@ -131,6 +132,18 @@ class World:
         control.may_come, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
         world.watch.start()
         return world
+
+    def use_device(self, wanted: str) -> None:
+        """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it. Raises
+        the same UserError on all ranks."""
+        self.chosen = devices.choose(wanted, self.visible, self.nodes, self.hosts)[self.rank]
+
+    @property
+    def computes(self) -> Device:
+        """Where this rank computes."""
+        if self.chosen is None:
+            self.use_device("auto")
+        return self.chosen
 
     def set_deadline(self, deadline_s: float) -> None:
         """From now on, nobody waits longer than this for a rank that shows no sign of life, nor LONGEST_WAIT times as
@@ -240,12 +253,18 @@ class World:
     # torch.distributed
 
     def start_torch(
-        self, groups: Mapping[str, Sequence[int]], *, deadline_s: float | None = None, threads: int | None = None
+        self,
+        groups: Mapping[str, Sequence[int]],
+        pairs: Mapping[str | None, Sequence[tuple[int, int]]] | None = None,
+        *,
+        deadline_s: float | None = None,
+        threads: int | None = None,
     ) -> None:
         """Starts torch.distributed and makes the named groups (ascending world ranks), all with the same deadline.
+        pairs: who will exchange messages in which group (Program.pairs).
 
-        gloo on CPUs or where a node has more ranks than devices, else NCCL with a device for each rank. `threads` is
-        how many threads torch may use on this rank; by default OMP_NUM_THREADS or a fair share of the cores.
+        `threads` is how many threads torch may use on this rank; by default OMP_NUM_THREADS or a fair share of the
+        cores.
         """
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
@@ -256,45 +275,29 @@ class World:
             import torch
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            if self.device_index is not None:
-                torch.cuda.set_device(self.device_index)
+            if self.computes.index is not None:
+                torch.cuda.set_device(self.computes.index)
         with self.together("starting torch.distributed"):
-            store = self._meet(timeout_s)
+            store = torch_groups.meet(self, timeout_s)
             self._groups = torch_groups.make_groups(
                 groups,
                 store=store,
                 rank=self.rank,
                 size=self.size,
-                device_index=self.device_index,
+                device=self.computes,
                 timeout_s=timeout_s,
             )
             number = torch.ones(1, device=self.device)
             torch.distributed.all_reduce(number)
             assert number.item() == self.size
-
-    def _meet(self, timeout_s: float) -> Any:
-        peers = sorted({host for host in self.hosts if host != self.hosts[0]})
-        interface, address = network.LOOPBACK_INTERFACE, torch_groups.LOOPBACK
-        if not self.one_network and self.rank == 0:
-            interface, address = torch_groups.choose_interface(peers)
-        store, port = torch_groups.make_store(address, timeout_s) if self.rank == 0 else (None, 0)
-        address, port = self.bcast([address, port], what="the address of the store")
-        if store is None:
-            if not self.one_network:
-                interface, _ = torch_groups.choose_interface([address])
-            store = torch_groups.join_store(address, port, timeout_s)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = it names all that begin so
-        if self.num_nodes > 1 or not all(self.allgather(self.board.shared, "the boards")):
-            self.board.store, self.board.second_store = store.clone(), store.clone()
-        return store
+            torch_groups.introduce(self._groups, pairs or {}, self.device)
 
     @property
     def device(self) -> Any:
         """Where this rank computes, as a torch.device."""
         import torch
 
-        return torch.device("cpu") if self.device_index is None else torch.device("cuda", self.device_index)
+        return torch.device("cpu") if self.computes.index is None else torch.device("cuda", self.computes.index)
 
     def group(self, name: str) -> Any:
         """The process group of that name, which this rank must belong to; None if this is its only rank."""

@@ -8,14 +8,16 @@ Three marks say at which numbers of ranks a test runs. `ranks(4, 8)`: only at th
 8, where a test takes longest; at the other numbers they run only with `-m slow`. Every one of them runs at 4 or at 5.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from rlhf_spmd.plan.layout import COLLECTIVES
 from rlhf_spmd.runtime.world import DeadlineError, World
-from tests.run_mpi import references
+from tests.run_mpi import BACKEND, references
 
 DEADLINE_S = 60.0
 MOST_MISMATCHES = 50
@@ -68,6 +70,10 @@ def world():
     """The ranks of this launch with torch.distributed started and the groups of `named_ranks`."""
     global _world
     _world = World.discover(deadline_s=DEADLINE_S)
+    if BACKEND in os.environ:
+        from tests.backends import install
+
+        install(os.environ[BACKEND])
     _world.start_torch(_named_ranks(_world.size), threads=1)
     yield _world
     world, _world = _world, None
@@ -76,18 +82,19 @@ def world():
 
 @pytest.fixture(scope="session")
 def make_group(world):
-    """make_group(ranks) -> process group (None for one rank), for tests that need others; every rank calls it alike."""
+    """make_group(ranks, purpose) -> process group (None for one rank), for tests that need others than `named_ranks`.
+    Every rank calls it alike."""
     from datetime import timedelta
 
     from torch.distributed import new_group
 
     made = {}
 
-    def make(ranks):
-        ranks = tuple(ranks)
-        if ranks not in made:
-            made[ranks] = new_group(list(ranks), timeout=timedelta(seconds=DEADLINE_S)) if len(ranks) > 1 else None
-        return made[ranks]
+    def make(ranks, purpose=COLLECTIVES):
+        key = ranks, purpose = tuple(ranks), purpose
+        if key not in made:
+            made[key] = new_group(list(ranks), timeout=timedelta(seconds=DEADLINE_S)) if len(ranks) > 1 else None
+        return made[key]
 
     return make
 

@@ -238,7 +238,7 @@ def weights_of(run: RunOf) -> dict[str, Tensor]:
 def with_groups(world, program: Program, make_group: Callable):
     """The same world with the groups of one program. Every rank makes every group."""
     placed = copy.copy(world)
-    placed._groups = {name: make_group(ranks) for name, ranks in program.groups.items()}
+    placed._groups = {name: make_group(ranks, name.split()[0]) for name, ranks in program.groups.items()}
     return placed
 
 

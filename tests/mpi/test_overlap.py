@@ -38,7 +38,7 @@ def test_iterations_take_as_long_as_the_critical_path(
 ):
     def with_groups(program):
         placed = copy.copy(world)
-        placed._groups = {name: make_group(ranks) for name, ranks in program.groups.items()}
+        placed._groups = {name: make_group(ranks, name.split()[0]) for name, ranks in program.groups.items()}
         return placed
 
     rows = measure_all(world, folder, with_groups, strategies, scale=scale, iterations=iterations)

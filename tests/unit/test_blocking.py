@@ -8,7 +8,7 @@ import pytest
 from rlhf_spmd.plan.blocking import deadlocks, misorders
 from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
-from tests.programs import make_workload, place_models, random_program, with_list
+from tests.programs import make_workload, mutated, place_models, random_program, with_list
 
 RESPONSES = ("responses",)
 
@@ -17,56 +17,66 @@ def has_errors(program: Program) -> bool:
     return any(finding.severity == "error" for finding in check(program))
 
 
+def peers(transfer: Transfer, rank: int, *, chained: bool) -> set[int]:
+    """Whom a rank needs for a transfer, or for what goes on of it at the Wait."""
+    if chained:
+        return set(transfer.ranks) - {rank}
+    if transfer.reallocation is None:
+        return transfer.peers(rank)
+    links = [set(route.ranks[:2]) for route in transfer.reallocation.routes]
+    return set().union(*(link for link in links if rank in link)) - {rank}
+
+
 def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> dict[int, int]:
     """Steps ranks at random until none can move; -> where the others are left standing, empty if all lists end.
 
     Collectives match as libraries match them: the n-th of a group on each of its ranks. A transfer is finished on a
     rank when its peers have posted it; with `in_order` a rank works on its transfers one after another, as posted. The
-    chains of a reallocation advance only while all its ranks wait for it.
+    chains of a reallocation begin with their first links when they are posted, and go on when all ranks of the
+    reallocation wait for it.
     """
     size = len(program.instructions)
     at = [0] * size
     entered: list[dict] = [{} for _ in range(size)]  # group -> what was entered so far
     blocked = [False] * size  # inside a collective
-    queue: list[list[int]] = [[] for _ in range(size)]  # transfers in posted order
-    done: set[tuple[int, int]] = set()
+    queue: list[list[tuple[int, bool]]] = [[] for _ in range(size)]  # transfers (or what goes on at a Wait) as posted
+    done: set[tuple[int, tuple[int, bool]]] = set()
+
+    def peers_of(rank: int, number: int, chained: bool) -> set[int]:
+        return peers(program.transfers[number], rank, chained=chained)
+
+    def moves_weights(step) -> bool:
+        return isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None
 
     def group_of(step) -> tuple[object, tuple[int, ...]] | None:
         if isinstance(step, Agree):
             return "everyone", tuple(range(size))
         if isinstance(step, Run) and step.group is not None:
             return step.group, program.groups[step.group]
-        if isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
+        if moves_weights(step) and not in_order:
             return f"weights {step.transfer}", program.transfers[step.transfer].ranks
         return None
 
-    def peers_of(rank: int, number: int) -> set[int]:
-        transfer = program.transfers[number]
-        return set(transfer.ranks) - {rank} if transfer.reallocation is not None else transfer.peers(rank)
-
-    def started(rank: int, number: int) -> bool:
+    def started(rank: int, what: tuple[int, bool]) -> bool:
         mine = queue[rank]
-        return number in mine and (not in_order or all((rank, n) in done for n in mine[: mine.index(number)]))
+        return what in mine and (not in_order or all((rank, other) in done for other in mine[: mine.index(what)]))
 
     def progress() -> None:
         moved = True
         while moved:
             moved = False
             for rank in range(size):
-                for number in queue[rank]:
-                    peers = peers_of(rank, number)
-                    ready = started(rank, number) and all(started(p, number) or (p, number) in done for p in peers)
-                    if ready and (rank, number) not in done:
-                        done.add((rank, number))
+                for what in queue[rank]:
+                    needed = peers_of(rank, *what)
+                    ready = started(rank, what) and all(started(p, what) or (p, what) in done for p in needed)
+                    if ready and (rank, what) not in done:
+                        done.add((rank, what))
                         moved = True
 
     def try_step(rank: int) -> bool:
         step = program.instructions[rank][at[rank]]
         if (group := group_of(step)) is not None:
             name, members = group
-            progress()
-            if in_order and isinstance(step, Wait) and (rank, step.transfer) not in done:
-                return False
             if not blocked[rank]:
                 entered[rank].setdefault(name, []).append(step)
                 blocked[rank] = True
@@ -77,14 +87,17 @@ def hangs(program: Program, rng: random.Random, *, in_order: bool = False) -> di
                 return False
             blocked[rank] = False
         elif isinstance(step, Wait):
-            peers = program.transfers[step.transfer].peers(rank)
+            what = step.transfer, in_order and moves_weights(step)
+            if what[1] and what not in queue[rank]:
+                queue[rank].append(what)
+                return True
             progress()
-            if in_order and (rank, step.transfer) not in done:
+            if in_order and (rank, what) not in done:
                 return False
-            if not in_order and not all(step.transfer in queue[peer] for peer in peers):
+            if not in_order and not all(what in queue[peer] for peer in peers_of(rank, *what)):
                 return False
-        elif isinstance(step, Post):
-            queue[rank].append(step.transfer)
+        elif isinstance(step, Post) and (in_order is False or peers_of(rank, step.transfer, False)):
+            queue[rank].append((step.transfer, False))
         at[rank] += 1
         return True
 
@@ -126,27 +139,6 @@ def test_posts_in_a_circle_hang_a_backend_that_carries_them_out_in_order():
     rank, position, text = misorders(program)[0]
     assert (rank, position) == (0, 0) and "posts transfer 0 here, while rank 1 posts transfer 1 first" in text
     assert has_errors(program)
-
-
-def mutated(program: Program, rng: random.Random) -> Program:
-    """One to three small changes: two instructions swapped, one moved, dropped or doubled on some rank."""
-    for _ in range(rng.randint(1, 3)):
-        rank = rng.randrange(len(program.instructions))
-        steps = list(program.instructions[rank])
-        if not steps:
-            continue
-        one, other = rng.randrange(len(steps)), rng.randrange(len(steps))
-        change = rng.choice(["swap", "move", "drop", "double"])
-        if change == "swap":
-            steps[one], steps[other] = steps[other], steps[one]
-        elif change == "move":
-            steps.insert(other, steps.pop(one))
-        elif change == "drop":
-            del steps[one]
-        else:
-            steps.insert(other, steps[one])
-        program = with_list(program, rank, steps)
-    return program
 
 
 def jumble(rng: random.Random) -> Program:

@@ -13,7 +13,7 @@ from rlhf_spmd.__main__ import main
 
 HEAVY = {"torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
 BIG = ["check", "flattening", "--layout", "8x8", "--preset", "llama-65b"]
-FITS = ["check", "flattening", "--layout", "1x4", "--preset", "llama-7b", "--device", "cpu"]
+FITS = ["check", "flattening", "--layout", "1x4", "--preset", "llama-7b", "--device-type", "cpu"]
 
 
 def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -120,7 +120,7 @@ def test_a_mistake_ends_with_status_2_and_one_line():
         (["check", "flattening", "--preset", "llama-7"], ["unknown preset 'llama-7'", "llama-7b"]),
         (["check", "flattening", "--layout", "0x8"], ["layout '0x8'"]),
         (["check", "flattening", "--layout", "9000x9000"], ["81,000,000 devices"]),
-        (["check", "flattening", "--device", "abacus"], ["unknown device type 'abacus'", "h100-80g"]),
+        (["check", "flattening", "--device-type", "abacus"], ["unknown device type 'abacus'", "h100-80g"]),
         (["check", "flattening", "--rank", "4"], ["--rank 4", "1x4", "0-3"]),
         (["check", "flattening", "--rank", "-1"], ["--rank -1"]),
         (["check", "flattening", "--rank", "x"], ["--rank", "'x'"]),
@@ -173,8 +173,8 @@ def test_options_and_overrides_reach_the_program(capsys):
     changed = [result("strategy.zero=1"), result("mini_batch=64"), result("--layout", "2x2"), result("--layout", "1x2")]
     assert len({plain["fingerprint"], *(other["fingerprint"] for other in changed)}) == 5
     assert result("ppo.kl_coef=0.1")["fingerprint"] == plain["fingerprint"]  # no placement or program depends on it
-    assert plain["errors"] == 1 and result("--device", "cpu")["errors"] == 0
-    assert result("mini_batch=2", "--layout", "1x4", "--device", "cpu")["warnings"] == 6
+    assert plain["errors"] == 1 and result("--device-type", "cpu")["errors"] == 0
+    assert result("mini_batch=2", "--layout", "1x4", "--device-type", "cpu")["warnings"] == 6
 
 
 def test_the_asked_rank_is_shown(capsys, tmp_path):
@@ -184,7 +184,7 @@ def test_the_asked_rank_is_shown(capsys, tmp_path):
         "    here, there = Layout.data_parallel((0,)), Layout.data_parallel((1,))\n"
         "    return Placement.by_model(workload, actor=here, critic=here, reference=there, reward=here)\n"
     )
-    command = ["check", str(tmp_path / "mine.py"), "--layout", "1x3", "--preset", "llama-7b", "--device", "cpu"]
+    command = ["check", str(tmp_path / "mine.py"), "--layout", "1x3", "--preset", "llama-7b", "--device-type", "cpu"]
     assert main([*command, "--rank", "1"]) == 0
     text = capsys.readouterr().out
     shown = text[text.index("What rank 1 executes") :]

@@ -42,25 +42,6 @@ def test_everybody_alone_is_refused_by_the_first(environment):
     assert caught.value.code == 0
 
 
-def test_visible_devices_follow_cuda():
-    uuids = ["GPU-aa1", "GPU-ab2", "GPU-c3"]
-    assert groups.chosen_devices(uuids, None) == uuids
-    assert groups.chosen_devices(uuids, "") == groups.chosen_devices(uuids, "-1") == []
-    assert groups.chosen_devices(uuids, "2,0") == ["GPU-c3", "GPU-aa1"]
-    assert groups.chosen_devices(uuids, "1, 7, 0") == ["GPU-ab2"]  # CUDA stops at the first that is none
-    assert groups.chosen_devices(uuids, "GPU-ab,0") == ["GPU-ab2", "GPU-aa1"]
-    assert groups.chosen_devices(uuids, "GPU-a,0") == []  # two begin like that
-    assert groups.chosen_devices(uuids, "MIG-x,MIG-y") == ["MIG-x", "MIG-y"]
-
-
-def test_each_rank_of_a_node_gets_a_device_of_its_own():
-    assert groups.assign_devices([["a", "b"], ["a", "b"]]) == [0, 1]
-    assert groups.assign_devices([["a"], ["b"]]) == [0, 0]  # the launcher bound them
-    assert groups.assign_devices([["b", "a"], ["a", "b"], ["c"]]) == [0, 0, 0]
-    assert groups.assign_devices([["a"], ["a"]]) is None
-    assert groups.assign_devices([[]]) is None
-
-
 def test_the_interface_is_the_users_choice_or_real(monkeypatch):
     monkeypatch.setattr(
         groups, "interface_addresses", lambda: {"lo": "127.0.0.1", "eth0": "192.0.2.7", "ib0": "198.51.100.7"}

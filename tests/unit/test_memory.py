@@ -23,7 +23,7 @@ def errors(program: Program) -> list[Finding]:
 
 def flattening(preset: str, layout: str, zero: int = 0) -> Program:
     config = load(preset)
-    cluster = Cluster.parse(layout, config.device)
+    cluster = Cluster.parse(layout, config.device_type)
     trained, frozen = (Layout.data_parallel(cluster.ranks, zero=stage) for stage in (zero, 0))
     workload = workload_of(config)
     placement = Placement.by_model(workload, actor=trained, critic=trained, reference=frozen, reward=frozen)

@@ -50,7 +50,8 @@ def test_words_set_options():
 
 @pytest.mark.parametrize("key", offline_options.keys())
 def test_every_key_can_be_set(key):
-    value = {"dtype": "bfloat16", "data.key": "text", "data.long_prompts": "drop", "generation.stop": "x"}.get(key, "1")
+    words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
+    value = (words | {"generation.stop": "x"}).get(key, "1")
     options = offline_options.load([f"{key}={value}"])
     for part in key.split("."):
         options = getattr(options, part)
@@ -222,7 +223,10 @@ class OneRank:
     def __init__(self):
         import torch
 
-        self.rank, self.size, self.node, self.nodes, self.device = 0, 1, 0, (0,), torch.device("cpu")
+        from rlhf_spmd.runtime.devices import Device
+
+        self.rank, self.size, self.device = 0, 1, torch.device("cpu")
+        self.computes = Device("cpu", None, 1, 1)
 
     def together(self, what):
         from contextlib import nullcontext

@@ -169,8 +169,8 @@ def test_the_options_that_are_tried_exist(name, layout):
             ["strategy.zero=1"],
             "strategy.zero is an option of a strategy, but the planner chooses every layout; drop it",
         ),
-        (["--device", "h200-141g"], "no calibration of h200-141g is shipped; give --calibration FILE.json"),
-        (["--calibration", "a100-80g", "--device", "cpu"], "does not know devices of type cpu, only a100-80g"),
+        (["--device-type", "h200-141g"], "no calibration of h200-141g is shipped; give --calibration FILE.json"),
+        (["--calibration", "a100-80g", "--device-type", "cpu"], "does not know devices of type cpu, only a100-80g"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -192,7 +192,7 @@ def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, t
     message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
     assert "no calibration of a100-80g, h100-80g is shipped" in message
     message = refusal(capsys, "--cluster", str(path), "--layout", "2x8")
-    assert "drop --layout and --device" in message
+    assert "drop --layout and --device-type" in message
 
 
 def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):

@@ -1,0 +1,138 @@
+"""Which device each rank computes on: one of its own, one that it shares with other ranks, or the CPU.
+
+`device=auto` takes a device of its own for each rank, or the CPU where no rank sees a device; anything in between is
+refused, so that nothing runs on the CPU unasked. `cuda` insists on devices; `cpu` ignores them. `shared` spreads any
+number of ranks over the devices of their node and has their tensors travel through host memory (host_group.py): slow,
+for developing strategies on a workstation.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhf_spmd.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhf_spmd.plan.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where a rank computes."""
+
+    kind: str  # cpu, cuda or shared
+    index: int | None  # among the devices that this rank sees; None: the CPU
+    num_ranks: int  # that compute on the same one, this rank included
+    num_devices: int  # of the whole job; CPUs count by nodes
+
+
+def choose(wanted: str, visible: Sequence[Sequence[str]], nodes: Sequence[int], hosts: Sequence[str]) -> list[Device]:
+    """The device of every rank. visible: UUIDs of the devices that each rank sees; nodes, hosts: of each rank. Raises
+    UserError where there are not the devices that `wanted` (the option `device`) asks for."""
+    members = [[rank for rank, node in enumerate(nodes) if node == nodes[mine]] for mine in range(len(nodes))]
+    if wanted == "cpu" or wanted == "auto" and not any(visible):
+        return [Device("cpu", None, len(ranks), len(set(nodes))) for ranks in members]
+    for rank, ranks in enumerate(members):
+        found = {device for peer in ranks for device in visible[peer]}
+        if not found or wanted == "shared" and not visible[rank]:
+            raise UserError(
+                f"device={wanted}, but {'rank ' + str(rank) + ' on ' if found else ''}{hosts[rank]} sees no device: "
+                "nvidia-smi there shows what the driver finds, and CUDA_VISIBLE_DEVICES what is left visible; "
+                "device=cpu runs on the CPU"
+            )
+        if wanted != "shared" and assign([visible[peer] for peer in ranks]) is None:
+            raise UserError(
+                f"{hosts[rank]} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {len(found)} "
+                f"device{'s' * (len(found) > 1)} for them; start one rank for each device, or choose device=shared "
+                "(ranks share devices, through host memory: slow, for trying things out) or device=cpu"
+            )
+    indices = {ranks[0]: _indices(wanted, [visible[peer] for peer in ranks]) for ranks in members}
+    mine = [indices[ranks[0]][ranks.index(rank)] for rank, ranks in enumerate(members)]
+    uuids = [visible[rank][index] for rank, index in enumerate(mine)]
+    kind = "shared" if wanted == "shared" else "cuda"
+    return [Device(kind, index, uuids.count(uuid), len(set(uuids))) for index, uuid in zip(mine, uuids, strict=True)]
+
+
+def _indices(wanted: str, visible: Sequence[Sequence[str]]) -> list[int]:
+    """The device of each rank of a node, as its place among those that the rank sees."""
+    own = assign(visible)
+    if own is not None or wanted != "shared":
+        return own
+    taken: dict[str, int] = {}
+    found = []
+    for devices in visible:
+        index = min(range(len(devices)), key=lambda index: taken.get(devices[index], 0))
+        taken[devices[index]] = taken.get(devices[index], 0) + 1
+        found.append(index)
+    return found
+
+
+def refuse(device: Device, program: "Program") -> None:
+    """Raises UserError for what can't run where ranks share a device."""
+    if device.kind != "shared":
+        return
+    for call in program.workload.workflow.placed_calls:
+        zero = program.placement.layouts[call.name].zero
+        if call.kind == "train" and zero > 1:
+            raise UserError(
+                f"{call.name} has ZeRO {zero}, which is DeepSpeed's and needs NCCL or the CPU; with device=shared use "
+                "ZeRO 0 or 1"
+            )
+
+
+def visible_devices() -> list[str]:
+    """The UUIDs of the NVIDIA devices that this process may use, in order, without torch or CUDA; [] if none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    uuids = []
+    for index in range(count.value):
+        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if (
+            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0
+            and nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)) == 0
+        ):
+            uuids.append(uuid.value.decode())
+    nvml.nvmlShutdown()
+    return chosen_devices(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def chosen_devices(uuids: Sequence[str], chosen: str | None) -> list[str]:
+    """Those of `uuids` that CUDA_VISIBLE_DEVICES leaves visible: numbers or beginnings of UUIDs, up to a bad one."""
+    if chosen is None:
+        return list(uuids)
+    visible: list[str] = []
+    for entry in (part.strip() for part in chosen.split(",")):
+        if entry.startswith("MIG-"):
+            found = [entry]
+        elif entry.isdigit():
+            found = list(uuids[int(entry) : int(entry) + 1])
+        else:
+            found = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
+        if len(found) != 1 or found[0] in visible:
+            break
+        visible += found
+    return visible
+
+
+def assign(visible: Sequence[Sequence[str]]) -> list[int] | None:
+    """For each rank of a node the index, among the devices visible to it, of one that is its own; None if too few.
+
+    Ranks may see all devices of the node or, where the launcher bound them, one each.
+    """
+    taken: set[str] = set()
+    indices = []
+    for devices in visible:
+        free = [index for index, device in enumerate(devices) if device not in taken]
+        if not free:
+            return None
+        indices.append(free[0])
+        taken.add(devices[free[0]])
+    return indices

@@ -1,0 +1,157 @@
+"""Process groups for ranks that share a device: tensors on it travel through host memory, by gloo.
+
+NCCL refuses two ranks on one device, and gloo's messages of tensors on a device are not to be counted on. Here a tensor
+is copied to the host when an operation begins, and back when it is waited for. It is slow and meant for developing
+strategies on a workstation (`device=shared`). Tensors on the CPU go to gloo as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "host"
+
+
+class HostWork(dist.Work):
+    """An operation under way: `finish` runs when it is waited for the first time."""
+
+    def __init__(self, finish: Callable[[], None]):
+        super().__init__()
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+
+class HostGroup(dist.ProcessGroup):
+    """What this program and DeepSpeed use of a process group. `run` says when an operation is carried out; a subclass
+    may choose another time (tests/ordered_group.py)."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self.inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._rank, self._size, self.timeout = rank, size, timeout
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    def run(self, what: str, start: Callable[[], dist.Work], finish: Callable[[], None]) -> dist.Work:
+        """start: begins a gloo operation; finish: what follows when it is over. what: its name, for errors."""
+        work = start()
+
+        def end() -> None:
+            work.wait()
+            finish()
+
+        return HostWork(end)
+
+    def _operation(
+        self, what: str, begin: Callable[..., dist.Work], read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> dist.Work:
+        """An operation on copies in host memory of the tensors that it reads or writes; `begin` takes those of both.
+        A tensor may be in both lists."""
+        hosts = {id(tensor): _on_host(tensor, copied=True) for tensor in read}
+        for tensor in written:
+            hosts.setdefault(id(tensor), _on_host(tensor, copied=False))
+
+        def finish() -> None:
+            for tensor in written:
+                if hosts[id(tensor)] is not tensor:
+                    tensor.copy_(hosts[id(tensor)])
+
+        return self.run(
+            what, lambda: begin([hosts[id(tensor)] for tensor in read], [hosts[id(t)] for t in written]), finish
+        )
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        return self._operation("all_reduce", lambda read, _: self.inner.allreduce(read, opts), tensors, tensors)
+
+    def broadcast(self, tensors, opts=None):
+        opts = opts or dist.BroadcastOptions()
+        mine = opts.rootRank == self._rank
+        return self._operation(
+            "broadcast",
+            lambda read, written: self.inner.broadcast(read or written, opts),
+            tensors if mine else (),
+            () if mine else tensors,
+        )
+
+    def reduce(self, tensors, opts=None):
+        opts = opts or dist.ReduceOptions()
+        return self._operation("reduce", lambda read, _: self.inner.reduce(read, opts), tensors, tensors)
+
+    def allgather(self, outputs, inputs, opts=None):
+        (parts,) = outputs
+        return self._operation("all_gather", lambda read, written: self.inner.allgather([written], read), inputs, parts)
+
+    def all_gather_single(self, output, input, opts=None):
+        return self._operation(
+            "all_gather",
+            lambda read, written: self.inner.allgather([list(written[0].chunk(self._size))], read),
+            [input],
+            [output],
+        )
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        (parts,) = inputs
+        return self._operation(
+            "reduce_scatter", lambda read, written: self.inner.reduce_scatter(written, [read], opts), parts, outputs
+        )
+
+    def reduce_scatter_single(self, output, input, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        return self._operation(
+            "reduce_scatter",
+            lambda read, written: self.inner.reduce_scatter(written, [list(read[0].chunk(self._size))], opts),
+            [input],
+            [output],
+        )
+
+    # their names before torch 2.13
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+    def barrier(self, opts=None):
+        return self.run("barrier", self.inner.barrier, lambda: None)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def send(self, tensors, peer, tag):
+        return self._operation(f"send to {peer}", lambda read, _: self.inner.send(read, peer, tag), tensors, ())
+
+    def recv(self, tensors, peer, tag):
+        return self._operation(
+            f"receive from {peer}", lambda _, written: self.inner.recv(written, peer, tag), (), tensors
+        )
+
+
+def _on_host(tensor: Tensor, *, copied: bool) -> Tensor:
+    """The tensor itself if it lies in host memory, or one like it there, with the same numbers if `copied`."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return tensor.cpu() if copied else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, HostGroup, devices=["cpu", "cuda"])

@@ -1,0 +1,27 @@
+"""What tests/mpi may run on instead of gloo: a stand-in for NCCL, or the way through host memory of ranks that share a
+device. In both, weights travel in chains, as on a GPU: the words about shared memory (runtime/arena.py) are for gloo
+only, which knows no order.
+"""
+
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.runtime import arena, groups, host_group
+from tests import ordered_group
+
+
+def install(name: str) -> None:
+    """Every process group of this process uses that backend from now on."""
+    arena.FOLDER = ""
+    groups.BACKENDS["cpu"] = name
+    if name == "ordered":
+        dist.Backend.register_backend(name, ordered_group.OrderedGroup, devices=["cpu"])
+        dist.batch_isend_irecv = ordered_group.batch_isend_irecv
+    else:
+        host_group.register()
+        host_group._on_host = _copied
+
+
+def _copied(tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    """As if the tensor lay on a device."""
+    return tensor.detach().clone() if copied else torch.full_like(tensor, 77)

@@ -1,0 +1,110 @@
+"""Programs whose messages go through communicators that work in order: all of them end, and draw the same tokens.
+
+On gloo, which knows no order, this would show little; `tests/run_mpi.py --backend ordered 4` runs it, and `--backend
+host`, where every tensor goes through a copy in host memory.
+"""
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.check import check
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Program
+from rlhf_spmd.strategy import load_strategy
+from tests.folders import write_model, write_prompts
+from tests.mpi.test_invariance import with_groups
+from tests.programs import random_split_placement
+from tests.run_mpi import BACKEND
+from tests.runs import RunOf, load
+
+pytestmark = [
+    pytest.mark.mpi(min_size=4),
+    pytest.mark.skipif(BACKEND not in os.environ, reason="needs a backend of tests/backends.py"),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+NUM_RANDOM, NUM_QUICK = 30, 4
+
+
+def by_strategy(name: str, **options) -> Callable:
+    return lambda workload, cluster: load_strategy(name).place(workload, cluster, **options)
+
+
+def streaming_with_stages(workload, cluster) -> Placement:
+    """With one communicator for all messages, this would hang."""
+    layouts = {name: Layout.data_parallel((0,)) for name in ("actor_train", "critic_train")}
+    layouts |= {name: Layout.data_parallel((1,)) for name in ("actor_generate", "reward_infer", "critic_infer")}
+    layouts["reference_infer"] = Layout.grid_of((2, 3), pp=2)
+    return Placement(layouts, stream=True)
+
+
+PLACEMENTS = {
+    "flattening": by_strategy("flattening", zero=1),
+    "interleaving1": by_strategy("interleaving1"),
+    "interleaving2": by_strategy("interleaving2"),
+    "separation": by_strategy("separation", generation_ranks=1),
+    "separation in stages": by_strategy("separation", generation_pp=2, training_pp=2, in_flight=2),
+    "separation in slices": by_strategy("separation", generation_pp=2, training_tp=2, in_flight=1),
+    "reallocation": by_strategy("reallocation", generation_tp=2, training_pp=2),
+    "streaming with stages": streaming_with_stages,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(world, shared_folder):
+    """Checkpoints of models with four layers, and prompts."""
+    if world.rank == 0:
+        write_model(shared_folder / "actor", num_layers=4)
+        write_model(shared_folder / "reward", num_layers=4, head="scalar", seed=1)
+        write_prompts(shared_folder / "prompts.jsonl")
+    world.barrier("the checkpoints")
+    return shared_folder
+
+
+@pytest.fixture(scope="module")
+def settings(folder):
+    paths = [f"models.{name}={folder / name}" for name in ("actor", "reward")]
+    sizes = ["rollout_batch=12", "mini_batch=4", "micro_batch=1", "data.max_prompt=8", "generation.max_new_tokens=6"]
+    return load([*paths, f"data.prompts={folder / 'prompts.jsonl'}", *sizes, "ppo.epochs=2", "parity_tolerance=1"])
+
+
+@pytest.fixture(scope="module")
+def expected(settings) -> str:
+    return RunOf(settings).iteration()["tokens_sha256"]
+
+
+def run(program: Program, settings, world, make_group) -> str:
+    """-> the tokens' hash after an iteration."""
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    return RunOf(settings, with_groups(world, program, make_group), program).iteration()["tokens_sha256"]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_strategies(name, settings, expected, world, make_group):
+    workload, cluster = make_workload(settings), Cluster.parse(f"1x{world.size}")
+    program = compile_program(workload, PLACEMENTS[name](workload, cluster), cluster)
+    assert run(program, settings, world, make_group) == expected
+
+
+def random_program(settings, size: int, seed: int) -> Program:
+    rng, workload, cluster = random.Random(seed), make_workload(settings), Cluster.parse(f"1x{size}")
+    while True:
+        try:
+            return compile_program(workload, random_split_placement(rng.choice, workload, cluster), cluster)
+        except UserError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= NUM_QUICK else []) for seed in range(NUM_RANDOM)]
+)
+def test_random_programs(seed, settings, expected, world, make_group):
+    assert run(random_program(settings, world.size, seed), settings, world, make_group) == expected

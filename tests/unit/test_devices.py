@@ -1,0 +1,96 @@
+"""Which device each rank gets, what is refused rather than run on the CPU, and who shares a device's memory."""
+
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.runtime import devices, kvcache
+from rlhf_spmd.runtime.devices import Device, choose, refuse
+from rlhf_spmd.strategy import load_strategy
+from tests.programs import make_workload
+
+HOSTS = ("one", "one", "one", "two", "two", "two")
+NODES = (0, 0, 0, 1, 1, 1)
+
+
+def test_visible_devices_follow_cuda():
+    uuids = ["GPU-aa1", "GPU-ab2", "GPU-c3"]
+    assert devices.chosen_devices(uuids, None) == uuids
+    assert devices.chosen_devices(uuids, "") == devices.chosen_devices(uuids, "-1") == []
+    assert devices.chosen_devices(uuids, "2,0") == ["GPU-c3", "GPU-aa1"]
+    assert devices.chosen_devices(uuids, "1, 7, 0") == ["GPU-ab2"]  # CUDA stops at the first that is none
+    assert devices.chosen_devices(uuids, "GPU-ab,0") == ["GPU-ab2", "GPU-aa1"]
+    assert devices.chosen_devices(uuids, "GPU-a,0") == []  # two begin like that
+    assert devices.chosen_devices(uuids, "MIG-x,MIG-y") == ["MIG-x", "MIG-y"]
+
+
+def test_each_rank_of_a_node_gets_a_device_of_its_own():
+    assert devices.assign([["a", "b"], ["a", "b"]]) == [0, 1]
+    assert devices.assign([["a"], ["b"]]) == [0, 0]  # the launcher bound them
+    assert devices.assign([["b", "a"], ["a", "b"], ["c"]]) == [0, 0, 0]
+    assert devices.assign([["a"], ["a"]]) is None
+    assert devices.assign([[]]) is None
+
+
+def test_a_device_for_each_rank_or_the_cpu_of_all():
+    none = [()] * 6
+    for wanted in ("auto", "cpu"):
+        assert choose(wanted, none, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+    seen = [("a", "b", "c")] * 3 + [("d",), ("e",), ("f",)]  # on the second node the launcher bound them
+    own = [Device("cuda", index, 1, 6) for index in (0, 1, 2, 0, 0, 0)]
+    assert choose("auto", seen, NODES, HOSTS) == choose("cuda", seen, NODES, HOSTS) == own
+    assert choose("cpu", seen, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen", "words"),
+    [
+        ("auto", [("a",)] * 3 + [("b", "c", "d")] * 3, "one has 3 ranks and 1 device for them; start one"),
+        ("cuda", [("a", "b")] * 3 + [("c", "d", "e")] * 3, "one has 3 ranks and 2 devices for them"),
+        ("auto", [("a", "b", "c")] * 3 + [()] * 3, "device=auto, but two sees no device"),
+        ("cuda", [()] * 6, "device=cuda, but one sees no device"),
+        ("shared", [()] * 6, "device=shared, but one sees no device"),
+        ("shared", [("a",), (), ("a",), ("b",), ("b",), ("b",)], "device=shared, but rank 1 on one sees no device"),
+    ],
+)
+def test_nothing_runs_on_the_cpu_unasked(wanted, seen, words):
+    with pytest.raises(UserError) as caught:
+        choose(wanted, seen, NODES, HOSTS)
+    assert words in str(caught.value) and "device=cpu" in str(caught.value)
+
+
+def test_ranks_share_devices_evenly():
+    seen = [("a", "b")] * 3 + [("c",)] * 3
+    found = choose("shared", seen, NODES, HOSTS)
+    assert [(one.index, one.num_ranks) for one in found] == [(0, 2), (1, 1), (0, 2), (0, 3), (0, 3), (0, 3)]
+    assert {(one.kind, one.num_devices) for one in found} == {("shared", 3)}
+    bound = [("a",), ("b",), ("a", "b"), ("c",), ("d",), ("e",)]  # two of three cannot be told apart by their numbers
+    assert [one.num_ranks for one in choose("shared", bound, NODES, HOSTS)] == [2, 1, 2, 1, 1, 1]
+
+
+def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch):
+    """Also where the launcher lets each of eight ranks see a device of its own only."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70_000, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    bound = choose("auto", [(f"device {rank}",) for rank in range(8)], (0,) * 8, ("one",) * 8)
+    device = torch.device("cuda", bound[3].index)
+    assert kvcache.free_bytes(device, bound[3].num_ranks) == 75_000
+    shared = choose("shared", [("device",)] * 4, (0,) * 4, ("one",) * 4)
+    assert kvcache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4 + 5_000
+
+
+def test_deepspeed_needs_a_device_of_its_own():
+    workload, cluster = make_workload(), Cluster.parse("1x4")
+    shared = Device("shared", 0, 4, 1)
+    for zero in (0, 1, 2, 3):
+        program = load_strategy("flattening").compile(workload, cluster, {"zero": zero})
+        refuse(Device("cuda", 0, 1, 4), program)
+        refuse(Device("cpu", None, 4, 1), program)
+        if zero < 2:
+            refuse(shared, program)
+            continue
+        with pytest.raises(UserError, match=f"actor_train has ZeRO {zero}, which is DeepSpeed's"):
+            refuse(shared, program)

@@ -1,0 +1,129 @@
+"""What check passes ends where communicators work in order, whatever the schedule.
+
+Programs with stages, slices, ZeRO and every kind of overlap, on the detailed executor of tests/ordered.py.
+"""
+
+import random
+from contextlib import suppress
+
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.blocking import hangs
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.pipeline import bodies
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program import Post, Program
+from rlhf_spmd.strategy import load_strategy
+from tests.ordered import standing
+from tests.programs import SPLIT_SHAPE, errors, make_workload, random_split_program, with_list
+
+SHIPPED = {
+    "flattening": ({}, {"zero": 1}),
+    "interleaving1": ({},),
+    "interleaving2": ({},),
+    "separation": tuple(
+        {"in_flight": in_flight, "generation_pp": generation, "training_pp": training, "training_tp": tp}
+        for in_flight in (1, 2, 3)
+        for generation in (1, 2)
+        for training, tp in ((1, 1), (2, 1), (2, 2))
+    ),
+    "reallocation": ({}, {"generation_tp": 2, "training_tp": 1, "training_pp": 2}),
+}
+
+
+def shipped(size: int) -> list[tuple[str, Program]]:
+    workload = make_workload(mini_batch=8, num_mini_batches=3, epochs=2, shape=SPLIT_SHAPE)
+    cluster = Cluster.parse(f"1x{size}")
+    found = []
+    for name, choices in SHIPPED.items():
+        for options in choices:
+            with suppress(UserError):  # too few ranks
+                placement = load_strategy(name).place(workload, cluster, **options)
+                found.append((f"{name} {options}", compile_program(workload, placement, cluster)))
+    return found
+
+
+def streaming_with_stages() -> Program:
+    """Training on rank 0, generation, rewards and values on rank 1, the reference in two stages on ranks 2 and 3."""
+    workload = make_workload(num_mini_batches=4, shape=SPLIT_SHAPE)
+    layouts = {name: Layout.data_parallel((0,)) for name in ("actor_train", "critic_train")}
+    layouts |= {name: Layout.data_parallel((1,)) for name in ("actor_generate", "reward_infer", "critic_infer")}
+    layouts["reference_infer"] = Layout.grid_of((2, 3), pp=2)
+    return compile_program(workload, Placement(layouts, stream=True), Cluster.parse("1x4"))
+
+
+def test_one_communicator_for_all_messages_would_hang():
+    """A receive that is posted early stands in front of a stage's send; with communicators of their own it does not."""
+    rng = random.Random(0)
+    hanging = 0
+    for program in [streaming_with_stages(), *(program for name, program in shipped(8) if "separation" in name)]:
+        assert not errors(program)
+        assert not standing(program, rng)
+        hanging += bool(standing(program, rng, apart=False))
+        if program.placement.layouts["reference_infer"].ranks == (2, 3):
+            assert hanging == 1
+    assert hanging > 5, hanging
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_shipped_strategies_pass_and_end(size):
+    rng = random.Random(size)
+    for name, program in shipped(size):
+        assert not errors(program), name
+        for _ in range(3):
+            assert not standing(program, rng), name
+
+
+def found_in(num_programs: int, num_schedules: int, seed: int) -> dict[str, int]:
+    """Random programs, most with Posts in another order: how many pass, and how many that are refused would end."""
+    rng = random.Random(seed)
+    counts = dict.fromkeys(("passed", "passed with stages", "refused", "refused but ends", "needs introductions"), 0)
+    while counts["passed"] < num_programs:
+        program = random_split_program(rng.choice)
+        if rng.random() < 0.6:
+            program = reordered(program, rng)
+        refused = {finding.message for finding in errors(program)}
+        if not refused <= {text for _, _, text in hangs(program)}:
+            continue  # something else is wrong with it
+        ends = [not standing(program, rng) for _ in range(num_schedules)]
+        if not refused:
+            assert all(ends), program.placement
+            counts["passed"] += 1
+            counts["passed with stages"] += any(True for _ in bodies(program))
+            counts["needs introductions"] += bool(standing(program, rng, connected=False))
+        else:
+            counts["refused"] += 1
+            counts["refused but ends"] += all(ends)
+    return counts
+
+
+def reordered(program: Program, rng: random.Random) -> Program:
+    """Another order of Posts on one rank: two change places, or one moves."""
+    rank = rng.choice(program.cluster.ranks)
+    steps = list(program.instructions[rank])
+    posts = [place for place, step in enumerate(steps) if isinstance(step, Post)]
+    if len(posts) < 2:
+        return program
+    one, other = rng.sample(posts, 2)
+    if rng.random() < 0.5:
+        steps[one], steps[other] = steps[other], steps[one]
+    else:
+        steps.insert(rng.randrange(len(steps)), steps.pop(one))
+    return with_list(program, rank, steps)
+
+
+def test_what_check_passes_ends():
+    counts = found_in(60, 3, seed=1)
+    assert counts["passed with stages"] > 15 and counts["refused"] > 5, counts
+
+
+@pytest.mark.slow
+def test_both_directions_at_length(capsys):
+    """300 programs that pass, each in 20 schedules."""
+    counts = found_in(300, 20, seed=2)
+    with capsys.disabled():
+        print(f"\n{counts}")
+    assert counts["passed with stages"] > 75 and counts["refused"] > 25, counts
