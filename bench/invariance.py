@@ -48,6 +48,7 @@ def run_cases(folder: Path) -> None:
     from rlhf_spmd.runtime.world import World
 
     world = World.discover()
+    world.use_device("cpu")
     try:
         cases = programs(world.size)
         world.start_torch(*communicators(program for _, _, program in cases), threads=1)

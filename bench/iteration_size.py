@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
         assert not arguments, "iteration-size takes no options"
         return measured_on_ranks("iteration-size", NUM_RANKS)
     world, rows = World.discover(), []
+    world.use_device("cpu")
     try:
         config = configs.load("tiny", [*SIZES, *LENGTHS])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))

@@ -135,6 +135,7 @@ def write_lengths(file: Path) -> None:
     from rlhf_spmd.runtime.world import World
 
     world = World.discover()
+    world.use_device("cpu")
     try:
         config = configs.load("tiny", WORDS)
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})

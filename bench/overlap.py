@@ -182,6 +182,7 @@ def run_cases(file: Path) -> None:
     from rlhf_spmd.runtime.world import World
 
     world = World.discover()
+    world.use_device("cpu")
     rows = []
     try:
         everyone = {f"ranks 0-{world.size - 1}": tuple(range(world.size))}

@@ -313,6 +313,7 @@ def main(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.world import World
 
     world, rows = World.discover(), []
+    world.use_device("cpu")
     try:
         assert world.size == NUM_RANKS, f"start {NUM_RANKS} ranks, not {world.size}"
         world.start_torch(groups(), threads=1)

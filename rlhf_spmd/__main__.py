@@ -348,13 +348,16 @@ def _cluster_of(world, path: str | None, device: str):
     if path:
         return on_machines(read_cluster(path), world.nodes, path)
     device = "cpu" if world.computes.index is None else device
-    sizes = [world.nodes.count(node) for node in range(world.num_nodes)]
-    return Cluster(tuple(Node(size, device, DEVICE_BYTES[device]) for size in sizes))
+    sizes, memory = [world.nodes.count(node) for node in range(world.num_nodes)], DEVICE_BYTES[device]
+    if world.computes.kind == "shared" and memory is not None:  # each rank counts as a device with its part of one
+        memory //= max(one.num_ranks for one in world.chosen)
+    return Cluster(tuple(Node(size, device, memory) for size in sizes))
 
 
 def _profile_on(world, parsed: argparse.Namespace) -> None:
     from rlhf_spmd import config as configs
     from rlhf_spmd.calibration_file import check_out, write_calibration
+    from rlhf_spmd.runtime.devices import describe
     from rlhf_spmd.runtime.profile import profile, result, summary
 
     began = time.perf_counter()
@@ -369,7 +372,7 @@ def _profile_on(world, parsed: argparse.Namespace) -> None:
         if world.rank == 0:
             write_calibration(found, parsed.out)
     if world.rank == 0:
-        print(summary(found))
+        print(f"{summary(found)}\nmeasured on: {describe(world.computes, world.size)}")
         print(json.dumps(result(found, parsed.out, time.perf_counter() - began)))
 
 

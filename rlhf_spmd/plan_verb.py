@@ -339,6 +339,8 @@ def strategy_of(name: str, source: str) -> Strategy:
 def measure(world: Any, parsed: argparse.Namespace) -> None:
     """The verb on the ranks of a world: the best plans are run for a few iterations, and the quickest wins. Rank 0
     plans and prints. Raises UserError as run() does."""
+    from rlhf_spmd.runtime.devices import describe, refuse
+
     told: list[list[Any]] = []
     with world.together("planning"):
         config, workload, cluster, calibration = read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
@@ -358,6 +360,8 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     told = world.bcast(told, what="the plans")
     with world.together("compiling the plans"):
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in told]
+        for program in programs:
+            refuse(world.computes, program)
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
 
@@ -371,7 +375,8 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     for (name, _), row, measured_s in zip(told, best, seconds, strict=False):
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
     _write(out, told[first][1])
-    print(f"\nSeconds of an iteration, as measured here\n{table(with_forecast)}")
+    where = describe(world.computes, world.size)
+    print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
     print(f"\nThe quickest, {told[first][0]}, is written to {out}")
     measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}
     result = {"name": told[first][0], "out": str(out), "forecast_s": best[first].forecast.makespan_s}

@@ -6,14 +6,14 @@ only, which knows no order.
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.runtime import arena, groups, host_group
+from rlhf_spmd.runtime import arena, devices, host_group
 from tests import ordered_group
 
 
 def install(name: str) -> None:
     """Every process group of this process uses that backend from now on."""
     arena.FOLDER = ""
-    groups.BACKENDS["cpu"] = name
+    devices.BACKENDS["cpu"] = name
     if name == "ordered":
         dist.Backend.register_backend(name, ordered_group.OrderedGroup, devices=["cpu"])
         dist.batch_isend_irecv = ordered_group.batch_isend_irecv

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.layout import STAGES, group_name
 from rlhf_spmd.plan.pipeline import expand, numbers
-from rlhf_spmd.plan.program import BUCKET_BYTES, Agree, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program import Agree, Post, Program, Run, Transfer, Wait
 
+BUCKET_NUMBERS, MOST_BUCKETS = 100, 4  # small ones, as the models are
 WORLD, CONTROL = "world", "MPI"  # the communicator of messages between calls, and that of the Agree
 
 
@@ -97,7 +98,7 @@ def _chains(transfer: Transfer, step: Post | Wait, rank: int) -> Iterator[Start 
     """As runtime/reallocate.py: one step after the other; at step t the link h of a chain carries bucket t - h."""
     plan = transfer.reallocation
     routes = [(number, route) for number, route in enumerate(plan.routes) if rank in route.ranks]
-    sizes = {number: len(plan.buckets(route, BUCKET_BYTES)) for number, route in routes}
+    sizes = {number: min(-(-route.num_numbers // BUCKET_NUMBERS), MOST_BUCKETS) for number, route in routes}
 
     def of_step(turn: int) -> tuple[Message, ...]:
         found = []

@@ -72,8 +72,9 @@ def mpi_command(num_ranks: int) -> list[str]:
 
 
 def mpi_environment(**more: str) -> dict[str, str]:
-    """This process's environment, made fit for many ranks on few cores."""
-    return {**with_bytecode(), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **more}
+    """This process's environment, made fit for many ranks on few cores, none of which looks for a GPU."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**with_bytecode(), **own, **more}
 
 
 def with_bytecode() -> dict[str, str]:

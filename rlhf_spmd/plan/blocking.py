@@ -11,9 +11,10 @@ Ranks are never released by luck: what a rank waits for, once it is there, stays
 lead to the same end, and if the lists run to their end in one order, they do in every order.
 
 That is also why a Run with stages is proved in two parts. Its body (pipeline.py) is run alone. In the program the Run
-is one step, which its ranks take together. Both ending is enough for the program in which the bodies stand in place of
-their Runs, whatever number of micro-batches or tokens each has: its communicators carry nothing but bodies, so one
-order in which it ends is to run each body whole when all its ranks stand there.
+is one step, which its ranks take together. If both end, so does the program in which each body stands in place of its
+Run: one order in which that ends is to run each body whole when all its ranks stand there. Then every communicator of
+the body is empty: those of stages carry nothing but bodies, and the collectives of one step are over before the next
+step of their ranks. pipeline.py says why a body ends for every number of micro-batches or tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,8 +61,8 @@ def misorders(program: Program) -> list[Hang]:
 
 
 def hangs(program: Program) -> list[Hang]:
-    """Who is left standing where communicators work in order, which no other backend is stricter than. Told first are
-    orders of posts that do not fit and what would hang anywhere, since what follows from them is harder to read."""
+    """Ranks left standing under in-order semantics, the strictest of any backend. Orders of posts that do not fit and
+    what would hang on any backend are reported first: what follows from them is harder to read."""
     found = deadlocks(program, in_order=True)
     return found and ([*misorders(program), *deadlocks(program)] or found)
 

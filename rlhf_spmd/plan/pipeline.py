@@ -7,10 +7,12 @@ no stage ever holds the activations of more than p - s micro-batches. Inference 
 token goes through all stages, the last one draws, and all of them hear what was drawn.
 
 The number m of micro-batches follows from the data, so a program holds one Run and the body is compiled for each m: by
-`check` for some (see `numbers`), by the runtime for the m that the ranks have agreed on. The passes of all stages are
-merged into one global order, and both ends of a transfer post it where its data is made in that order; hence even a
-backend that carries out transfers one after another cannot hang. Generation has as many tokens as it happens to need:
-the engine (runtime/engine.py) does not execute its body, it does the same.
+the runtime for the m that the ranks have agreed on, by `check` for some (see `numbers`). A body ends for every m, also
+where a communicator carries out its transfers one after another: the passes of all stages are merged into one global
+order in which each comes after what it needs, and both ends post a transfer where its data is made in that order. So in
+that order each transfer finds both queues empty or about to be, and what ends in one order ends in all (blocking.py).
+`check` runs bodies all the same, as a check of this code. Generation has as many tokens as it happens to need: the
+engine (runtime/engine.py) does not execute a body; its collectives and messages are those of `token_body`.
 """
 
 from collections.abc import Callable, Iterator
@@ -139,12 +141,20 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
 
 @cache
 def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens: int) -> Body:
-    """The instructions of one shard's ranks while they generate: each token of a batch is a forward of every stage, and
-    then the last stage tells the others what it drew. As in `body`, slices do the same side by side."""
+    """The instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache; each
+    token of a batch is a forward of every stage, and then the last stage tells the others what it drew; at the end it
+    tells them the results. As in `body`, slices do the same side by side."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []
     makers: list[tuple[Pass, int]] = []
+
+    def all_stages(phase: str, token: int | None = None) -> None:
+        for rank in lists:
+            group = group_name(layout.stage_ranks(rank), STAGES)
+            lists[rank].append(replace(step, group=group, phase=phase, micro_batch=token))
+
+    all_stages("begin")
     for token in range(num_tokens):
         for stage, here in enumerate(ranks):
             group = group_name(here) if layout.tp > 1 else None
@@ -159,10 +169,8 @@ def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens:
             name = f"a token's activations of {call.name} to stage {stage + 1}"
             transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
             makers.append((("token", token), stage))
-        for stage in ranks:
-            for rank in stage:
-                group = group_name(layout.stage_ranks(rank), STAGES)
-                lists[rank].append(replace(step, group=group, phase="drawn", micro_batch=token))
+        all_stages("drawn", token)
+    all_stages("end")
     return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
 
 
@@ -219,7 +227,10 @@ def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
         if layout.pp == 1:
             continue
         ranks = layout.model_ranks(layout.ranks[0])
-        step = next(step for step in program.instructions[ranks[0]] if isinstance(step, Run) and step.call == call.name)
+        runs = (step for step in program.instructions[ranks[0]] if isinstance(step, Run) and step.call == call.name)
+        step = next(runs, None)
+        if step is None:  # `check` says so elsewhere
+            continue
         alone = replace(step, group=group_name(ranks))
         lists = [(alone,) if rank in ranks else () for rank in program.cluster.ranks]
         groups = dict(program.groups) | {alone.group: tuple(sorted(ranks))}

@@ -45,7 +45,7 @@ class Run:
     epoch: int = 0
     reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
     columns: range | None = None  # None: all columns that this rank has in the layout
-    phase: str = ""  # of a pipeline: begin | forward or backward of one micro-batch | update; token | drawn of a token
+    phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
     micro_batch: int | None = None  # in generation the token
 
     def __str__(self) -> str:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rlhf_spmd.plan.program import Program
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "shared": "host"}  # of torch.distributed, by kind of device
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """Where a rank computes."""
@@ -26,6 +29,7 @@ class Device:
     index: int | None  # among the devices that this rank sees; None: the CPU
     num_ranks: int  # that compute on the same one, this rank included
     num_devices: int  # of the whole job; CPUs count by nodes
+    is_asked_for: bool = True  # False: the CPU, as no rank saw a device
 
 
 def choose(wanted: str, visible: Sequence[Sequence[str]], nodes: Sequence[int], hosts: Sequence[str]) -> list[Device]:
@@ -33,7 +37,7 @@ def choose(wanted: str, visible: Sequence[Sequence[str]], nodes: Sequence[int], 
     UserError where there are not the devices that `wanted` (the option `device`) asks for."""
     members = [[rank for rank, node in enumerate(nodes) if node == nodes[mine]] for mine in range(len(nodes))]
     if wanted == "cpu" or wanted == "auto" and not any(visible):
-        return [Device("cpu", None, len(ranks), len(set(nodes))) for ranks in members]
+        return [Device("cpu", None, len(ranks), len(set(nodes)), wanted == "cpu") for ranks in members]
     for rank, ranks in enumerate(members):
         found = {device for peer in ranks for device in visible[peer]}
         if not found or wanted == "shared" and not visible[rank]:
@@ -67,6 +71,35 @@ def _indices(wanted: str, visible: Sequence[Sequence[str]]) -> list[int]:
         taken[devices[index]] = taken.get(devices[index], 0) + 1
         found.append(index)
     return found
+
+
+def start(device: Device) -> None:
+    """Tells torch where this rank computes. Raises UserError if that is the CPU unasked while torch sees devices."""
+    import torch
+
+    if device.index is not None:
+        # As many hardware queues as there may be: a message of one communicator must not stand behind another's.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        torch.cuda.set_device(device.index)
+    elif not device.is_asked_for and torch.cuda.is_available():
+        raise UserError(
+            f"torch sees {torch.cuda.device_count()} devices, but libnvidia-ml.so.1, which tells them apart, finds "
+            "none; install NVIDIA's driver libraries (in a container: the capability `utility`), or choose device=cpu"
+        )
+
+
+def describe(device: Device, num_ranks: int) -> str:
+    """Where the ranks of the job compute, and what carries their messages."""
+    import torch
+
+    backend = BACKENDS[device.kind]
+    if device.kind == "cpu":
+        num = torch.get_num_threads()
+        return f"CPU, {num} thread{'s' * (num > 1)} for each rank, {backend}"
+    devices = f"{device.num_devices} x {torch.cuda.get_device_name(device.index)}"
+    if device.kind == "cuda":
+        return f"{devices}, {backend}"
+    return f"{devices}, shared by {num_ranks} ranks, whose messages go through host memory (gloo)"
 
 
 def refuse(device: Device, program: "Program") -> None:
@@ -125,14 +158,21 @@ def chosen_devices(uuids: Sequence[str], chosen: str | None) -> list[str]:
 def assign(visible: Sequence[Sequence[str]]) -> list[int] | None:
     """For each rank of a node the index, among the devices visible to it, of one that is its own; None if too few.
 
-    Ranks may see all devices of the node or, where the launcher bound them, one each.
+    Ranks may see all devices of the node or, where the launcher bound them, one each, or anything in between.
     """
-    taken: set[str] = set()
-    indices = []
-    for devices in visible:
-        free = [index for index, device in enumerate(devices) if device not in taken]
-        if not free:
-            return None
-        indices.append(free[0])
-        taken.add(devices[free[0]])
-    return indices
+    owner: dict[str, int] = {}
+
+    def found(rank: int, tried: set[str]) -> bool:
+        """Whether the rank gets a device, if need be by others' taking another one (augmenting paths)."""
+        for device in sorted(visible[rank], key=lambda device: device in owner):
+            if device not in tried:
+                tried.add(device)
+                if device not in owner or found(owner[device], tried):
+                    owner[device] = rank
+                    return True
+        return False
+
+    if not all(found(rank, set()) for rank in range(len(visible))):
+        return None
+    own = {rank: device for device, rank in owner.items()}
+    return [list(devices).index(own[rank]) for rank, devices in enumerate(visible)]

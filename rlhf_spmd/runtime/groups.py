@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.devices import Device
+from rlhf_spmd.runtime.devices import BACKENDS, Device
 from rlhf_spmd.runtime.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 CONNECT_S = 60.0
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "shared": "host"}  # of torch.distributed, by kind of Device
 
 
 def network_stack() -> str:

@@ -24,9 +24,9 @@ class HostWork(dist.Work):
         self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
         return True
 
 
@@ -95,10 +95,6 @@ class HostGroup(dist.ProcessGroup):
             () if mine else tensors,
         )
 
-    def reduce(self, tensors, opts=None):
-        opts = opts or dist.ReduceOptions()
-        return self._operation("reduce", lambda read, _: self.inner.reduce(read, opts), tensors, tensors)
-
     def allgather(self, outputs, inputs, opts=None):
         (parts,) = outputs
         return self._operation("all_gather", lambda read, written: self.inner.allgather([written], read), inputs, parts)
@@ -148,7 +144,7 @@ def _on_host(tensor: Tensor, *, copied: bool) -> Tensor:
     """The tensor itself if it lies in host memory, or one like it there, with the same numbers if `copied`."""
     if tensor.device.type == "cpu":
         return tensor
-    return tensor.cpu() if copied else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor.cpu().contiguous() if copied else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def register() -> None:

@@ -32,6 +32,7 @@ from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime import streams
+from rlhf_spmd.runtime.devices import describe
 from rlhf_spmd.runtime.engine import Engine
 from rlhf_spmd.runtime.kvcache import free_bytes
 from rlhf_spmd.runtime.models import DTYPES
@@ -285,6 +286,7 @@ def generate(
         "tokens_per_s": round(totals.tokens / seconds, 1),
         "mean_length": round(totals.tokens / max(totals.sequences, 1), 2),
         "ended_share": round(totals.ended / max(totals.sequences, 1), 4),
+        "device": describe(world.computes, world.size),
         "ok": True,
     }
     if world.rank == 0:
@@ -300,5 +302,6 @@ def show(result: Mapping[str, Any], layout: Layout) -> None:
     print(f"Done: {sequences:,} responses by {on}")
     print(f"  tokens   {result['tokens']:,} in {result['seconds']:.1f} s: {result['tokens_per_s']:,.0f} tokens/s")
     print(f"  lengths  {result['mean_length']:.1f} tokens on average; {result['ended_share']:.0%} ended by themselves")
+    print(f"  device   {result['device']}")
     print(f"  file     {result['out']}")
     print(json.dumps(result), flush=True)

@@ -20,9 +20,9 @@ from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.calls import State
 from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
+from rlhf_spmd.runtime.devices import describe
 from rlhf_spmd.runtime.digests import tokens_sha256
 from rlhf_spmd.runtime.generate import generate
-from rlhf_spmd.runtime.groups import BACKENDS
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import model_folders
 from rlhf_spmd.runtime.reward_function import source_of
@@ -30,7 +30,6 @@ from rlhf_spmd.runtime.run_folder import RunFolder, Sample
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.train import Job
-    from rlhf_spmd.runtime.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
-        "device": device(job.world),
+        "device": describe(job.world.computes, job.world.size),
         "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
         f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
@@ -86,18 +85,6 @@ def facts(job: "Job", folder: RunFolder) -> dict[str, str]:
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
     }
-
-
-def device(world: "World") -> str:
-    """Where the ranks compute, and what carries their messages."""
-    computes, backend = world.computes, BACKENDS[world.computes.kind]
-    if computes.kind == "cpu":
-        num = torch.get_num_threads()
-        return f"CPU, {num} thread{'s' * (num > 1)} for each rank, {backend}"
-    devices = f"{computes.num_devices} x {torch.cuda.get_device_name(computes.index)}"
-    if computes.kind == "cuda":
-        return f"{devices}, {backend}"
-    return f"{devices}, shared by {world.size} ranks, whose messages go through host memory (gloo)"
 
 
 def _lost(prompts: PromptSet) -> str:
@@ -154,6 +141,7 @@ def surroundings(job: "Job") -> dict[str, str]:
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "processor": torch.backends.cpu.get_cpu_capability(),
+        "device": "CPU" if job.world.computes.index is None else torch.cuda.get_device_name(job.world.computes.index),
     }
     every, found = job.world.allgather(mine, "the surroundings"), {}
     for name in mine:

@@ -113,6 +113,8 @@ def _state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def config_of(values: Mapping[str, Any], source: str) -> Config:
     """The inverse of `config.resolved`; what is missing has its default. Raises UserError naming `source`."""
+    if "device" in values and "device_type" not in values:
+        raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
     return _dataclass_of(Config, values, source, "")
 
 

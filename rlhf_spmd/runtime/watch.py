@@ -83,8 +83,9 @@ class Watch:
             self._life, self._begun, self._work, self._disk = now, begun, work, disk
         self._looked = now
         world.board.speak(life_s=time.time() - (now - self._life), meets=world.is_meeting)
-        if world.chosen is not None and world.chosen.index is not None and "torch" in sys.modules:
-            world.flight.set_device_bytes(sys.modules["torch"].cuda.memory_reserved(world.chosen.index))
+        index = world.chosen[world.rank].index if world.chosen else None
+        if index is not None and "torch" in sys.modules:
+            world.flight.set_device_bytes(sys.modules["torch"].cuda.memory_reserved(index))
         return now - self._life
 
     def is_alive(self, ranks: tuple[int, ...]) -> bool:

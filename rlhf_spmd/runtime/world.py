@@ -64,7 +64,7 @@ class World:
     flight: Flight
     is_meeting: bool = False  # waits in a control message
     watch: Watch = field(init=False)
-    chosen: Device | None = None  # where this rank computes, once that is decided
+    chosen: Sequence[Device] = ()  # where every rank computes, once that is decided
     _groups: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -136,14 +136,14 @@ class World:
     def use_device(self, wanted: str) -> None:
         """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it. Raises
         the same UserError on all ranks."""
-        self.chosen = devices.choose(wanted, self.visible, self.nodes, self.hosts)[self.rank]
+        self.chosen = devices.choose(wanted, self.visible, self.nodes, self.hosts)
 
     @property
     def computes(self) -> Device:
         """Where this rank computes."""
-        if self.chosen is None:
+        if not self.chosen:
             self.use_device("auto")
-        return self.chosen
+        return self.chosen[self.rank]
 
     def set_deadline(self, deadline_s: float) -> None:
         """From now on, nobody waits longer than this for a rank that shows no sign of life, nor LONGEST_WAIT times as
@@ -275,8 +275,7 @@ class World:
             import torch
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            if self.computes.index is not None:
-                torch.cuda.set_device(self.computes.index)
+            devices.start(self.computes)
         with self.together("starting torch.distributed"):
             store = torch_groups.meet(self, timeout_s)
             self._groups = torch_groups.make_groups(

@@ -6,7 +6,7 @@ import torch
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime import devices, kvcache
-from rlhf_spmd.runtime.devices import Device, choose, refuse
+from rlhf_spmd.runtime.devices import Device, choose, describe, refuse
 from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
@@ -31,12 +31,14 @@ def test_each_rank_of_a_node_gets_a_device_of_its_own():
     assert devices.assign([["b", "a"], ["a", "b"], ["c"]]) == [0, 0, 0]
     assert devices.assign([["a"], ["a"]]) is None
     assert devices.assign([[]]) is None
+    assert devices.assign([["a", "b"], ["a"]]) == [1, 0]  # the first leaves its first choice to the second
+    assert devices.assign([["a", "b"], ["b", "c"], ["a"], ["c"]]) is None
 
 
 def test_a_device_for_each_rank_or_the_cpu_of_all():
     none = [()] * 6
     for wanted in ("auto", "cpu"):
-        assert choose(wanted, none, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+        assert choose(wanted, none, NODES, HOSTS) == [Device("cpu", None, 3, 2, wanted == "cpu")] * 6
     seen = [("a", "b", "c")] * 3 + [("d",), ("e",), ("f",)]  # on the second node the launcher bound them
     own = [Device("cuda", index, 1, 6) for index in (0, 1, 2, 0, 0, 0)]
     assert choose("auto", seen, NODES, HOSTS) == choose("cuda", seen, NODES, HOSTS) == own
@@ -60,6 +62,17 @@ def test_nothing_runs_on_the_cpu_unasked(wanted, seen, words):
     assert words in str(caught.value) and "device=cpu" in str(caught.value)
 
 
+def test_devices_that_only_torch_sees_are_not_ignored(monkeypatch):
+    """NVIDIA's management library is missing in some containers."""
+    auto, cpu = (choose(wanted, [()], (0,), ("one",))[0] for wanted in ("auto", "cpu"))
+    devices.start(auto)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices.start(cpu)
+    with pytest.raises(UserError, match="torch sees 2 devices, but libnvidia-ml.so.1.*device=cpu"):
+        devices.start(auto)
+
+
 def test_ranks_share_devices_evenly():
     seen = [("a", "b")] * 3 + [("c",)] * 3
     found = choose("shared", seen, NODES, HOSTS)
@@ -80,6 +93,15 @@ def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch
     assert kvcache.free_bytes(device, bound[3].num_ranks) == 75_000
     shared = choose("shared", [("device",)] * 4, (0,) * 4, ("one",) * 4)
     assert kvcache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4 + 5_000
+
+
+def test_the_heading_says_where_ranks_compute(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    assert describe(Device("cpu", None, 8, 1), 8) == "CPU, 2 threads for each rank, gloo"
+    assert describe(Device("cuda", 0, 1, 8), 8) == "8 x NVIDIA H100 80GB HBM3, nccl"
+    shared = "1 x NVIDIA H100 80GB HBM3, shared by 4 ranks, whose messages go through host memory (gloo)"
+    assert describe(Device("shared", 0, 4, 1), 4) == shared
 
 
 def test_deepspeed_needs_a_device_of_its_own():

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.run_folder import RunFolder
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
-from tests.runs import compiled
+from tests.runs import OneRank, compiled
 
 HOLE = {"actor_generate": (0,), "reference_infer": (1, 2, 3), "reward_infer": (2,)}
 
@@ -121,6 +121,6 @@ def test_the_hash_is_that_of_hashes_in_order():
 def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, says, tmp_path):
     config = configs.load("tiny", ["rollout_batch=16", *words])
     prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
-    job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts)
+    job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts, world=OneRank())
     said = report.facts(job, RunFolder(tmp_path)).get("streaming")
     assert said is None if says is None else says in said

@@ -19,15 +19,17 @@ from tests.programs import SHAPE, make_workload
 GRIDS = [(stages, m) for stages in (2, 3, 4, 6) for m in (1, 2, 3, 5, 8)]
 
 
-def program_of(pp: int, *, tp: int = 1, dp: int = 1, mini_batch: int = 8, **options) -> Program:
-    """All models in stages; one mini-batch."""
+def program_of(
+    pp: int, *, tp: int = 1, dp: int = 1, mini_batch: int = 8, generation: dict | None = None, **options
+) -> Program:
+    """All models in stages; one mini-batch. generation: its grid, if not data-parallel."""
     shape = replace(SHAPE, num_layers=6, num_kv_heads=2)
     workload = make_workload(mini_batch=mini_batch, num_mini_batches=1, shape=shape)
     ranks = range(pp * tp * dp)
     layout = Layout.grid_of(ranks, pp=pp, tp=tp, **options)
-    generation = Layout.data_parallel(ranks)
+    generated = Layout.grid_of(ranks, **generation) if generation else Layout.data_parallel(ranks)
     calls = workload.workflow.placed_calls
-    placement = Placement({c.name: generation if c.kind == "generate" else layout for c in calls})
+    placement = Placement({c.name: generated if c.kind == "generate" else layout for c in calls})
     return compile_program(workload, placement, Cluster.parse(f"1x{len(ranks)}"))
 
 
@@ -80,6 +82,8 @@ def test_no_body_can_hang_whatever_the_number_of_micro_batches(pp, tp, dp):
         assert hangs(small) == []
         posts = sum(isinstance(step, Post) for steps in small.instructions for step in steps)
         assert posts == sum(isinstance(step, Wait) for steps in small.instructions for step in steps)
+    for number in range(1, 4 * pp):  # also those that others stand for, inside the whole iteration
+        assert hangs(expand(program, lambda step, number=number: number)) == []
     rows = -(-program.workload.mini_batch // dp)  # a budget may leave one row to each
     expected = sorted({min(number, rows) for number in (1, 2, pp, pp + 1, 2 * pp + 1, rows)})
     assert numbers["actor_train"] == numbers["reference_infer"] == expected
@@ -89,9 +93,9 @@ def test_no_body_can_hang_whatever_the_number_of_micro_batches(pp, tp, dp):
 
 
 def test_the_whole_iteration_with_its_bodies_cannot_hang():
-    program = program_of(2, tp=2, dp=2, micro_batch=1)
+    program = program_of(2, tp=2, dp=2, micro_batch=1, generation={"pp": 2, "tp": 2})
     for number in (1, 3, 4):
-        flat = expand(program, lambda step, number=number: number)
+        flat = expand(program, lambda step, number=number: number, lambda step, number=number: number)
         assert hangs(flat) == []
         passes = [s for s in flat.instructions[0] if isinstance(s, Run) and s.call == "actor_train" and s.phase]
         assert [s.phase for s in passes].count("forward") == number

@@ -77,7 +77,7 @@ def test_every_option_may_change_or_is_refused_by_name():
         part = getattr(before, group) if group else before
         changed = dataclasses.replace(part, **{leaf: "another"})
         after = dataclasses.replace(before, **{group: changed}) if group else changed
-        if key in ("deadline_s", "parity_tolerance", "wandb") or group == "checkpoint":
+        if key in ("deadline_s", "device", "device_type", "parity_tolerance", "wandb") or group == "checkpoint":
             refuse_changes(before, after, "RUN")
             continue
         with pytest.raises(UserError, match=f"^{key}=another would make another run of RUN"):
