@@ -93,9 +93,18 @@ class _Transfers:
             return {rank}
         return self._queued(rank, (number, False))
 
-    def chain(self, rank: int, number: int) -> set[int]:
-        """A rank stands at the Wait of a reallocation -> the ranks for which something may have changed."""
-        return set() if (rank, (number, True)) in self._places else self._queued(rank, (number, True))
+    def chain(self, number: int) -> set[int]:
+        """All ranks of a reallocation stand at its Wait -> the ranks for which something may have changed."""
+        chains = (number, True)
+        ranks = [rank for rank in self.transfers[number].ranks if (rank, chains) not in self._places]
+        return set().union(*(self._queued(rank, chains) for rank in ranks))
+
+    def before_chain(self, number: int) -> set[int]:
+        """Once all ranks of a reallocation stand at its Wait: whom they wait for in what stands before it."""
+        if not self._absent.get((number, True), 1):
+            return set()
+        late = [rank for rank in self.transfers[number].ranks if self._head(rank, False) != (number, True)]
+        return set().union(*(self.missing(rank, number, chained=True) for rank in late))
 
     def _queued(self, rank: int, operation: "Operation") -> set[int]:
         queue = rank, self.transfers[operation[0]].call is not None
@@ -192,15 +201,15 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         step = current(rank)
         if step is None:
             continue
-        together = (rank,) if in_order and _moves_weights(program, step) else _members(program, rank, step)
+        together = _members(program, rank, step)
         if len(together) > 1:
             here = standing.setdefault(step, set())
             here.add(rank)
             if len(here) < len(together):
                 continue
         if in_order and _moves_weights(program, step):
-            changed = transfers.chain(rank, step.transfer)
-            runnable |= changed.union(*(waiters.pop(one, ()) for one in changed)) - {rank}
+            changed = transfers.chain(step.transfer)
+            runnable |= set().union(*(waiters.pop(one, ()) for one in changed))
         late = _late(program, rank, step, current, transfers)
         if late:
             for peer in late:
@@ -234,9 +243,11 @@ def _moves_weights(program: Program, step: Instruction) -> bool:
 
 def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
     """Ranks that `step` still waits for."""
-    if isinstance(step, Wait) and (transfers.in_order or not _moves_weights(program, step)):
-        return transfers.missing(rank, step.transfer, chained=_moves_weights(program, step))
-    return {member for member in _members(program, rank, step) if current(member) != step}
+    weights = _moves_weights(program, step)
+    if isinstance(step, Wait) and not weights:
+        return transfers.missing(rank, step.transfer)
+    late = {member for member in _members(program, rank, step) if current(member) != step}
+    return late or (transfers.before_chain(step.transfer) if weights and transfers.in_order else set())
 
 
 def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:
