@@ -56,6 +56,7 @@ CASES = {
     "unknown preset": Case(("--preset", "tinny"), ("tinny", "did you mean 'tiny'")),
     "unknown key": Case(("ppo.klcoef=1",), ("ppo.klcoef", "did you mean 'ppo.kl_coef'"), kind="the options"),
     "wrong value": Case(("iterations=many",), ("iterations=many", "integer")),
+    "a device that is not there": Case(("device=shared",), ("device=shared", "sees no device", "device=cpu")),
     "not an override": Case(("iterations",), ("iterations", "key=value")),
     "unknown option": Case(("--stategy", "flattening"), ("--stategy",), kind="the command line"),
     "unknown strategy option": Case(("strategy.zerro=1",), ("flattening", "zerro", "did you mean strategy.zero")),
