@@ -20,6 +20,7 @@ from rlhf_spmd.runtime.host_group import HostGroup
 
 BACKEND = "ordered"
 DATA, READY, HELLO = 0, 1, 2  # tags of gloo
+_batch_isend_irecv = dist.batch_isend_irecv  # torch's own
 
 
 class OrderedWork(dist.Work):
@@ -143,6 +144,8 @@ def _byte() -> torch.Tensor:
 def batch_isend_irecv(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     """As torch's where a backend coalesces: one operation of the communicator, and one Work."""
     group = operations[0].group or dist.group.WORLD
+    if not isinstance(group, OrderedGroup):
+        return _batch_isend_irecv(operations)
     assert all((operation.group or dist.group.WORLD) is group for operation in operations), "a batch of several groups"
 
     def post() -> None:
