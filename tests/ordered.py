@@ -123,7 +123,7 @@ class Machine:
     """Carries out the actions of all ranks.
 
     apart: whether messages inside calls have communicators of their own. connected: whether all pairs have been
-    introduced to each other; else a first message blocks the host of a rank until its peer's host comes to it, too.
+    connected; else a first message blocks the host of a rank until its peer's host comes to it, too.
     """
 
     def __init__(self, program: Program, rng: random.Random, *, connected: bool = True, apart: bool = True):
@@ -132,7 +132,7 @@ class Machine:
         self.begun: dict[object, set[int]] = {}  # message or collective -> ranks that have begun it
         self.order: dict[tuple, list[Message]] = {}  # communicator, pair, end -> messages as that end began them
         self.num_met: Counter = Counter()  # rank and communicator -> collectives so far
-        self.introduced: dict[tuple, set[int]] = {}  # communicator and pair -> hosts at its first message
+        self.at_first: dict[tuple, set[int]] = {}  # communicator and pair -> hosts at its first message
 
     def run(self) -> dict[int, str]:
         """-> where the ranks stand that never end."""
@@ -167,8 +167,8 @@ class Machine:
             self.num_met[rank, name] += 1
         pairs = [(name, *sorted((m.source, m.destination))) for m in operation.messages]
         for pair in pairs:
-            self.introduced.setdefault(pair, set()).add(rank)
-        if not self.connected and any(len(self.introduced[pair]) < 2 for pair in pairs):
+            self.at_first.setdefault(pair, set()).add(rank)
+        if not self.connected and any(len(self.at_first[pair]) < 2 for pair in pairs):
             return False
         operation.needs.update({(name, m): (m.source, m.destination) for m in operation.messages})
         self.queues.setdefault((rank, name), deque()).append(operation)

@@ -46,7 +46,7 @@ class OrderedGroup(HostGroup):
         super().__init__(store, rank, size, timeout)
         self._line: queue.SimpleQueue = queue.SimpleQueue()
         self._count = 0
-        self._known: set[int] = set()  # peers that have been introduced
+        self._known: set[int] = set()  # peers that are connected
         self._batch: list[tuple[str, Callable[[], None]]] | None = None
         threading.Thread(target=self._carry_out, daemon=True).start()
 

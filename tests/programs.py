@@ -156,13 +156,22 @@ def random_split_placement(choose: Choose, workload: Workload, cluster: Cluster)
     return Placement(layouts, own_first, sets, stream, in_flight=choose([1, 2, 3]))
 
 
-def random_split_program(choose: Choose) -> Program:
-    """A program of the first such plan that is one."""
+def random_split_program(choose: Choose, plan: Callable = random_split_plan) -> Program:
+    """The program of the first plan that `validate` accepts. plan(choose) -> workload, placement, cluster."""
     while True:
         try:
-            return compile_program(*random_split_plan(choose))
+            return compile_program(*plan(choose))
         except UserError:
             continue
+
+
+def streaming_with_stages(workload: Workload, cluster: Cluster) -> Placement:
+    """Training on rank 0, generation, rewards and values on rank 1, the reference in two stages on ranks 2 and 3. With
+    one communicator for all messages it hangs where communicators work in order."""
+    layouts = {name: Layout.data_parallel((0,)) for name in ("actor_train", "critic_train")}
+    layouts |= {name: Layout.data_parallel((1,)) for name in ("actor_generate", "reward_infer", "critic_infer")}
+    layouts["reference_infer"] = Layout.grid_of((2, 3), pp=2)
+    return Placement(layouts, stream=True)
 
 
 def place_models(workload: Workload, size: int, **ranks) -> Program:

@@ -7,7 +7,7 @@ rank gives to a communicator one after another, in the order of the posts, so th
 holds up the next. There are two queues on each rank: the world's communicator carries the messages between calls,
 those of stages carry the messages inside calls. (A rank may have several of the latter; one queue for all is stricter.)
 
-Ranks are never released by luck: what a rank waits for, once it is there, stays there. Hence all orders of arrival
+The semantics are monotone: a condition that releases a rank stays true once it is true. Hence all orders of arrival
 lead to the same end, and if the lists run to their end in one order, they do in every order.
 
 That is also why a Run with stages is proved in two parts. Its body (pipeline.py) is run alone. In the program the Run

@@ -9,10 +9,10 @@ token goes through all stages, the last one draws, and all of them hear what was
 The number m of micro-batches follows from the data, so a program holds one Run and the body is compiled for each m: by
 the runtime for the m that the ranks have agreed on, by `check` for some (see `numbers`). A body ends for every m, also
 where a communicator carries out its transfers one after another: the passes of all stages are merged into one global
-order in which each comes after what it needs, and both ends post a transfer where its data is made in that order. So in
-that order each transfer finds both queues empty or about to be, and what ends in one order ends in all (blocking.py).
-`check` runs bodies all the same, as a check of this code. Generation has as many tokens as it happens to need: the
-engine (runtime/engine.py) does not execute a body; its collectives and messages are those of `token_body`.
+order in which each comes after what it needs, and both ends post a transfer where its data is made in that order. So
+the queues of both ends hold their transfers in the same global order, and the earliest transfer that is left can always
+be carried out. `check` runs bodies all the same, as a check of this code. Generation has as many tokens as it happens
+to need: the engine (runtime/engine.py) does not execute a body; its collectives and messages are those of `token_body`.
 """
 
 from collections.abc import Callable, Iterator

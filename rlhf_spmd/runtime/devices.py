@@ -8,6 +8,7 @@ for developing strategies on a workstation.
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,41 +36,39 @@ class Device:
 def choose(wanted: str, visible: Sequence[Sequence[str]], nodes: Sequence[int], hosts: Sequence[str]) -> list[Device]:
     """The device of every rank. visible: UUIDs of the devices that each rank sees; nodes, hosts: of each rank. Raises
     UserError where there are not the devices that `wanted` (the option `device`) asks for."""
-    members = [[rank for rank, node in enumerate(nodes) if node == nodes[mine]] for mine in range(len(nodes))]
+    ranks_of = {node: [rank for rank, its_node in enumerate(nodes) if its_node == node] for node in set(nodes)}
     if wanted == "cpu" or wanted == "auto" and not any(visible):
-        return [Device("cpu", None, len(ranks), len(set(nodes)), wanted == "cpu") for ranks in members]
-    for rank, ranks in enumerate(members):
-        found = {device for peer in ranks for device in visible[peer]}
-        if not found or wanted == "shared" and not visible[rank]:
+        return [Device("cpu", None, len(ranks_of[node]), len(ranks_of), wanted == "cpu") for node in nodes]
+    index_of: dict[int, int] = {}
+    for ranks in (ranks_of[node] for node in sorted(ranks_of)):
+        seen, host = [visible[rank] for rank in ranks], hosts[ranks[0]]
+        found = {device for devices in seen for device in devices}
+        if not found or wanted == "shared" and not all(seen):
+            blind = f"rank {ranks[[len(devices) for devices in seen].index(0)]} on " if found else ""
             raise UserError(
-                f"device={wanted}, but {'rank ' + str(rank) + ' on ' if found else ''}{hosts[rank]} sees no device: "
-                "nvidia-smi there shows what the driver finds, and CUDA_VISIBLE_DEVICES what is left visible; "
-                "device=cpu runs on the CPU"
+                f"device={wanted}, but {blind}{host} sees no device: nvidia-smi there shows what the driver finds, and "
+                "CUDA_VISIBLE_DEVICES what is left visible; device=cpu runs on the CPU"
             )
-        if wanted != "shared" and assign([visible[peer] for peer in ranks]) is None:
+        indices = assign(seen) or (_spread(seen) if wanted == "shared" else None)
+        if indices is None:
             raise UserError(
-                f"{hosts[rank]} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {len(found)} "
+                f"{host} has {len(ranks)} rank{'s' * (len(ranks) > 1)} and {len(found)} "
                 f"device{'s' * (len(found) > 1)} for them; start one rank for each device, or choose device=shared "
                 "(ranks share devices, through host memory: slow, for trying things out) or device=cpu"
             )
-    indices = {ranks[0]: _indices(wanted, [visible[peer] for peer in ranks]) for ranks in members}
-    mine = [indices[ranks[0]][ranks.index(rank)] for rank, ranks in enumerate(members)]
-    uuids = [visible[rank][index] for rank, index in enumerate(mine)]
+        index_of |= dict(zip(ranks, indices, strict=True))
+    uuids = [visible[rank][index_of[rank]] for rank in range(len(nodes))]
     kind = "shared" if wanted == "shared" else "cuda"
-    return [Device(kind, index, uuids.count(uuid), len(set(uuids))) for index, uuid in zip(mine, uuids, strict=True)]
+    return [Device(kind, index_of[rank], uuids.count(uuid), len(set(uuids))) for rank, uuid in enumerate(uuids)]
 
 
-def _indices(wanted: str, visible: Sequence[Sequence[str]]) -> list[int]:
-    """The device of each rank of a node, as its place among those that the rank sees."""
-    own = assign(visible)
-    if own is not None or wanted != "shared":
-        return own
-    taken: dict[str, int] = {}
+def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
+    """For each rank of a node the index of a device that it shares: the one with the fewest ranks so far."""
+    taken = Counter()
     found = []
     for devices in visible:
-        index = min(range(len(devices)), key=lambda index: taken.get(devices[index], 0))
-        taken[devices[index]] = taken.get(devices[index], 0) + 1
-        found.append(index)
+        found.append(min(range(len(devices)), key=lambda index: taken[devices[index]]))
+        taken[devices[found[-1]]] += 1
     return found
 
 

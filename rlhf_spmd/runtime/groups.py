@@ -165,10 +165,12 @@ def make_groups(
     return made
 
 
-def introduce(groups: Mapping[str, Any], pairs: Mapping[str | None, Sequence[tuple[int, int]]], device: Any) -> None:
-    """Sends a byte each way between the ranks of every pair in a group (None: the world). NCCL connects two ranks when
-    they first talk, and the host of the one that begins then waits for the other: better here than in the middle of an
-    iteration. Collective; the same pairs in the same order on every rank, ranks by their number in the world."""
+def connect_pairs(
+    groups: Mapping[str, Any], pairs: Mapping[str | None, Sequence[tuple[int, int]]], device: Any
+) -> None:
+    """Sends a byte each way between the ranks of every pair, by the group's name (None: the world). NCCL connects two
+    ranks at their first message and blocks the host of one until the other comes; this is done before the first
+    iteration. Collective; every rank passes the same pairs in the same order, as ranks of the world."""
     import torch
     from torch import distributed
 

@@ -289,7 +289,7 @@ class World:
             number = torch.ones(1, device=self.device)
             torch.distributed.all_reduce(number)
             assert number.item() == self.size
-            torch_groups.introduce(self._groups, pairs or {}, self.device)
+            torch_groups.connect_pairs(self._groups, pairs or {}, self.device)
 
     @property
     def device(self) -> Any:

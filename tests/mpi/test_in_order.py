@@ -11,17 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from rlhf_spmd.config import make_workload
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.strategy import load_strategy
 from tests.folders import write_model, write_prompts
 from tests.mpi.test_invariance import with_groups
-from tests.programs import random_split_placement
+from tests.programs import random_split_placement, random_split_program, streaming_with_stages
 from tests.run_mpi import BACKEND
 from tests.runs import RunOf, load
 
@@ -36,14 +33,6 @@ NUM_RANDOM, NUM_QUICK = 30, 4
 
 def by_strategy(name: str, **options) -> Callable:
     return lambda workload, cluster: load_strategy(name).place(workload, cluster, **options)
-
-
-def streaming_with_stages(workload, cluster) -> Placement:
-    """With one communicator for all messages, this would hang."""
-    layouts = {name: Layout.data_parallel((0,)) for name in ("actor_train", "critic_train")}
-    layouts |= {name: Layout.data_parallel((1,)) for name in ("actor_generate", "reward_infer", "critic_infer")}
-    layouts["reference_infer"] = Layout.grid_of((2, 3), pp=2)
-    return Placement(layouts, stream=True)
 
 
 PLACEMENTS = {
@@ -94,17 +83,14 @@ def test_strategies(name, settings, expected, world, make_group):
     assert run(program, settings, world, make_group) == expected
 
 
-def random_program(settings, size: int, seed: int) -> Program:
-    rng, workload, cluster = random.Random(seed), make_workload(settings), Cluster.parse(f"1x{size}")
-    while True:
-        try:
-            return compile_program(workload, random_split_placement(rng.choice, workload, cluster), cluster)
-        except UserError:
-            continue
-
-
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= NUM_QUICK else []) for seed in range(NUM_RANDOM)]
 )
 def test_random_programs(seed, settings, expected, world, make_group):
-    assert run(random_program(settings, world.size, seed), settings, world, make_group) == expected
+    workload, cluster = make_workload(settings), Cluster.parse(f"1x{world.size}")
+
+    def plan(choose):
+        return workload, random_split_placement(choose, workload, cluster), cluster
+
+    program = random_split_program(random.Random(seed).choice, plan)
+    assert run(program, settings, world, make_group) == expected

@@ -25,7 +25,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.groups import introduce
+from rlhf_spmd.runtime.groups import connect_pairs
 from rlhf_spmd.strategies import _template, flattening, interleaving1, interleaving2, separation
 from tests.edges import explain_flips
 from tests.folders import write_all
@@ -240,7 +240,7 @@ def with_groups(world, program: Program, make_group: Callable):
     """The same world with the groups of one program, and its pairs connected. Every rank makes every group."""
     placed = copy.copy(world)
     placed._groups = {name: make_group(ranks, name.split()[0]) for name, ranks in program.groups.items()}
-    introduce(placed._groups, program.pairs, world.device)
+    connect_pairs(placed._groups, program.pairs, world.device)
     return placed
 
 

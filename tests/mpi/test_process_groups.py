@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.runtime import host_group
-from rlhf_spmd.runtime.groups import introduce
+from rlhf_spmd.runtime.groups import connect_pairs
 from tests import backends
 from tests.ordered_group import OrderedGroup, batch_isend_irecv
 
@@ -72,7 +72,7 @@ def test_a_communicator_carries_out_one_operation_after_another(world, ordered):
     group, other = two_ranks(world, "ordered", QUICK), two_ranks(world, "ordered", QUICK)
     if group is None:
         return
-    introduce({"one": group, "other": other}, {"one": [(0, 1)], "other": [(0, 1)]}, "cpu")
+    connect_pairs({"one": group, "other": other}, {"one": [(0, 1)], "other": [(0, 1)]}, "cpu")
     number, peer = torch.tensor([world.rank]), 1 - world.rank
     first, second = (group, other) if world.rank == 0 else (other, group)
     arriving = dist.irecv(arrived := torch.zeros(1, dtype=torch.int64), peer, group=first)
@@ -108,7 +108,7 @@ def test_a_batch_travels_side_by_side_and_tags_mean_nothing(world, ordered):
 def test_a_send_ends_when_its_receive_has_begun(world, ordered):
     group = two_ranks(world, "ordered")
     if group is not None:
-        introduce({"one": group}, {"one": [(0, 1)]}, "cpu")
+        connect_pairs({"one": group}, {"one": [(0, 1)]}, "cpu")
         number = torch.zeros(1, dtype=torch.int64)
         leaving = dist.isend(number, 1, group=group) if world.rank == 0 else None
         assert leaving is None or not leaving.over.wait(0.3)
@@ -120,7 +120,7 @@ def test_a_send_ends_when_its_receive_has_begun(world, ordered):
 
 
 def test_a_first_message_blocks_the_host(world, ordered):
-    """Without `introduce` two ranks that begin with different communicators wait for each other before they post."""
+    """Two ranks that begin with different communicators wait for each other before they post."""
     group, other = two_ranks(world, "ordered", QUICK), two_ranks(world, "ordered", QUICK)
     if group is None:
         return
