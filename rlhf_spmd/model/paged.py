@@ -39,14 +39,14 @@ class DecodeStep:
 
     def __init__(self, cache: Cache, positions_B: Tensor, slots_B: Tensor, decode: Decode):
         """positions_B: tokens before this one. slots_B: where it goes. decode: what all layers share."""
-        self.positions, self._cache, self._slots_B, self._decode = positions_B, cache, slots_B, decode
+        self.positions, self.slots_B, self._cache, self._decode = positions_B, slots_B, cache, decode
         self._heads: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys_nKsd, values_nKsd = self._cache.layer(layer)
         if self._heads is None and not k.is_cuda:
-            self._heads = heads_of(self._slots_B, *keys_nKsd.shape[1:3])
-        kv_write(k, v, keys_nKsd, values_nKsd, self._slots_B, self._heads)
+            self._heads = heads_of(self.slots_B, *keys_nKsd.shape[1:3])
+        kv_write(k, v, keys_nKsd, values_nKsd, self.slots_B, self._heads)
         return decode_attention(q, keys_nKsd, values_nKsd, self._decode, window=window)
 
 

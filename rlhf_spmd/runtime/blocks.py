@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 Copies = list[tuple[int, int]]  # blocks (from, to)
 
 
@@ -92,17 +94,27 @@ class Admission:
 
 @dataclass(slots=True)
 class Scheduler:
-    """The line and the batch. max_rows: sequences decoded at the same time; prefill_tokens: most in one prefill."""
+    """The line and the batch. max_rows: sequences decoded at the same time; prefill_tokens: most in one prefill;
+    blocks_per_row: most that a row may get (0: all).
+
+    tables_BM holds the blocks of `rows` (int32, one row each; what is beyond a row's blocks means nothing). It is
+    written where blocks come and go, and never built anew: a batch of 256 rows gets some twenty blocks a step.
+    """
 
     blocks: Blocks
     max_rows: int
     prefill_tokens: int
+    blocks_per_row: int = 0
     waiting: deque[Waiting] = field(default_factory=deque)
     rows: list[Row] = field(default_factory=list)
     one_block: bool = False  # every row has one block, of its own number
-    version: int = 0  # changes with the rows and their blocks
+    tables_BM: np.ndarray = field(init=False)
+    has_new_tables: bool = True  # whoever copies the tables sets it to False
     _steps: int = 0  # decode steps so far
     _next_full: int = 0  # no row needs a block before this step
+
+    def __post_init__(self):
+        self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
 
     def submit(self, requests: Iterable[Waiting]) -> None:
         """Puts requests at the end of the line."""
@@ -136,10 +148,17 @@ class Scheduler:
             copy = None
             if donor is not None and head.num_prompt % self.blocks.size:
                 copy = (self.rows[donor].blocks[len(shared)], row.blocks[len(shared)])
+            self._put(len(self.rows), 0, row.blocks)
             self.rows.append(row)
             admitted.append(Admission(head, row, donor, copy))
-        self._changed()
+        if admitted:
+            self._next_full = 0
         return admitted
+
+    def _put(self, index: int, place: int, blocks: Sequence[int]) -> None:
+        """Blocks of a row in its table, from this place on."""
+        self.tables_BM[index, place : place + len(blocks)] = blocks
+        self.has_new_tables = True
 
     def _donor(self, head: Waiting) -> int | None:
         """The first row whose prefill was just the prompt of a request that has drawn nothing yet."""
@@ -147,10 +166,6 @@ class Scheduler:
             return None
         fits = (i for i, row in enumerate(self.rows) if row.key == head.key and row.base == row.num_prompt)
         return next(fits, None)
-
-    def _changed(self) -> None:
-        self.version += 1
-        self._next_full = 0
 
     def grow(self) -> list[int]:
         """Blocks for the next token of every row; call it before each decode step. Returns the requests that had to
@@ -164,9 +179,10 @@ class Scheduler:
                     if self.blocks.num_free == 0:
                         preempted.append(self._preempt())
                         continue  # this row again, unless it was the one that left
-                    row.blocks += self.blocks.take(1)
+                    taken = self.blocks.take(1)
+                    self._put(index, len(row.blocks), taken)
+                    row.blocks += taken
                 index += 1
-            self._changed()
             self._next_full = self._steps + min((self._room(row) for row in self.rows), default=0)
         self._steps += 1
         return preempted
@@ -202,5 +218,8 @@ class Scheduler:
                 assert self.blocks.take(1) == [to], (source, to)
                 self.rows[source].blocks = [to]
         self.rows = [self.rows[index] for index in order]
-        self._changed()
+        if not self.one_block:  # where row i keeps block i
+            self.tables_BM[:num_left] = self.tables_BM[order]
+            self.has_new_tables = True
+        self._next_full = 0
         return order, copies

@@ -20,18 +20,18 @@ from rlhf_spmd.runtime.kvcache import KVCache, slots_of
 class Decoder:
     """Runs a model over a cache. scheduler: says in which blocks the rows are."""
 
-    def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, longest: int):
+    def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
-        num_rows = scheduler.max_rows
-        blocks_per_row = scheduler.blocks.needed(longest)
-        self._tables_BM = torch.zeros(num_rows, blocks_per_row, dtype=torch.int32, device=self.device)
-        if scheduler.one_block:
-            self._tables_BM[:, 0] = torch.arange(num_rows)
-        self._version = -1
+        self._graphs = Graphs.of(model, *scheduler.tables_BM.shape)
+        self._tables_BM = torch.from_numpy(scheduler.tables_BM)
+        self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else the tables are the scheduler's
+        if self._graphs is not None:
+            self._tables_BM = self._graphs.tables_BM
+        elif self._has_copy:
+            self._tables_BM = self._tables_BM.to(self.device)
         self._joined = Joined.of(model)
-        self.forwards = in_mkl_order(model, num_rows)  # of some layers, instead of their own
-        self._graphs = Graphs(self._compute) if Graphs.can_capture(model) else None
+        self.forwards = in_mkl_order(model, scheduler.max_rows)  # of some layers, instead of their own
 
     def round(
         self, tokens_B: Tensor, cached_B: Tensor, prompts: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
@@ -42,10 +42,10 @@ class Decoder:
         cached_B: tokens before those at hand.
         """
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
-        rows = self._looked_up(cached_B) if num_rows else None
+        tables_BM = self._tables(num_rows)
         if not prompts and self._graphs is not None:
-            return self._graphs(tokens_B, cached_B, *rows)
-        step = self._step(cached_B, cached_B + 1, *rows) if num_rows else None
+            return self._graphs(self._padded, tokens_B, cached_B)
+        step = self._step(cached_B, cached_B, tables_BM) if num_rows else None
         prefill = None
         if prompts:
             slots_N = slots_of(blocks, lengths, self.cache.block_size).to(self.device)
@@ -58,34 +58,30 @@ class Decoder:
         last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows
         return torch.cat((hidden[:num_rows], hidden[last_A]))
 
-    def _looked_up(self, cached_B: Tensor) -> tuple[Tensor, Tensor]:
-        """slots_B of the tokens at hand, and tables_BM."""
-        num_rows, size = len(cached_B), self.cache.block_size
-        tables_BM = self._tables()[:num_rows]
+    def _tables(self, num_rows: int) -> Tensor:
+        """The blocks of the first rows, int32 [B, M], on the device."""
+        if self._has_copy and self.scheduler.has_new_tables:
+            used = len(self.scheduler.rows)  # newcomers included, which are decoded from the next round on
+            self._tables_BM[:used] = torch.from_numpy(self.scheduler.tables_BM[:used]).to(self.device)
+            self.scheduler.has_new_tables = False
+        return self._tables_BM[:num_rows]
+
+    def _step(self, positions_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> DecodeStep:
+        """What a pass needs to know of rows with so many tokens in the cache (-1: there is no row)."""
+        size = self.cache.block_size
         if self.scheduler.one_block:
-            return torch.arange(num_rows, device=self.device) * size + cached_B, tables_BM
-        blocks_B1 = tables_BM.gather(1, (cached_B // size)[:, None])
-        return blocks_B1[:, 0].long() * size + cached_B % size, tables_BM
+            slots_B = torch.arange(len(cached_B), device=self.device) * size + cached_B
+        else:
+            blocks_B1 = tables_BM.gather(1, (positions_B // size)[:, None])
+            slots_B = blocks_B1[:, 0].long() * size + cached_B % size
+        attended = Decode.prepare(tables_BM, cached_B + 1, size, self.model.dtype)
+        return DecodeStep(self.cache, positions_B, slots_B, attended)
 
-    def _step(self, cached_B: Tensor, lengths_B: Tensor, slots_B: Tensor, tables_BM: Tensor) -> DecodeStep:
-        attended = Decode.prepare(tables_BM, lengths_B, self.cache.block_size, self.model.dtype)
-        return DecodeStep(self.cache, cached_B, slots_B, attended)
-
-    def _compute(
-        self, tokens_B: Tensor, cached_B: Tensor, lengths_B: Tensor, slots_B: Tensor, tables_BM: Tensor
-    ) -> Tensor:
-        """A decode step whose rows have been looked up; lengths count the token at hand."""
-        return self._through_stages(tokens_B, Round(self._step(cached_B, lengths_B, slots_B, tables_BM), None))
-
-    def _tables(self) -> Tensor:
-        """Every row's blocks, sent to the device when they have changed."""
-        if not self.scheduler.one_block and self._version != self.scheduler.version:
-            self._version = self.scheduler.version
-            tables = torch.zeros(len(self.scheduler.rows), self._tables_BM.shape[1], dtype=torch.int32)
-            for index, row in enumerate(self.scheduler.rows):
-                tables[index, : len(row.blocks)] = torch.tensor(row.blocks, dtype=torch.int32)
-            self._tables_BM[: len(tables)] = tables.to(self.device)
-        return self._tables_BM
+    def _padded(self, tokens_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> Tensor:
+        """A decode step in which some rows are not there (cached -1): what a graph captures."""
+        step = self._step(cached_B.clamp_min(0), cached_B, tables_BM)
+        step.slots_B = torch.where(cached_B < 0, -1, step.slots_B)  # stored nowhere
+        return self._through_stages(tokens_B, Round(step, None))
 
     def _through_stages(self, tokens_N: Tensor, context: Round) -> Tensor:
         """Runs this rank's stage between its neighbours -> its output_ND."""

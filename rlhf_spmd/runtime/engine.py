@@ -65,16 +65,18 @@ class Engine:
             blocks_that_fit(model, block_size, wanted, longest, free_bytes), self.parallel, self.device
         )
         self.cache = KVCache(model, num_blocks, block_size)
-        self.scheduler = Scheduler(
-            Blocks(num_blocks, block_size), max_sequences, PREFILL_TOKENS, one_block=block_size >= longest
-        )
-        self.decoder = Decoder(model, self.cache, self.scheduler, longest)
+        blocks_per_row, one_block = -(-longest // block_size), block_size >= longest
+        blocks = Blocks(num_blocks, block_size)
+        self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
+        self.decoder = Decoder(model, self.cache, self.scheduler)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch.none(self.device)
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # key of a prompt -> where its last token's hidden_D is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         mine = vocabulary_of(model.config, self.parallel.shard)
-        self._banned = [token - mine.start for token in eos_ids if token in mine]
+        self._banned = torch.tensor(
+            [token - mine.start for token in eos_ids if token in mine], dtype=torch.int64, device=self.device
+        )
 
     def submit(
         self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
@@ -171,25 +173,25 @@ class Engine:
         ended_B = torch.isin(tokens_B, self._eos_E) | (batch.drawn_B >= batch.most_B)
         if requests.has_stops:
             ended_B |= self._stopped(batch)
-        if not bool(ended_B.any()):
+        rows = [row for row, has_ended in enumerate(ended_B.tolist()) if has_ended]  # the only wait for the device
+        if not rows:
             return []
-        rows = ended_B.nonzero()[:, 0].tolist()
-        ended = [self.scheduler.rows[row].request for row in rows]
-        for number, length in zip(ended, batch.drawn_B[rows].tolist(), strict=True):
-            requests.lengths[number - requests.first] = length
+        ended = [self.scheduler.rows[row] for row in rows]
+        for row in ended:
+            requests.lengths[row.request - requests.first] = self.scheduler.num_cached(row) - row.num_prompt + 1
+        longest = max(map(self.scheduler.num_cached, self.scheduler.rows))
         order, copies = self.scheduler.remove(rows)
-        if copies:
-            self.cache.copy(copies, int(batch.cached_B.max()))
+        self.cache.copy(copies, longest)
         self._batch = batch.picked(order)
         if len(self._last_hidden) > 2 * self.scheduler.max_rows:
             under_way = {row.key for row in self.scheduler.rows}
             self._last_hidden = {key: place for key, place in self._last_hidden.items() if key in under_way}
-        return ended
+        return [row.request for row in ended]
 
     def _sample(self, logits_BV: Tensor, batch: Batch, index_B: Tensor) -> Sampled:
         """Tokens of all rows, alike on all tp ranks."""
         requests = self.requests
-        if requests.has_minimum and self._banned:
+        if requests.has_minimum and len(self._banned):
             early_B1 = (batch.drawn_B < batch.least_B)[:, None]
             logits_BV[:, self._banned] = logits_BV[:, self._banned].masked_fill(early_B1, -math.inf)
         options = requests.limits(index_B) | {"num_stored": requests.num_stored}
@@ -205,23 +207,28 @@ class Engine:
     def _stopped(self, batch: Batch) -> Tensor:
         """Which rows have just completed one of their stop texts: bool [B]."""
         assert self.decode is not None, "stop texts need a tokenizer"
-        requests, found = self.requests, []
-        for number, drawn in zip(batch.request_B.tolist(), batch.drawn_B.tolist(), strict=True):
-            stop = requests.sampling[number - requests.first].stop
-            if stop:
-                # a character takes at most 4 tokens (a byte each); some decoders change the first ones of a text
-                reach = 4 * max(map(len, stop)) + 8
-                tokens = requests.responses_RG[number - requests.first, max(drawn - reach, 0) : drawn].tolist()
-                text = self.decode(tokens)
-                found.append(any(one in text for one in stop))
-            else:
-                found.append(False)
+        requests = self.requests
+        stops = [requests.sampling[row.request - requests.first].stop for row in self.scheduler.rows]
+        reaches = [_reach(stop) for stop in stops]
+        places_BT = batch.drawn_B[:, None] - max(reaches) + torch.arange(max(reaches), device=self.device)
+        drawn_BG = requests.responses_RG[batch.request_B - requests.first]
+        tails = drawn_BG.gather(1, places_BT.clamp_min(0)).masked_fill(places_BT < 0, -1).tolist()  # one read for all
+        found = []
+        for stop, reach, tail in zip(stops, reaches, tails, strict=True):
+            text = self.decode([token for token in tail[-reach:] if token >= 0]) if stop else ""
+            found.append(any(one in text for one in stop))
         return torch.tensor(found, device=self.device)
 
     def _from_last_stage(self, x: Tensor) -> None:
         """Puts into x, on every stage, what it holds on the last."""
         if self.parallel.stages is not None:
             dist.broadcast(x, group_src=self.parallel.shard.pp - 1, group=self.parallel.stages)
+
+
+def _reach(stop: Sequence[str]) -> int:
+    """Tokens at the end of a response in which a stop text would be found: a character takes at most 4 (a byte each),
+    and some decoders change the first ones of a text."""
+    return 4 * max(map(len, stop)) + 8 if stop else 0
 
 
 def _agreed(number: int, parallel: Parallel, device: torch.device) -> int:

@@ -23,6 +23,7 @@ def check_rows(scheduler: Scheduler, keys: dict[int, Waiting]) -> None:
     for index, row in enumerate(scheduler.rows):
         assert len(set(row.blocks)) == len(row.blocks) >= blocks.needed(scheduler.num_cached(row))
         assert not scheduler.one_block or row.blocks == [index]
+        assert scheduler.tables_BM[index, : len(row.blocks)].tolist() == row.blocks
         for place, block in enumerate(row.blocks):
             uses[block] += 1
             if place >= row.num_prompt // blocks.size:  # it holds more than the prompt
@@ -119,3 +120,17 @@ def test_one_block_rows_stay_together(ended):
     assert [row.blocks for row in scheduler.rows] == [[i] for i in range(4 - len(ended))]
     assert copies == [(old, new) for new, old in enumerate(order) if old != new]
     assert all(new in ended for _, new in copies)
+
+
+def test_tables_are_new_only_when_blocks_come_or_go():
+    """Whoever copies them to a device need not do so in every step."""
+    scheduler = Scheduler(Blocks(12, 4), max_rows=3, prefill_tokens=16)
+    scheduler.submit(waiting([(0, 3), (1, 5)]))
+    new = []
+    for _ in range(7):
+        scheduler.admit()
+        scheduler.grow()
+        new.append(scheduler.has_new_tables)
+        scheduler.has_new_tables = False
+    # 3 and 5 tokens in blocks of 4: after 1, 5 (the first row) and 3, 7 steps (the second) a block is full
+    assert new == [True, True, False, True, False, True, False], new
