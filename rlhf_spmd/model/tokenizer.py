@@ -43,8 +43,14 @@ class Tokenizer:
         return self._vocabulary()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; with `special`, what the tokenizer puts around a text (a beginning of sequence, if it has one)."""
-        return self._encode(text, special)
+        """Token ids; with `special`, what the tokenizer puts around a text (a beginning of sequence, if it has one).
+
+        A text that begins with that token already, as chat templates render it, does not get a second one: no model
+        was trained on two.
+        """
+        ids = self._encode(text, special)
+        doubled = special and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+        return ids[1:] if doubled else ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text; with `special`, the special tokens stay visible. Negative ids (padding) are skipped."""

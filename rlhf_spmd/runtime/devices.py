@@ -9,8 +9,9 @@ for developing strategies on a workstation.
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
@@ -72,19 +73,22 @@ def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
     return found
 
 
-def start(device: Device) -> None:
-    """Tells torch where this rank computes. Raises UserError if that is the CPU unasked while torch sees devices."""
+def start(device: Device) -> Callable[[], int] | None:
+    """Tells torch where this rank computes -> what reads how many bytes torch holds there, None for the CPU. Raises
+    UserError if that is the CPU unasked while torch sees devices."""
     import torch
 
     if device.index is not None:
         # As many hardware queues as there may be: a message of one communicator must not stand behind another's.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device.index)
-    elif not device.is_asked_for and torch.cuda.is_available():
+        return partial(torch.cuda.memory_reserved, device.index)
+    if not device.is_asked_for and torch.cuda.is_available():
         raise UserError(
             f"torch sees {torch.cuda.device_count()} devices, but libnvidia-ml.so.1, which tells them apart, finds "
             "none; install NVIDIA's driver libraries (in a container: the capability `utility`), or choose device=cpu"
         )
+    return None
 
 
 def describe(device: Device, num_ranks: int) -> str:

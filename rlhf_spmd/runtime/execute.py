@@ -20,6 +20,7 @@ from rlhf_spmd.runtime.calls import Calls, State
 from rlhf_spmd.runtime.digests import ROW, digests
 from rlhf_spmd.runtime.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.iteration import ALL, Iteration
+from rlhf_spmd.runtime.kvcache import give_back
 from rlhf_spmd.runtime.models import Models
 from rlhf_spmd.runtime.passes import Passage
 from rlhf_spmd.runtime.reallocate import Mover
@@ -61,6 +62,7 @@ class Executor:
         self.recorder.iteration = data.number
         self.num_bytes_sent, self.num_messages_sent = 0, 0
         answers: list[dict] = []
+        give_back(self.world.device)  # while no message is under way
         for position, step in enumerate(self.instructions):
             self.world.progress(f"iteration {data.number}: {self.texts[position]}", data.number, position)
             try:
@@ -69,6 +71,7 @@ class Executor:
                 raise
             except (RuntimeError, dist.DistError) as error:
                 raise self._explained(error, step, position, data) from error
+        self.recorder.read_marks()  # and so iterations end when their last kernel does
         self.world.progress(f"iteration {data.number}: over", data.number)
         return answers
 

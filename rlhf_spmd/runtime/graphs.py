@@ -70,8 +70,15 @@ class Graphs:
             step(*inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden_BD = step(*inputs)
+        # not `with torch.cuda.graph(...)`, which first waits for all that the device does: a message that has been
+        # posted early may not come before this rank goes on
+        with torch.cuda.stream(stream):
+            graph.capture_begin(*(() if self._pool is None else (self._pool,)), capture_error_mode="thread_local")
+            try:
+                hidden_BD = step(*inputs)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
         self._pool = self._pool or graph.pool()
         return graph, hidden_BD
 

@@ -45,12 +45,22 @@ class KVCache:
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> float:
-    """Memory of a device that is free now, for each of the ranks that compute on it (Device.num_ranks)."""
+    """Memory of a device that is free now, for each of the ranks that compute on it (Device.num_ranks).
+
+    On a GPU only what nobody has reserved: of what torch keeps for itself no piece may be as large as a cache, and to
+    give it back now (empty_cache) would wait for all that the device does, messages that have been posted early
+    included, which may never end. Between iterations nothing is under way, and `give_back` has made it small.
+    """
     if device.type == "cpu":
         return psutil.virtual_memory().available / num_ranks
-    unused = torch.cuda.mem_get_info(device)[0]
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # free, but torch's
-    return unused / num_ranks + kept
+    return torch.cuda.mem_get_info(device)[0] / num_ranks
+
+
+def give_back(device: torch.device) -> None:
+    """Gives a GPU's memory that torch holds and nothing uses back to the device, so that the KV cache of the next
+    iteration finds it in one piece. Waits for all that the device does."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def token_bytes(model: Transformer) -> int:

@@ -7,6 +7,7 @@ import time
 from rlhf_spmd.config import Config
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime.calls import State
+from rlhf_spmd.runtime.device_clock import clock_of
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.trace import Recorder
 from rlhf_spmd.runtime.train import make_iteration, prepare
@@ -19,7 +20,7 @@ def iteration_s(config: Config, program: Program, world: World) -> float:
     """Median seconds of an iteration, of the slowest rank; the same on every rank. The world's groups must be those of
     the program, or more. What it loaded has gone when it returns."""
     job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank))
+    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank, clock=clock_of(world.device)))
     state, seconds = State(kl_coef=config.ppo.kl_coef), []
     for number in range(NUM_ITERATIONS):
         data = make_iteration(job, number)

@@ -34,7 +34,7 @@ from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime import streams
 from rlhf_spmd.runtime.devices import describe
 from rlhf_spmd.runtime.engine import Engine
-from rlhf_spmd.runtime.kvcache import free_bytes
+from rlhf_spmd.runtime.kvcache import free_bytes, give_back
 from rlhf_spmd.runtime.models import DTYPES
 from rlhf_spmd.runtime.offline_options import Options
 from rlhf_spmd.runtime.offline_prompts import Prompt, read_prompts
@@ -221,6 +221,7 @@ def make_copy(
     if not mine:
         return None
     places = min(generation.max_sequences, len(mine) * samples)
+    give_back(world.device)  # what loading has used
     engine = Engine(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),

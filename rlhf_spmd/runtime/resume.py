@@ -19,7 +19,20 @@ from rlhf_spmd.model.config import read_json
 from rlhf_spmd.runtime.checkpoint import STATE, Checkpoint, newest, without_manifest
 from rlhf_spmd.runtime.streams import RANDOM_LAYOUT
 
-MAY_CHANGE = ("iterations", "deadline_s", "device", "parity_tolerance", "wandb", "checkpoint.", "strategy.")
+# What changes no number of a run, but for rounding: where and in which portions it computes.
+MAY_CHANGE = (
+    "iterations",
+    "deadline_s",
+    "device",
+    "parity_tolerance",
+    "wandb",
+    "micro_batch",
+    "generation.max_sequences",
+    "generation.block_size",
+    "generation.cache_fraction",
+    "checkpoint.",
+    "strategy.",
+)
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 
 

@@ -1,7 +1,9 @@
 """What every rank did and when: a recorder of spans, cheap enough to be always on, and the Chrome trace made from it.
 
 Times are taken with the monotonic performance counter and mapped onto the wall clock once, so that the spans of all
-ranks can be laid side by side (on several nodes, as exactly as their clocks agree).
+ranks can be laid side by side (on several nodes, as exactly as their clocks agree). On a GPU a span is when the device
+did its work, not when Python asked for it: begin and end are events in the device's queue (device_clock.py), which are
+read when the iteration is over.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Category = Literal["compute", "transfer", "wait", "control"]
 MAX_SPANS = 100_000  # per rank; older ones are forgotten
@@ -29,33 +31,61 @@ class Span(NamedTuple):
     args: dict[str, object]
 
 
+class Clock(Protocol):
+    """Tells when work in the queue of a device begins and ends."""
+
+    def mark(self) -> object:
+        """Puts a mark behind all work asked for so far."""
+
+    def seconds(self, marks: Sequence[object]) -> list[float]:
+        """When the device came to these marks, in seconds of perf_counter; waits until it has."""
+
+
 class OpenSpan:
     """A running span; use it with `with`. `args` may be filled while it runs (tokens, bytes, ...)."""
 
-    __slots__ = ("_category", "_name", "_recorder", "_start_s", "args")
+    __slots__ = ("_category", "_name", "_recorder", "_start", "args")
 
     def __init__(self, recorder: Recorder, name: str, category: Category, args: dict[str, object]) -> None:
         self._recorder, self._name, self._category, self.args = recorder, name, category, args
 
     def __enter__(self) -> OpenSpan:
-        self._start_s = time.perf_counter()
+        self._start = self._recorder.now(self._category)
         return self
 
     def __exit__(self, *_: object) -> None:  # a span that ends with an exception is recorded too
         recorder = self._recorder
-        end_s = time.perf_counter()
-        recorder.spans.append((self._name, self._category, self._start_s, end_s, recorder.iteration, self.args))
+        end = recorder.now(self._category)
+        kept = recorder.spans if recorder.clock is None else recorder.unread
+        kept.append((self._name, self._category, self._start, end, recorder.iteration, self.args))
 
 
 class Recorder:
     """The spans of one rank. `iteration` is set by the training loop and stamped on every span that ends."""
 
-    __slots__ = ("_offset_s", "host", "iteration", "rank", "spans")
+    __slots__ = ("_offset_s", "clock", "host", "iteration", "rank", "spans", "unread")
 
-    def __init__(self, rank: int = 0, host: str = "", *, max_spans: int = MAX_SPANS) -> None:
-        self.rank, self.host, self.iteration = rank, host, None
+    def __init__(
+        self, rank: int = 0, host: str = "", *, clock: Clock | None = None, max_spans: int = MAX_SPANS
+    ) -> None:
+        """clock: of the device; None: this rank computes on a CPU."""
+        self.rank, self.host, self.iteration, self.clock = rank, host, None, clock
         self.spans: deque[tuple] = deque(maxlen=max_spans)
+        self.unread: list[tuple] = []  # spans whose begin and end may be marks
         self._offset_s = _wall_clock_offset()
+
+    def now(self, category: Category) -> object:
+        """Seconds of perf_counter, or a mark; control messages are the host's."""
+        return time.perf_counter() if self.clock is None or category == "control" else self.clock.mark()
+
+    def read_marks(self) -> None:
+        """Turns marks into seconds; waits until the device has come to the last one. For the end of an iteration."""
+        marks = [one for span in self.unread for one in span[2:4] if not isinstance(one, float)]
+        seconds = iter(self.clock.seconds(marks) if marks else ())
+        for name, category, *ends, iteration, args in self.unread:
+            start_s, end_s = (one if isinstance(one, float) else next(seconds) for one in ends)
+            self.spans.append((name, category, start_s, end_s, iteration, args))
+        self.unread.clear()
 
     def span(self, name: str, category: Category = "compute", **args: object) -> OpenSpan:
         """`with recorder.span("actor_generate", tokens=128): ...`; costs about a microsecond."""
@@ -75,6 +105,7 @@ class Recorder:
 
         Times are those of the wall clock. With `iterations`, only their spans: rank 0 need not gather everything.
         """
+        self.read_marks()
         wanted = None if iterations is None else set(iterations)
         shift = self._offset_s
         spans = [

@@ -24,6 +24,7 @@ from rlhf_spmd.runtime.calls import Calls, State
 from rlhf_spmd.runtime.checkpoint import remove_drafts
 from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts
+from rlhf_spmd.runtime.device_clock import clock_of
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.metrics import combine
@@ -86,6 +87,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known))
         actor = read_config(config.models.actor)
         eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
+        refuse_endless(config, eos_ids)
         longest = config.data.max_prompt + config.generation.max_new_tokens
         if longest > actor.max_position_embeddings:
             raise UserError(
@@ -105,6 +107,16 @@ def prepare(config: Config, program: Program, world: World) -> Job:
     calls = Calls(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
     columns = program.held(world.rank)
     return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids), columns)
+
+
+def refuse_endless(config: Config, eos_ids: Sequence[int]) -> None:
+    """Raises UserError if nothing can end a response although one that does not end has no score."""
+    if not eos_ids and not config.generation.stop and config.ppo.truncation != "score":
+        raise UserError(
+            f"neither {config.models.actor} nor its tokenizer names an end of sequence (eos_token_id in config.json or "
+            "generation_config.json), so every response would be cut off and get the penalty for that; add it there, "
+            "give generation.stop=TEXT, or choose ppo.truncation=score"
+        )
 
 
 def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int) -> PromptSet:
@@ -183,7 +195,7 @@ def train(
     calibration: of these devices, for a forecast that the run is compared with; asked: the signals that come.
     """
     started = time.perf_counter()
-    recorder = Recorder(world.rank, world.hosts[world.rank])
+    recorder = Recorder(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
     job = prepare(config, program, world)
     folder = open_folder(job, origin)
     console = Console(enabled=world.rank == 0)

@@ -10,14 +10,14 @@ wait whatever the reason.
 from __future__ import annotations
 
 import resource
-import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.runtime.board import Said
 from rlhf_spmd.runtime.divergence import Standing, Steps, diagnose
-from rlhf_spmd.runtime.failures import HungError, name_ranks
+from rlhf_spmd.runtime.failures import PREFIX, HungError, name_ranks, print_error
 from rlhf_spmd.runtime.flight import NOWHERE
 from rlhf_spmd.runtime.supervise import process_fields, waits_for_disk
 
@@ -33,11 +33,13 @@ SILENT_LOOKS = 4  # a rank that has not spoken for so many looks may be stopped
 
 
 class Watch:
-    """The thread of one rank. `steps`, once known, are the instruction lists of all ranks."""
+    """The thread of one rank. `steps`, once known, are the instruction lists of all ranks; `device_bytes`, once torch
+    has been imported and if this rank computes on a device, tells what torch holds there."""
 
     def __init__(self, world: World):
         self.world = world
         self.steps: Steps | None = None
+        self.device_bytes: Callable[[], int] | None = None
         self._begun, self._work, self._disk = -1, 0.0, -1
         self._life = self._looked = time.monotonic()
         self._used: dict[int, float] = {}  # rank -> processor seconds when last looked at
@@ -61,13 +63,24 @@ class Watch:
         return min(max(self.world.deadline_s / LOOKS, SHORTEST_LOOK_S), LONGEST_LOOK_S)
 
     def _run(self) -> None:
+        is_told = False
         while not self._over.wait(self.look_s):
-            quiet_s = self._look()
-            if quiet_s >= self.world.deadline_s and not self.world.is_meeting and self.world.size > 1:
-                text = self._hang(quiet_s)
-                if text is not None and not self._over.is_set():
-                    self.world.fail(HungError(text))
-                self._looked = time.monotonic()  # a store that does not answer takes seconds
+            try:
+                self._check()
+            except Exception as error:  # whatever it is must not end the watch without a word
+                if not is_told:
+                    me, what = name_ranks([self.world.rank], self.world.hosts), f"{type(error).__name__}: {error}"
+                    print_error(f"{PREFIX}{me} could not look whether the job hangs ({what}); it tries again")
+                is_told = True
+
+    def _check(self) -> None:
+        """One look, and the end of the job if it hangs."""
+        quiet_s = self._look()
+        if quiet_s >= self.world.deadline_s and not self.world.is_meeting and self.world.size > 1:
+            text = self._hang(quiet_s)
+            if text is not None and not self._over.is_set():
+                self.world.fail(HungError(text))
+            self._looked = time.monotonic()  # a store that does not answer takes seconds
 
     def _look(self) -> float:
         """Notes whether this rank has shown life since the last look -> seconds since it last did."""
@@ -83,9 +96,8 @@ class Watch:
             self._life, self._begun, self._work, self._disk = now, begun, work, disk
         self._looked = now
         world.board.speak(life_s=time.time() - (now - self._life), meets=world.is_meeting)
-        index = world.chosen[world.rank].index if world.chosen else None
-        if index is not None and "torch" in sys.modules:
-            world.flight.set_device_bytes(sys.modules["torch"].cuda.memory_reserved(index))
+        if self.device_bytes is not None:
+            world.flight.set_device_bytes(self.device_bytes())
         return now - self._life
 
     def is_alive(self, ranks: tuple[int, ...]) -> bool:

@@ -275,7 +275,7 @@ class World:
             import torch
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-            devices.start(self.computes)
+            self.watch.device_bytes = devices.start(self.computes)
         with self.together("starting torch.distributed"):
             store = torch_groups.meet(self, timeout_s)
             self._groups = torch_groups.make_groups(

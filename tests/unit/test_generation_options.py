@@ -1,5 +1,7 @@
 """The options of generation in whole iterations: which of them change tokens, and which only speed or memory."""
 
+import json
+
 import pytest
 import torch
 
@@ -52,3 +54,15 @@ def test_a_cache_that_holds_no_sequence_is_refused(overrides, monkeypatch):
     monkeypatch.setattr("rlhf_spmd.runtime.calls.free_bytes", lambda *_: 1000.0)
     with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
         responses_of(overrides)
+
+
+def test_a_model_that_nothing_can_end_is_refused(tmp_path):
+    """Every response would run to the limit and get the penalty, which no reward could teach it to avoid."""
+    endless = write_all(tmp_path, eos_token_ids=())
+    RunOf(load(endless))  # by the tokenizer's
+    for path in (tmp_path / "actor").glob("*token*_*.json"):
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}))
+    with pytest.raises(UserError, match=r"names an end of sequence .*give generation.stop=TEXT"):
+        RunOf(load(endless))
+    for option in ("ppo.truncation=score", f"generation.stop={WORDS[0]}"):
+        RunOf(load(endless, option))

@@ -6,17 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import PRESETS, Checkpointing, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime import checkpoint, report
 from rlhf_spmd.runtime.checkpoint import Checkpoint
+from rlhf_spmd.runtime.failures import in_words
 from rlhf_spmd.runtime.resume import config_of, read_run, refuse_changes, refuse_older
 from tests.runs import OneRank
 
 STATE = {"kl_coef": 0.1, "scores": {"count": 3.0, "mean": 0.1, "squares": 2.5}, "inputs": {"prompts in x": "abc"}}
 STATE["surroundings"] = {"torch": "2.11"}
+
+
+MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
+MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
 
 
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
@@ -77,11 +83,20 @@ def test_every_option_may_change_or_is_refused_by_name():
         part = getattr(before, group) if group else before
         changed = dataclasses.replace(part, **{leaf: "another"})
         after = dataclasses.replace(before, **{group: changed}) if group else changed
-        if key in ("deadline_s", "device", "device_type", "parity_tolerance", "wandb") or group == "checkpoint":
+        if key in MAY_CHANGE or group == "checkpoint":
             refuse_changes(before, after, "RUN")
             continue
         with pytest.raises(UserError, match=f"^{key}=another would make another run of RUN"):
             refuse_changes(before, after, "RUN")
+
+
+def test_what_the_message_of_a_full_memory_advises_is_allowed(tmp_path):
+    """A rank that ran out of memory says which options to lower, and the run can be resumed with them."""
+    text = in_words(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
+    assert "lower micro_batch or generation.max_sequences" in text
+    write_run(tmp_path, "micro_batch=8", "generation.max_sequences=64")
+    config = resumed(tmp_path, "micro_batch=4", "generation.max_sequences=16").config
+    assert (config.micro_batch, config.generation.max_sequences) == (4, 16)
 
 
 def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):

@@ -87,6 +87,54 @@ def test_a_span_costs_microseconds_and_memory_is_bounded():
     assert len(recorder.to_records()["spans"]) == 1000
 
 
+class Queue:
+    """A device that works off a queue behind the host's back; its marks know their time when it has come to them."""
+
+    def __init__(self):
+        self.work_s, self.free_s, self.waits = [], 0.0, 0
+
+    def ask(self, seconds: float) -> None:
+        self.work_s.append(seconds)
+
+    def mark(self) -> list[float]:
+        self.work_s.append([])
+        return self.work_s[-1]
+
+    def seconds(self, marks) -> list[float]:
+        self.waits += 1
+        for one in self.work_s:
+            if isinstance(one, list):
+                one.append(self.free_s)
+            else:
+                self.free_s += one
+        self.work_s = []
+        return [mark[0] for mark in marks]
+
+
+def test_spans_of_a_device_are_when_it_worked_and_not_when_it_was_asked():
+    """Without marks the first call would take no time and the last, which reads a result, all of it."""
+    queue = Queue()
+    recorder = Recorder(clock=queue)
+    recorder.iteration = 0
+    for name, seconds in (("ref_logprobs", 3.0), ("actor_train", 5.0)):
+        with recorder.span(name):
+            queue.ask(seconds)
+    with recorder.span("agree", "control"):
+        began = time.perf_counter()
+    assert queue.waits == 0 and not recorder.spans
+    recorder.read_marks()
+    assert queue.waits == 1 and len(recorder.spans) == 3
+    spans = {span[0]: span for span in recorder.spans}
+    assert spans["ref_logprobs"][2:4] == (0.0, 3.0) and spans["actor_train"][2:4] == (3.0, 8.0)
+    assert spans["agree"][2] <= began <= spans["agree"][3]  # the host's
+    assert {span[4] for span in recorder.spans} == {0}
+    with recorder.span("critic_train"):
+        queue.ask(2.0)
+    assert [row[0] for row in recorder.to_records()["spans"]][-1] == "critic_train"
+    recorder.read_marks()
+    assert queue.waits == 2  # nothing to read: no wait
+
+
 # ---- Chrome trace
 
 

@@ -1,0 +1,61 @@
+"""The thread that notices hangs survives what happens around it."""
+
+import sys
+import time
+import types
+
+from rlhf_spmd.runtime.devices import choose
+from rlhf_spmd.runtime.flight import Flight
+from rlhf_spmd.runtime.watch import Watch
+
+
+class Alone:
+    """The world of one rank, as far as a watch looks at it."""
+
+    rank, size, hosts, nodes, node = 0, 1, ("here",), (0,), 0
+    deadline_s, is_meeting = 0.1, False
+    chosen = choose("cuda", [("device",)], (0,), ("here",))
+
+    def __init__(self):
+        self.flight, self.spoken = Flight(), 0
+        self.board = types.SimpleNamespace(speak=self.speak)
+
+    def speak(self, **_):
+        self.spoken += 1
+
+
+def spoke_again(world: Alone) -> bool:
+    before, until = world.spoken, time.monotonic() + 10
+    while world.spoken < before + 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    return world.spoken >= before + 2
+
+
+def test_it_looks_on_while_torch_is_being_imported(monkeypatch):
+    """A module is in sys.modules before it has its attributes, and a look may fall in between."""
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    world = Alone()
+    watch = Watch(world)
+    watch.start()
+    try:
+        assert spoke_again(world)
+    finally:
+        watch.stop()
+
+
+def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capsys):
+    def broken() -> int:
+        raise RuntimeError("the driver is gone")
+
+    world = Alone()
+    watch = Watch(world)
+    watch.start()
+    watch.device_bytes = broken
+    try:
+        assert spoke_again(world)
+        watch.device_bytes = lambda: 5 << 20
+        assert spoke_again(world)
+    finally:
+        watch.stop()
+    told = capsys.readouterr().err
+    assert told.count("rank 0 (host here) could not look whether the job hangs (RuntimeError: the driver is gone)") == 1
