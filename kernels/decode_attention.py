@@ -369,9 +369,13 @@ def decode_attention_triton(
 
 
 def choose_parts(num_pairs: int, longest: int, num_processors: int) -> int:
-    """Parts that a row is split into, a power of two: enough programs to fill the device, none with too long a chain of
-    tokens, none with too few. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have."""
-    to_fill = -(-num_processors * PROGRAMS_PER_PROCESSOR // num_pairs)
+    """Parts that a row is split into, a power of two: about enough programs to fill the device, none with too long a
+    chain of tokens, none with too few. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have.
+
+    What would fill the device exactly is rounded to the nearest power of two, not up: parts cost bytes, which the
+    second kernel reads again, and a whole device gains nothing from twice as many programs."""
+    exactly = num_processors * PROGRAMS_PER_PROCESSOR / num_pairs
+    to_fill = 1 << max(round(math.log2(exactly)), 0)
     wanted = max(min(to_fill, longest // MIN_TOKENS), -(-longest // MAX_TOKENS), 1)
     return min(1 << (wanted - 1).bit_length(), MAX_SPLITS)
 
