@@ -6,6 +6,7 @@ small kernels of a decode step, packed prompts, and a whole decode step of 7B sh
 CPU, sampling, logprobs and decode attention.
 
 Cost: two minutes on two cores, three on a GPU (which needs 60 GiB for all of it). Command: python -m bench kernels
+With --static nothing is timed: see static_kernels.py.
 """
 
 import argparse
@@ -158,7 +159,14 @@ def triton_version() -> str | None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
     parser.add_argument("--only", default="", help="measure only the kernels whose name holds this; writes nothing")
+    parser.add_argument(
+        "--static", action="store_true", help="times nothing: registers, bytes and forecasts for an H100"
+    )
     parsed = parser.parse_args(arguments)
+    if parsed.static:
+        from bench import static_kernels  # needs Triton
+
+        return static_kernels.main()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     matrix = {str(d).removeprefix("torch."): matrix_ceiling(device, d) for d in (torch.float32, torch.bfloat16)}
     ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}

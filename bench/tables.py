@@ -273,6 +273,24 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "of matrix rate": lambda row: _percent(row.get("share_of_matrix")),
         "extra memory, of full logits": lambda row: _percent(row.get("peak_share")),
     },
+    "kernels_static": {
+        "kernel": lambda row: f"`{row['kernel'].partition('.')[2].strip('_').removesuffix('_kernel')}`",
+        "call": lambda row: row["what"],
+        "shape": lambda row: row["shape"],
+        "registers": lambda row: str(row["sm_90"]["registers"]),
+        "spilled, bytes": lambda row: str(row["sm_90"]["spill_bytes"]),
+        "shared, KiB": lambda row: _number(row["sm_90"]["shared_bytes"] / 1024),
+        "occupancy": lambda row: f"{row['sm_90']['occupancy']:.0%}",
+        "waves": lambda row: _number(row["waves"], 2),
+        "gfx942: registers, spilled bytes, shared KiB": lambda row: "{registers}, {spill_bytes}, {:.1f}".format(
+            row["gfx942"]["shared_bytes"] / 1024, **row["gfx942"]
+        ),
+        "needed, MB": lambda row: _number(row["needed_bytes"] / 1e6, 2),
+        "moved for each": lambda row: _number(row["moved_per_needed"], 3),
+        "forecast, us": lambda row: _number(1e6 * row["forecast_s"], 2),
+        "bound by": lambda row: row["bound_by"],
+        "what is read again": lambda row: row["reason"] or "-",
+    },
     "validate": {
         "system": lambda row: row["system"],
         "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",

@@ -2,7 +2,7 @@
 
 What the interpreter runs, the compiler may still refuse (a type that changes in a loop, too much shared memory), so
 this finds before any GPU does what a GPU would find first. Prints one JSON object: kernel -> how often it was compiled
-anew, and the most shared memory and stack (spilled registers) that one of these takes.
+anew, and the most shared memory and bytes of spilled registers that one of these takes.
 
 Command: python -m tests.compile_kernels 90     (compute capability 9.0; not with TRITON_INTERPRET=1)
 """
@@ -10,18 +10,14 @@ Command: python -m tests.compile_kernels 90     (compute capability 9.0; not wit
 import importlib
 import json
 import pkgutil
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from bench.launches import name_of, recorded
+from bench.occupancy import nvidia
 from rlhf_spmd import kernels
 from rlhf_spmd.kernels.decode_attention import decode_attention_triton
 from rlhf_spmd.kernels.kept import make_rules
@@ -31,22 +27,6 @@ from rlhf_spmd.kernels.rope import rope_triton
 from rlhf_spmd.kernels.sample import sample_triton
 from rlhf_spmd.kernels.silu_mul import silu_mul_triton
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
-
-
-class Absent:
-    """A GPU as far as the compiler asks for it."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
 
 
 def attention(dtype: torch.dtype) -> None:
@@ -93,41 +73,18 @@ def all_kernels() -> set[str]:
     return {name_of(kernel) for kernel in found if kernel.__name__.endswith("_kernel")}
 
 
-def name_of(kernel: JITFunction) -> str:
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"
-
-
-def stack_bytes(cubin: bytes) -> int:
-    """What machine code keeps in memory for want of registers, as the reader says that comes with Triton."""
-    reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        said = subprocess.run([reader, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return sum(map(int, re.findall(r"STACK:(\d+)", said.stdout)))
-
-
 def main(capability: int) -> dict[str, dict]:
-    found: dict[str, dict] = {}
-    run, seen = JITFunction.run, set()
-
-    def compile_only(kernel, *arguments, grid, warmup, **options):
-        del grid, warmup
-        made = run(kernel, *arguments, grid=(1,), warmup=True, **options)
-        if id(made) not in seen:
-            seen.add(id(made))
-            row = found.setdefault(name_of(kernel), {"versions": 0, "shared_bytes": 0, "stack_bytes": 0})
-            row["versions"] += 1
-            row["shared_bytes"] = max(row["shared_bytes"], made.metadata.shared)
-            row["stack_bytes"] = max(row["stack_bytes"], stack_bytes(made.asm["cubin"]))
-        return made
-
-    JITFunction.run = compile_only
-    driver.set_active(Absent(capability))
-    for case in CASES:
-        for dtype in (torch.bfloat16, torch.float32):
-            case(dtype)
-    return found | {name: {"versions": 0} for name in all_kernels() - found.keys()}
+    with recorded(GPUTarget("cuda", capability, 32)) as launches:
+        for case in CASES:
+            for dtype in (torch.bfloat16, torch.float32):
+                case(dtype)
+    found: dict[str, dict] = {name: {"versions": 0} for name in all_kernels()}
+    for kernel, compiled in {(launch.kernel, launch.compiled) for launch in launches}:
+        row, takes = found[kernel], nvidia(compiled)
+        row["versions"] += 1
+        row["shared_bytes"] = max(row.get("shared_bytes", 0), takes.shared_bytes)
+        row["spill_bytes"] = max(row.get("spill_bytes", 0), takes.spill_bytes)
+    return found
 
 
 if __name__ == "__main__":

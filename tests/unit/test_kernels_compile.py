@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that a program may have
+SPILL_BYTES = {80: 16, 90: 0}  # on an A100 one version of the threshold's
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
@@ -27,4 +28,4 @@ def test_kernels_compile(capability):
     assert not missing, f"tests/compile_kernels.py has no case for {missing}"
     for name, row in kernels.items():
         assert row["shared_bytes"] <= SHARED_BYTES[capability] // 2, (name, row)  # two programs share a processor
-        assert row["stack_bytes"] <= 64, (name, row)  # more would be registers spilled in a loop
+        assert row["spill_bytes"] <= SPILL_BYTES[capability], (name, row)
