@@ -183,7 +183,7 @@ def needed_bytes(kernel: str, arguments: dict) -> int | None:
 # kernel -> what it reads again, and why
 REASONS = {
     "rmsnorm._rmsnorm_kernel": "every row reads the weights, which stay in the cache",
-    "decode_attention._split_kernel": "every part of a row reads its queries",
+    "decode_attention._split_kernel": "the parts of a row, if there are several, each read its queries",
     "decode_attention._merge_kernel": "reads what the parts of a row wrote",
     "sample._draw_kernel": "reads the drawn block of the logits again",
     "threshold._threshold_kernel": "every turn of the search reads the blocks that may hold the threshold",
