@@ -17,6 +17,7 @@ the tokens from the last stage back to all.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,9 @@ class Engine:
         self._batch = Batch.none(self.device)
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # key of a prompt -> where its last token's hidden_D is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
-        mine = vocabulary_of(model.config, self.parallel.shard)
+        shard = self.parallel.shard
+        self._slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]
+        mine = self._slices[shard.tp_index]
         self._banned = torch.tensor(
             [token - mine.start for token in eos_ids if token in mine], dtype=torch.int64, device=self.device
         )
@@ -198,11 +201,7 @@ class Engine:
         bits_B = requests.bits_RG[index_B, batch.drawn_B]
         if self.parallel.group is None:
             return sample(logits_BV, bits_B, **options)
-        config = self.model.config
-        mine = vocabulary_of(config, self.parallel.shard)
-        return sample_shard(
-            logits_BV, bits_B, vocabulary=mine, vocab_size=config.vocab_size, group=self.parallel.group, **options
-        )
+        return sample_shard(logits_BV, bits_B, slices=self._slices, group=self.parallel.group, **options)
 
     def _stopped(self, batch: Batch) -> Tensor:
         """Which rows have just completed one of their stop texts: bool [B]."""

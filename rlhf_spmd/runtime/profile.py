@@ -31,7 +31,7 @@ FEWEST, MOST = 3, 20  # times that it is repeated
 GOLDEN, SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # multiples, wrapped around, are spread evenly however many there are
 STEP = 4  # from one number of rows to the next
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
-CACHE_BYTES = 1 << 25  # more than the caches of a device hold
+CPU_CACHE_BYTES = 1 << 24  # about what a core has to itself
 PACKAGES = ("rlhf-spmd", "torch")
 
 
@@ -153,6 +153,13 @@ class Clock:
         return taken
 
 
+def cache_bytes(index: int | None) -> int:
+    """The last cache of a GPU (None: of the CPU)."""
+    import torch
+
+    return CPU_CACHE_BYTES if index is None else torch.cuda.get_device_properties(index).L2_cache_size
+
+
 def profile(
     world: "World", config: Config, *, name: str, grid: Grid | None = None, budget_s: float = BUDGET_S
 ) -> Calibration:
@@ -179,7 +186,7 @@ def profile(
     shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
     with tqdm(desc="profile", unit="points", disable=world.rank != 0, file=sys.stderr) as bar:
         wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
-        others = torch.zeros(CACHE_BYTES // 4, device=world.device)
+        others = torch.zeros(2 * cache_bytes(world.computes.index) // 4, device=world.device)
         clock = Clock(world, num_workers, wait, partial(others.add_, 1), bar, budget_s)
         tables: list[Measured] = []
         for shape in shapes:

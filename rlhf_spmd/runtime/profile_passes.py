@@ -79,6 +79,7 @@ class Subject:
         generation = config.generation
         self.sampling = {"temperature": generation.temperature, "eos_ids": (), "min_new_tokens": 0}
         self.training = Training(config, world.rank, self.sampling)
+        self.generating: Engine | None = None  # kept from one timing to the next, with what it has captured
         trained = "critic" if shape.scalar_head else "actor"
         self.call = workload.workflow.train_call(trained)
 
@@ -140,16 +141,23 @@ class Subject:
         prompts = [[token for token in row if token >= 0] for row in prompts_BP.tolist()]
         num_rows, limits = len(prompts), {name: getattr(self.config.generation, name) for name in ("top_p", "min_p")}
         top_k, temperature = self.config.generation.top_k, self.config.generation.temperature
-        engine = Engine(self.model, longest=self.grid.longest + 1, max_sequences=num_rows, num_stored=top_k)
+        if self.generating is None or self.generating.scheduler.max_rows != num_rows:
+            self.generating = None  # frees its cache first
+            self.generating = Engine(
+                self.model, longest=self.grid.longest + 1, max_sequences=num_rows, num_stored=top_k
+            )
+        engine = self.generating
         sampling = [Sampling(number, 0, temperature, top_k, **limits) for number in num_tokens]
         # which tokens are drawn does not matter
         bits_RG = torch.zeros(num_rows, max(num_tokens), dtype=torch.int64, device=self.clock.world.device)
         numbers = engine.submit(prompts, bits_RG, sampling)
         engine.run(numbers)
         engine.results(numbers)
+        engine.requests.forget(numbers.stop)
 
     def engine(self) -> TrainEngine:
         """Takes the model over for training."""
+        self.generating = None
         tp_index = self.layout.shard(self.clock.world.rank).tp_index
         groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
         return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.kernels.sample import sample, sample_ref
-from rlhf_spmd.kernels.sample_shard import sample_shard
+from rlhf_spmd.kernels.sample_shard import gathered, sample_shard
 from tests.draws import random_rows
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -44,9 +44,9 @@ def make_rows(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int):
 
 def draw(world, group, logits_BV, bits_B, **rules):
     vocab_size = logits_BV.shape[1]
-    mine = slice_of(vocab_size, world.rank, world.size)
-    logits_Bv = logits_BV[:, mine.start : mine.stop]
-    return sample_shard(logits_Bv, bits_B, vocabulary=mine, vocab_size=vocab_size, group=group, **rules)
+    slices = [slice_of(vocab_size, rank, world.size) for rank in range(world.size)]
+    mine = slices[world.rank]
+    return sample_shard(logits_BV[:, mine.start : mine.stop], bits_B, slices=slices, group=group, **rules)
 
 
 def assert_same_everywhere(sampled, group, size: int) -> None:
@@ -65,6 +65,17 @@ def assert_drawn_alike(sampled, whole) -> None:
     assert (sampled.kept_BK is None) == (whole.kept_BK is None)
     if whole.kept_BK is not None:
         assert torch.equal(sampled.kept_BK, whole.kept_BK)
+
+
+@pytest.mark.parametrize("vocab_size", WIDTHS)
+def test_gathered_slices_are_whole_rows(world, make_group, vocab_size):
+    """What ranks with a GPU draw from; to the bit, so that sample() draws there what it draws anywhere."""
+    slices = [slice_of(vocab_size, rank, world.size) for rank in range(world.size)]
+    mine = slices[world.rank]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits_BV, _ = make_rows(7, vocab_size, dtype, seed=vocab_size)
+        found_BV = gathered(logits_BV[:, mine.start : mine.stop], slices, make_group(range(world.size)))
+        assert torch.equal(found_BV, logits_BV) and found_BV.is_contiguous()
 
 
 @pytest.mark.rotates

@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.forecast import forecast
 from rlhf_spmd.runtime.profile import Clock, Grid, between_ranks, groups_of, inside_ranks, profile, rows_up_to, summary
+from rlhf_spmd.runtime.profile_passes import Subject
 from rlhf_spmd.runtime.world import World
 from rlhf_spmd.strategy import load_strategy
 
@@ -82,6 +85,23 @@ def test_a_clock_tells_processor_seconds_of_what_takes_turns():
     assert slept_s < 0.01 and added_s > 2e-4 and len(order) >= 4
     wall_s, _, _ = dataclasses.replace(clock, num_workers=None).seconds(*works)
     assert wall_s >= 0.02
+
+
+def test_what_an_engine_captures_is_not_timed():
+    """CUDA graphs are captured with the first step of an engine: one engine serves all timings of as many rows, and its
+    cache has gone when training is measured."""
+    config = configs.load("tiny")
+    workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
+    shape = next(shape for shape in workload.models.values() if not shape.scalar_head)
+    subject = Subject(SimpleNamespace(world=world), config, workload, TOY, shape, 1, 1)
+    caches = []
+    for num_rows, num_tokens in ((2, 4), (2, 1), (2, 3), (1, 4)):
+        subject.generate(subject.tokens([4] * num_rows), [num_tokens] * num_rows)
+        assert subject.generating.is_idle and not subject.generating.requests.prompts
+        caches.append(weakref.ref(subject.generating.cache))
+    assert caches[0]() is None and caches[0] == caches[1] == caches[2] and caches[3]() is not None
+    subject.engine()
+    assert caches[3]() is None
 
 
 def test_a_profile_becomes_forecasts(world, tmp_path, capfd):
