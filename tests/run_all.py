@@ -33,7 +33,7 @@ def command(part: str, slow: bool) -> list[str]:
     # so there is one worker more than cores.
     workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
     pytest = [sys.executable, "-m", "pytest", *workers, "-p", "tests.durations"]
-    return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit"]
+    return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit", "tests/gpu"]
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 """What only a GPU can show of the decode kernels: capture in a CUDA graph, caches beyond 2^31 numbers, exact rounding,
-and packed prompts."""
+and packed prompts. Where there is no GPU, what can runs on the CPU."""
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.rope import rotate
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@on_gpu
 @torch.inference_mode()
 def test_a_captured_step_follows_lengths_and_tables():
     """The graph is captured with short rows; replays see new lengths and tables, and padding rows of length 0."""
@@ -51,6 +53,7 @@ def test_a_captured_step_follows_lengths_and_tables():
         assert torch.equal(keys[block[0].long(), :, int(last[0]) % 16], new[0])
 
 
+@on_gpu
 def test_a_cache_of_more_than_2_to_the_31_numbers():
     keys = values = torch.zeros(300_000, 8, 16, 64, device="cuda", dtype=torch.float16)
     assert keys.numel() > 2**31
@@ -65,8 +68,8 @@ def test_a_cache_of_more_than_2_to_the_31_numbers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_as_torch(dtype):
     """Rotations exactly; norms and gates but for the last bit of the half precisions' float32 in between."""
-    x = torch.randn(64, 16, 128, device="cuda").to(dtype)
-    cos, sin = (torch.randn(64, 64, device="cuda").to(dtype) for _ in range(2))
+    x = torch.randn(64, 16, 128, device=DEVICE).to(dtype)
+    cos, sin = (torch.randn(64, 64, device=DEVICE).to(dtype) for _ in range(2))
     for got, part in zip(rope(x[:, :12], x[:, 12:], cos, sin), (x[:, :12], x[:, 12:]), strict=True):
         assert torch.equal(got, rotate(part, cos, sin))
     rows, weight = x.flatten(1), x.flatten(1)[0]
@@ -81,8 +84,8 @@ def test_the_same_bits_as_torch(dtype):
 
 def test_packed_prompts_equal_padded_ones():
     lengths = [5, 130, 64]
-    q, k, v = (torch.randn(sum(lengths), n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
-    got = Packed(lengths, device="cuda").attend(0, q, k, v, None)
+    q, k, v = (torch.randn(sum(lengths), n, 64, device=DEVICE, dtype=torch.bfloat16) for n in (8, 2, 2))
+    got = Packed(lengths, device=DEVICE).attend(0, q, k, v, None)
     at = 0
     for length in lengths:
         parts = (x[at : at + length].transpose(0, 1).float() for x in (q, k, v))

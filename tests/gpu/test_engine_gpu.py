@@ -1,0 +1,106 @@
+"""The generation engine on a GPU: tokens with CUDA graphs, memory after generation, waits for the device, its clock.
+
+What these tests compare with runs on the CPU as well, so that they are known to run where there is no GPU.
+"""
+
+import gc
+import time
+import warnings
+
+import pytest
+import torch
+
+from rlhf_spmd.runtime import graphs
+from rlhf_spmd.runtime.device_clock import DeviceClock
+from rlhf_spmd.runtime.engine import Engine
+from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.trace import Recorder
+from tests.draws import random_responses
+from tests.unit.test_generate import OFTEN, make_model, make_prompts, rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LONGEST, MAX_NEW = 9 + 48, 48
+
+
+def responses(num: int, *, eos_ids=OFTEN, sampling: Sampling | None = None, **settings) -> tuple[list, Engine]:
+    engine = Engine(make_model().to(DEVICE), longest=LONGEST, eos_ids=eos_ids, **settings)
+    numbers = engine.submit(make_prompts(num), random_responses(num, MAX_NEW), sampling or Sampling(MAX_NEW))
+    engine.run()
+    return rows(engine.results(numbers)[0].cpu()), engine
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_sequences": 5}, {"max_sequences": 64, "num_blocks": 40}], ids=["roomy", "few", "preempting"]
+)
+def test_tokens_with_graphs_are_those_without(settings, monkeypatch):
+    found, engine = responses(64, **settings)
+    assert (engine.num_preempted > 0) == ("num_blocks" in settings and DEVICE == "cuda")
+    assert bool(engine.decoder._graphs) == (DEVICE == "cuda")
+    monkeypatch.setattr(graphs, "can_capture", lambda model, device: False)
+    expected, engine = responses(64, **settings)
+    assert engine.decoder._graphs is None
+    assert found == expected
+
+
+def test_256_rows_with_preemption_forced():
+    settings = {"max_sequences": 256, "block_size": 16, "num_blocks": 300}
+    found, engine = responses(300, eos_ids=(), **settings)
+    assert engine.num_preempted > 0 and all(len(row) == MAX_NEW for row in found)
+    expected, engine = responses(300, eos_ids=(), **settings | {"num_blocks": 0})
+    assert engine.num_preempted == 0
+    assert found == expected
+
+
+@on_gpu
+def test_memory_is_free_when_the_engine_has_gone():
+    """Without the cyclic collector, and without giving anything back to the device."""
+    responses(64)  # what is loaded once stays
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        _, engine = responses(64, max_sequences=64)
+        assert torch.cuda.memory_allocated() > before
+        del engine
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
+@on_gpu
+def test_a_decode_step_waits_for_the_device_once():
+    """The tokens must be looked at to know which rows have ended; nothing else needs the host."""
+    waits: list[int] = []
+    engine = Engine(make_model().to(DEVICE), longest=LONGEST, max_sequences=8)
+    engine.submit(make_prompts(8), random_responses(8, MAX_NEW), Sampling(MAX_NEW))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.run(progress=lambda *_: waits.append(len(caught)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    each = [after - before for before, after in zip(waits[3:-2], waits[4:-1], strict=True)]
+    assert each and max(each) <= 1, each
+
+
+@on_gpu
+def test_marks_tell_when_the_device_worked():
+    """A span holds the seconds of its own kernels, not those of what was asked for before."""
+    recorder = Recorder(clock=DeviceClock(torch.device("cuda", torch.cuda.current_device())))
+    x = torch.randn(4096, 4096, device="cuda")
+    for _ in range(2):  # the first time loads the library
+        began = time.perf_counter()
+        with recorder.span("long"):
+            for _ in range(40):
+                x @ x
+        with recorder.span("short"):
+            x @ x
+        asked_s = time.perf_counter() - began
+        recorder.read_marks()
+    long, short = list(recorder.spans)[-2:]
+    long_s, short_s = (span[3] - span[2] for span in (long, short))
+    assert 20 * short_s < long_s and asked_s < long_s
+    assert long[3] <= short[2] + 1e-6
+    assert abs(short[3] - time.perf_counter()) < 1.0
