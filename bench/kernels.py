@@ -14,7 +14,6 @@ import ctypes
 import gc
 import json
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from bench import kernel_cases as cases
 from bench.gpu_decode import DecodeBench, Shape
 from bench.kernel_cases import Case
 from bench.roofline import alternate, matrix_ceiling, memory_ceiling, name_of
-from bench.rows import write
+from bench.rows import version_of, write
 
 ROUNDS = 15
 SLOW_ROUNDS = 3  # of what takes seconds on a CPU
@@ -149,13 +148,6 @@ def show(row: dict) -> str:
     return f"{row['kernel']:<17} {row['dtype']:<8}  {1e3 * row['ours_s']:9.3f} ms  {measured}   {row['shape']}{verdict}"
 
 
-def triton_version() -> str | None:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return None
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
     parser.add_argument("--only", default="", help="measure only the kernels whose name holds this; writes nothing")
@@ -180,7 +172,7 @@ def main(arguments: list[str]) -> int:
     if device.type == "cuda" and parsed.only in "decode step":
         rows.append(measure_step(device, ceilings, shape=Shape(), rows=64, context=1024))
         print(show(rows[-1]))
-    about = {"bench": "kernels", "device": name_of(device), "triton": triton_version(), **ceilings}
+    about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
     if not parsed.only:
         write("kernels", [about | row for row in rows])
     ok = all(row["ok"] for row in rows)

@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -26,12 +26,25 @@ def provenance() -> dict:
         "commit": commit or None,
         "hardware": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
     }
 
 
+def version_of(package: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
+    """What git prints; nothing where there is no git or no repository, as in a copied source tree."""
+    try:
+        done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def _cpu_info() -> list[str]:

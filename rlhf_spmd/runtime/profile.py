@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -214,14 +214,31 @@ def profile(
 
 def provenance(world: "World", config: Config, num_threads: int, has_between: bool) -> str:
     """Machine, versions and date, and what was not measured."""
-    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    versions = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES)
     ranks = f"{world.size} ranks on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     missing = "" if has_between else " Nothing was measured between nodes: `between` repeats `inside`."
     return (
         f"Measured on {time.strftime('%Y-%m-%d')} by `python -m rlhf_spmd profile --preset {config.preset}` with "
-        f"{ranks}, {num_threads} thread{'s' if num_threads > 1 else ''} each, {config.dtype}, on {processor()}; "
+        f"{ranks}, {num_threads} thread{'s' if num_threads > 1 else ''} each, {config.dtype}, on {computes_on(world)}; "
         f"Python {platform.python_version()}, {versions}.{missing}"
     )
+
+
+def version_of(package: str) -> str:
+    """The version of a package, if it is installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "from its source tree"
+
+
+def computes_on(world: "World") -> str:
+    """The names of this machine's processor and, where one is used, of its GPU."""
+    if world.computes.index is None:
+        return processor()
+    import torch
+
+    return f"{torch.cuda.get_device_name(world.computes.index)}, {processor()}"
 
 
 def processor() -> str:
