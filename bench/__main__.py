@@ -13,6 +13,7 @@ BENCHES = {
     "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; floors",
     "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the device; "
     "with --static, what they take of an H100, without one",
+    "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
     "validate": "the simulator against published measurements of PPO iterations: error per row",
     "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
     "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",

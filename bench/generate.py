@@ -155,16 +155,16 @@ def on_cpu(
     return rows
 
 
-def keep(rows: list[dict]) -> None:
-    """Writes these rows in place of those of the same case; the others stay as they are."""
+def keep(rows: list[dict], name: str) -> None:
+    """Writes these rows of NAME.jsonl in place of those of the same case; the others stay as they are."""
 
     def case(row: dict) -> tuple:
         return tuple(row.get(key) for key in ("model", "device", "dtype", "work"))
 
-    path = RESULTS / "generate.jsonl"
+    path = RESULTS / f"{name}.jsonl"
     old = path.read_text().splitlines() if path.exists() else []
     places = {case(json.loads(line)): line for line in old}  # of rows, which keep their order
-    new = write("generate", rows).read_text().splitlines()
+    new = write(name, rows).read_text().splitlines()
     places |= {case(json.loads(line)): line for line in new}
     path.write_text("".join(line + "\n" for line in places.values()))
 
@@ -192,6 +192,7 @@ def main(arguments: list[str]) -> int:
     ok = all(row["ok"] for row in rows) or parsed.quick
     if not parsed.quick:
         about = {"bench": "generate", "device": name_of(device), "transformers": version("transformers")}
-        keep([about | row for row in rows])
+        # the tables show the rows of a CPU; a decode step of a GPU has other columns
+        keep([about | row for row in rows], "generate" if device.type == "cpu" else "generate_gpu")
     print(json.dumps({"bench": "generate", "device": name_of(device), "ok": ok}))
     return 0 if ok else 1

@@ -7,10 +7,12 @@ import torch
 
 from bench import generate_peers as peers
 from bench.generate_costs import products_of
+from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.engine import Engine
 from rlhf_spmd.runtime.kvcache import token_bytes
 from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.streams import OFFLINE
 
 ROWS, CONTEXT, STEPS = 64, 1024, 48
 STEP_SHARE = 0.70  # promised share of the memory bandwidth
@@ -23,7 +25,8 @@ def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context:
     device, prompt = next(mine.parameters()).device, context - STEPS // 2
     work = peers.to_the_limit(mine.config.vocab_size, num=rows, new=STEPS, prompt=prompt)
     engine = Engine(mine, longest=work.longest, max_sequences=rows)
-    engine.submit(work.prompts_RP.tolist(), torch.rand(rows, STEPS), Sampling(STEPS))
+    bits_RG = torch.from_numpy(random_bits(1, OFFLINE, 0, range(rows), [0] * rows, STEPS))
+    engine.submit(work.prompts_RP.tolist(), bits_RG, Sampling(STEPS))
     rounds: list[tuple[float, int]] = []
 
     def note(num_ended: int, num_tokens: int) -> None:

@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
         print(show(rows[-1]))
     about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
     if not parsed.only:
-        write("kernels", [about | row for row in rows])
+        write("kernels" if device.type == "cpu" else "kernels_gpu", [about | row for row in rows])
     ok = all(row["ok"] for row in rows)
     print(json.dumps({"bench": "kernels", "device": name_of(device), "ok": ok}))
     return 0 if ok else 1

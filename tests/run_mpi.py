@@ -107,17 +107,18 @@ def run_limited(
         stdout, stderr = process.communicate(timeout=limit_s)
         return process.returncode, stdout or "", stderr or ""
     except BaseException as error:
-        stdout, stderr = _stop(process)
+        stdout, stderr = stop(process)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return None, stdout, stderr
 
 
-def _stop(process: subprocess.Popen) -> tuple[str, str]:
+def stop(process: subprocess.Popen, *, grace_s: float = GRACE_S) -> tuple[str, str]:
+    """Ends a process and all below it, in whatever process groups they are -> what it wrote into pipes."""
     family = _descendants(process.pid)
     process.terminate()
     try:
-        stdout, stderr = process.communicate(timeout=GRACE_S)
+        stdout, stderr = process.communicate(timeout=grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
         stdout, stderr = "", ""

@@ -1,0 +1,395 @@
+"""The steps of `python -m bench first-light` that ask whether everything is correct on this device."""
+
+# R requests, G longest response, P longest prompt
+
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
+from bench.first_light_steps import FACTS, GPU, MPI, STEPS, Found, Light
+from bench.rows import REPOSITORY, version_of
+from tests.run_mpi import Counter, mpi_command, run_limited
+
+VERSIONS = ("triton", "transformers", "mpi4py", "deepspeed", "pydantic", "numpy", "pytest")
+KERNEL_TESTS = ("decode_attention", "decode_kernels", "sample_kernel", "token_logprobs")  # use the fixture `device`
+SHARED_TESTS = "tests/gpu/test_shared_device.py"  # what the step `shared` does, for fewer strategies
+WORKERS = 6  # processes of pytest on a GPU
+ROWS, LIMIT = 256, 24  # requests of the embedded model, tokens of a response
+STRATEGIES = ("flattening", "separation", "reallocation", "interleaving1", "interleaving2")
+SMALL = ("iterations=2", "rollout_batch=16", "mini_batch=8", "num_samples=0")
+RUN_S = 120.0  # of one run of the program
+
+
+# ---- what is there ---------------------------------------------------------------------------------------------------
+
+
+def device(light: Light) -> Found:
+    """Writes the facts that all other steps are chosen by, and tells what runs otherwise than meant."""
+    facts: dict = {"python": platform.python_version(), "missing": missing(light.dry)}
+    facts["versions"] = {name: version_of(name) for name in VERSIONS}
+    facts |= nvidia_smi()
+    problems, notes = [], []
+    if "torch" not in facts["missing"]:
+        import torch
+
+        from rlhf_spmd.runtime.devices import visible_devices
+
+        facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        facts["visible"] = visible_devices()
+        seen = torch.cuda.device_count()
+        told = f"torch sees {seen}, NVML {len(facts['visible'])}, nvidia-smi {facts['num_smi']}"
+        if not light.dry and (seen != len(facts["visible"]) or seen == 0):
+            problems.append(f"GPUs: {told}; with none, everything would run on the CPU")
+        facts["device"] = f"CPU, {torch.get_num_threads()} threads"
+        if seen and not light.dry:
+            facts |= of_gpu(torch.cuda.get_device_properties(0))
+            notes += [f"{facts['free_bytes'] / 2**30:.0f} of {facts['total_bytes'] / 2**30:.0f} GiB free"]
+        notes += degraded()
+    (light.work / FACTS).write_text(json.dumps(facts))
+    print(json.dumps(facts, indent=1))
+    light.row(**{key: facts[key] for key in facts if key not in ("versions", "device", "driver", "python")})
+    notes += [f"not here: {', '.join(facts['missing'])}"] if facts["missing"] else []
+    return Found(not problems, "; ".join([*problems, str(facts.get("device")), *notes]))
+
+
+def missing(dry: bool) -> list[str]:
+    """What the steps need and is not here."""
+    needed = dict.fromkeys(name for step in STEPS for name in step.needs)
+    return [name for name in needed if not is_here(name, dry)]
+
+
+def is_here(name: str, dry: bool) -> bool:
+    if name == GPU:
+        import_torch = importlib.util.find_spec("torch") is not None
+        return dry or (import_torch and runs("import torch, sys; sys.exit(not torch.cuda.is_available())"))
+    if name == MPI:
+        return runs("from mpi4py import MPI")
+    if name == "mpiexec":
+        return any(map(shutil.which, ("mpiexec", "mpirun"))) or Path(sys.executable).with_name(name).exists()
+    if name == "compute-sanitizer":
+        return dry or shutil.which(name) is not None
+    return importlib.util.find_spec(name) is not None
+
+
+def runs(code: str) -> bool:
+    """Whether Python code ends well in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {code}")
+    return done.returncode == 0
+
+
+def nvidia_smi() -> dict:
+    """The driver, and how many devices the tool lists."""
+    if shutil.which("nvidia-smi") is None:
+        return {"driver": None, "num_smi": 0}
+    fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    values = [value.strip() for value in lines[0].split(",")] if lines else []
+    if len(values) != len(fields):
+        return {"driver": None, "num_smi": 0}
+    return {"driver": values[1], "num_smi": len(lines), "smi": dict(zip(fields, values, strict=True))}
+
+
+def of_gpu(properties) -> dict:
+    """What torch says of a device."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "cache_bytes": properties.L2_cache_size,
+        "free_bytes": free,
+        "total_bytes": total,
+    }
+
+
+def degraded() -> list[str]:
+    """What this torch lacks, and what happens instead."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return ["torch has no varlen_attn: packed sequences are attended to one by one"]
+    lacks = {"window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
+    return [f"varlen_attn takes no {name}: packed sequences are attended to one by one" for name in sorted(lacks)]
+
+
+# ---- tests of pytest -------------------------------------------------------------------------------------------------
+
+
+def gpu_tests(light: Light) -> Found:
+    """On a CPU they are collected and skip themselves."""
+    return tested(light, ["tests/gpu", f"--ignore={SHARED_TESTS}"], least=0 if light.dry else 1)
+
+
+def kernel_tests(light: Light) -> Found:
+    files = [f"tests/unit/test_{name}.py" for name in KERNEL_TESTS[1:2] if light.dry] or [
+        f"tests/unit/test_{name}.py" for name in KERNEL_TESTS
+    ]
+    return tested(light, [*files, *(["-k", "silu"] if light.dry else [])], least=1)
+
+
+def tested(light: Light, arguments: list[str], *, least: int) -> Found:
+    """Runs pytest to its end, whatever fails. least: how many tests must pass."""
+    import pytest
+
+    os.chdir(REPOSITORY)
+    counter = Counter()
+    own = ["-p", "no:cacheprovider", "-m", "not slow", "-rf", "--tb=short", "--color=no"]
+    if importlib.util.find_spec("xdist") and not light.dry:
+        own += ["-n", str(WORKERS)]
+    status = pytest.main([*own, *arguments], plugins=[counter])
+    counts = counter.counts
+    light.row(tests=arguments, **counts)
+    ok = counts["failed"] == 0 and counts["passed"] >= least and status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
+    told = ", ".join(f"{num} {outcome}" for outcome, num in counts.items())
+    return Found(ok, told if ok or counts["failed"] else f"{told}; pytest ended with status {int(status)}")
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def embedded_model(where: str):
+    """The embedded actor in float32, for generation."""
+    import torch
+
+    from rlhf_spmd import embedded
+    from rlhf_spmd.model.hf import load_model
+
+    folder = embedded.path_of("actor")
+    return load_model(folder, head="lm", dtype=torch.float32, device=where).eval().requires_grad_(False)
+
+
+def requests(num: int) -> tuple[list[list[int]], "object"]:
+    """Prompts of 2 to 31 tokens, and the random bits of their responses [R, G]."""
+    import numpy as np
+    import torch
+
+    from rlhf_spmd.kernels.philox import random_bits
+    from rlhf_spmd.runtime.streams import OFFLINE
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 1024, 2 + (7 * i) % 30).tolist() for i in range(num)]
+    return prompts, torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, LIMIT))
+
+
+def engine_of(model, num: int, **settings):
+    from rlhf_spmd.runtime.engine import Engine
+
+    settings = {"max_sequences": num} | settings
+    return Engine(model, longest=32 + LIMIT, eos_ids=(2,), **settings)
+
+
+def responses(engine, num: int):
+    """responses_RG and logprobs_RG of the requests, on the CPU."""
+    from rlhf_spmd.runtime.requests import Sampling
+
+    prompts, bits_RG = requests(num)
+    numbers = engine.submit(prompts, bits_RG, Sampling(LIMIT))
+    engine.run()
+    responses_RG, logprobs_RG, _ = engine.results(numbers)
+    return responses_RG.cpu(), logprobs_RG.cpu()
+
+
+def without_graphs():
+    """Inside, engines launch every kernel of a step one by one."""
+    return patch("rlhf_spmd.runtime.graphs.Graphs.can_capture", staticmethod(lambda model: False))
+
+
+def num_rows(light: Light) -> int:
+    return 12 if light.dry else ROWS
+
+
+def compared(found: dict, against: str) -> tuple[bool, str, dict]:
+    """Whether all have the tokens of one of them, in words and numbers."""
+    expected_RG, logprobs_RG = found[against]
+    differ, nats = {}, {}
+    for name, (tokens_RG, other_RG) in found.items():
+        if name != against:
+            same_R = (tokens_RG == expected_RG).all(dim=1)
+            differ[name] = int((~same_R).sum())
+            nats[name] = float((other_RG - logprobs_RG)[same_R].abs().max()) if same_R.any() else None
+    words = [f"{name}: {num or 'no'} of {len(expected_RG)} rows differ from {against}" for name, num in differ.items()]
+    return not any(differ.values()), "; ".join(words), {"rows_that_differ": differ, "logprobs_differ_nats": nats}
+
+
+def engine(light: Light) -> Found:
+    num, where = num_rows(light), str(light.device)
+    found = {"the CPU": responses(engine_of(embedded_model("cpu"), num), num)}
+    model = embedded_model(where)
+    with without_graphs():
+        found["kernels one by one"] = responses(engine_of(model, num), num)
+    found["graphs"] = responses(engine_of(model, num), num)
+    ok, told, numbers = compared(found, "the CPU")
+    light.row(rows=num, dtype="float32", **numbers)
+    return Found(ok, told)
+
+
+def preemption(light: Light) -> Found:
+    """The cache has room for the prompts and a part of the responses only, so that rows have to leave it."""
+    num, where = num_rows(light), str(light.device)
+    model, size = embedded_model(where), 16 if not light.dry else 4
+    found = {"a full cache": responses(engine_of(model, num, block_size=size), num)}
+    blocks = num * -(-(32 + LIMIT) // size) // 3
+    small = engine_of(model, num, block_size=size, num_blocks=blocks)
+    found["a small cache"] = responses(small, num)
+    ok, told, numbers = compared(found, "a full cache")
+    light.row(rows=num, blocks=blocks, num_preempted=small.num_preempted, **numbers)
+    return Found(ok and small.num_preempted > 0, f"{small.num_preempted} rows preempted; {told}")
+
+
+def memory(light: Light) -> Found:
+    """Bytes that stay allocated after an engine, without the collector's help; captured graphs hold some, too."""
+    import torch
+
+    def held() -> int:
+        if light.dry:
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    num, model = num_rows(light), embedded_model(str(light.device))
+    responses(engine_of(model, num), num)  # what is made once: kernels, the workspace of matrix products
+    gc.collect()
+    gc.disable()
+    before = held()
+    one = engine_of(model, num)
+    cache = weakref.ref(one.cache.keys_LnKsd)
+    cache_bytes = 2 * one.cache.keys_LnKsd.nbytes
+    responses(one, num)
+    if hasattr(one, "close"):
+        one.close()
+    del one
+    after = held()
+    lives = cache() is not None
+    light.row(before_bytes=before, after_bytes=after, cache_bytes=cache_bytes, cache_lives=lives)
+    told = f"{before / 2**20:.1f} MiB before, {after / 2**20:.1f} after; the cache took {cache_bytes / 2**20:.1f}"
+    return Found(not lives and after <= before + 2**20, told + ("; it is still there" if lives else ""))
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, command: Iterable[str], options: Iterable[str], **variables: str) -> list[dict]:
+    """Trains as a user would -> the rows of metrics.jsonl. Raises RuntimeError where it does not end well."""
+    words = [*command, sys.executable, "-m", "rlhf_spmd", "train", *options]
+    if "--resume" not in words:
+        words += ["--runs", str(folder.parent), "--name", folder.name]
+    status, stdout, stderr = run_limited(words, limit_s=RUN_S, environment=dict(os.environ) | variables)
+    print(f"--- {' '.join(words)}\n{stdout}{stderr}", flush=True)
+    if status != 0:
+        last = (stderr.strip().splitlines() or ["nothing said"])[-1]
+        raise RuntimeError(f"{folder.name} ended with status {status}: {last}")
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def hashes(rows: list[dict]) -> list[str]:
+    return [row["tokens_sha256"] for row in rows]
+
+
+def train(light: Light) -> Found:
+    """The reference runs on this machine's CPU at the same time."""
+    wanted = "device=cpu" if light.dry else "device=cuda"
+    sizes = ("num_samples=0", *(SMALL[1:3] if light.dry else ()))
+    base = ["--preset", "tiny", *sizes]
+
+    def on_device() -> list[dict]:
+        folder = light.work / "float32"
+        run(folder, (), [*base, wanted, "iterations=3"])
+        return run(folder, (), ["--resume", str(folder), "iterations=4"])
+
+    with ThreadPoolExecutor() as pool:
+        expected = pool.submit(run, light.work / "cpu", (), [*base, "device=cpu", "iterations=4"])
+        half = pool.submit(run, light.work / "bfloat16", (), [*base, wanted, "iterations=2", "dtype=bfloat16"])
+        found, expected, half = on_device(), expected.result(), half.result()
+    same = [one == other for one, other in zip(hashes(found), hashes(expected), strict=True)]
+    parity = {name: max(row["parity_max_abs"] for row in rows) for name, rows in (("32", found), ("16", half))}
+    light.row(
+        iterations=len(same),
+        iterations_with_the_cpus_tokens=sum(same),
+        parity_float32_nats=parity["32"],
+        parity_bfloat16_nats=parity["16"],
+        iteration_s=found[-2]["iteration_s"],
+        cpu_iteration_s=expected[-2]["iteration_s"],
+    )
+    nats = f"parity {parity['32']:.1e} nats, in bfloat16 {parity['16']:.1e}"
+    return Found(all(same), f"{sum(same)} of {len(same)} iterations draw the CPU's tokens; {nats}")
+
+
+def shared(light: Light) -> Found:
+    """Each strategy against one rank on the CPU; one that fails does not keep the others from running."""
+    ranks, wanted = (2, "device=cpu") if light.dry else (4, "device=shared")
+    strategies = STRATEGIES[1:2] if light.dry else STRATEGIES
+    variables = {"OMP_NUM_THREADS": "1"}
+
+    def hashes_of(name: str, command: Iterable[str], *options: str) -> list[str] | str:
+        try:
+            return hashes(run(light.work / name, command, [*SMALL, *options], **variables))
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(1 if light.dry else 2) as pool:  # each run starts as many processes as it has ranks
+        alone = pool.submit(hashes_of, "alone", (), "device=cpu")
+        jobs = {
+            name: pool.submit(hashes_of, name, mpi_command(ranks), wanted, "--strategy", name) for name in strategies
+        }
+        expected, found = alone.result(), {name: job.result() for name, job in jobs.items()}
+    wrong = []
+    for name, result in found.items():
+        same = isinstance(expected, list) and result == expected
+        light.row(strategy=name, ranks=ranks, tokens_of_one_rank=same)
+        wrong += [] if same else [f"{name}: {'other tokens' if isinstance(result, list) else result}"]
+    told = f"{len(found) - len(wrong)} of {len(found)} strategies on {ranks} ranks draw the tokens of one"
+    wrong += [] if isinstance(expected, list) else [f"one rank: {expected}"]
+    return Found(not wrong, "; ".join([told, *wrong]))
+
+
+# ---- compute-sanitizer -----------------------------------------------------------------------------------------------
+
+STEP = """
+import torch
+from bench.gpu_decode import DecodeBench, Shape
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+bench = DecodeBench(device, Shape(256, 352, 2, 4, 64, 5000), rows=5, context=70, dtype={dtype})
+for _ in range(2):
+    {call}
+if device.type == "cuda":
+    torch.cuda.synchronize()
+print("done")
+"""
+
+
+def sanitizer(light: Light) -> Found:
+    """Launched one by one with an allocation for each tensor, where memcheck sees every access out of bounds, and from
+    a captured graph, whose memory must come from torch's allocator."""
+    dtype = "torch.float32" if light.dry else "torch.bfloat16"
+    tool = [] if light.dry else ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    bare = dict(os.environ) | ({} if light.dry else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    cases = {"launched": ("bench.step()", bare), "captured": ("bench.captured()()", dict(os.environ))}
+
+    def checked(name: str) -> bool:
+        call, environment = cases[name]
+        code = STEP.format(call=call, dtype=dtype)
+        status, stdout, stderr = run_limited([*tool, sys.executable, "-c", code], limit_s=140, environment=environment)
+        print(f"--- {name}\n{stdout}{stderr}", flush=True)
+        return status == 0 and "done" in stdout
+
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(cases, pool.map(checked, cases), strict=True))
+    light.row(memcheck=found)
+    return Found(all(found.values()), ", ".join(f"{name}: {'clean' if ok else 'not'}" for name, ok in found.items()))
