@@ -17,7 +17,8 @@ ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 def provenance() -> dict:
     """Where and with what a row was measured."""
-    commit = _git("rev-parse", "--short", "HEAD")
+    # a copy without .git may lie within another repository
+    commit = _git("rev-parse", "--short", "HEAD") if (REPOSITORY / ".git").exists() else ""
     if commit and _git("status", "--porcelain", "--", ".", ":!bench/results"):
         commit += "-dirty"  # the code that ran is not that of the commit
     models = [line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")]
@@ -39,7 +40,7 @@ def version_of(package: str) -> str | None:
 
 
 def _git(*words: str) -> str:
-    """What git prints; nothing where there is no git or no repository, as in a copied source tree."""
+    """What git prints; nothing where there is no git."""
     try:
         done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     except OSError:
