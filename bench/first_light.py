@@ -36,6 +36,7 @@ GRACE_S = 3.0  # processes get so long to end before they are killed
 TICK_S = 0.05
 LOG_BYTES = 400_000  # of each step's log, half from its beginning and half from its end
 TAIL_CHARACTERS = 160
+FILES = ("verdicts.json", "rows.jsonl", "logs.txt", "calibration.json", "decode-*.json.gz")  # of an earlier walk
 
 
 @dataclass(slots=True)
@@ -211,7 +212,8 @@ def walk(
     """Takes steps -> their verdicts. out: a folder, made if need be; files of an earlier walk in it are replaced."""
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "logs.txt").unlink(missing_ok=True)
+    for path in (path for pattern in FILES for path in out.glob(pattern)):
+        path.unlink()
     work = Path(tempfile.mkdtemp(prefix="first_light_"))
     together = together or min(4, max(1, (os.cpu_count() or 1) // (1 if dry else 4)))
     try:

@@ -4,12 +4,8 @@
 
 import gc
 import importlib.util
-import inspect
 import json
 import os
-import platform
-import shutil
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterable
@@ -17,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
-from bench.first_light_steps import FACTS, GPU, MPI, STEPS, Found, Light
-from bench.rows import REPOSITORY, version_of
+from bench.first_light_steps import Found, Light
+from bench.rows import REPOSITORY
 from tests.run_mpi import Counter, mpi_command, run_limited
 
-VERSIONS = ("triton", "transformers", "mpi4py", "deepspeed", "pydantic", "numpy", "pytest")
 KERNEL_TESTS = ("decode_attention", "decode_kernels", "sample_kernel", "token_logprobs")  # use the fixture `device`
 SHARED_TESTS = "tests/gpu/test_shared_device.py"  # what the step `shared` does, for fewer strategies
 WORKERS = 6  # processes of pytest on a GPU
@@ -29,103 +24,6 @@ ROWS, LIMIT = 256, 24  # requests of the embedded model, tokens of a response
 STRATEGIES = ("flattening", "separation", "reallocation", "interleaving1", "interleaving2")
 SMALL = ("iterations=2", "rollout_batch=16", "mini_batch=8", "num_samples=0")
 RUN_S = 120.0  # of one run of the program
-
-
-# ---- what is there ---------------------------------------------------------------------------------------------------
-
-
-def device(light: Light) -> Found:
-    """Writes the facts that all other steps are chosen by, and tells what runs otherwise than meant."""
-    facts: dict = {"python": platform.python_version(), "missing": missing(light.dry)}
-    facts["versions"] = {name: version_of(name) for name in VERSIONS}
-    facts |= nvidia_smi()
-    problems, notes = [], []
-    if "torch" not in facts["missing"]:
-        import torch
-
-        from rlhf_spmd.runtime.devices import visible_devices
-
-        facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda}
-        facts["visible"] = visible_devices()
-        seen = torch.cuda.device_count()
-        told = f"torch sees {seen}, NVML {len(facts['visible'])}, nvidia-smi {facts['num_smi']}"
-        if not light.dry and (seen != len(facts["visible"]) or seen == 0):
-            problems.append(f"GPUs: {told}; with none, everything would run on the CPU")
-        facts["device"] = f"CPU, {torch.get_num_threads()} threads"
-        if seen and not light.dry:
-            facts |= of_gpu(torch.cuda.get_device_properties(0))
-            notes += [f"{facts['free_bytes'] / 2**30:.0f} of {facts['total_bytes'] / 2**30:.0f} GiB free"]
-        notes += degraded()
-    (light.work / FACTS).write_text(json.dumps(facts))
-    print(json.dumps(facts, indent=1))
-    light.row(**{key: facts[key] for key in facts if key not in ("versions", "device", "driver", "python")})
-    notes += [f"not here: {', '.join(facts['missing'])}"] if facts["missing"] else []
-    return Found(not problems, "; ".join([*problems, str(facts.get("device")), *notes]))
-
-
-def missing(dry: bool) -> list[str]:
-    """What the steps need and is not here."""
-    needed = dict.fromkeys(name for step in STEPS for name in step.needs)
-    return [name for name in needed if not is_here(name, dry)]
-
-
-def is_here(name: str, dry: bool) -> bool:
-    if name == GPU:
-        import_torch = importlib.util.find_spec("torch") is not None
-        return dry or (import_torch and runs("import torch, sys; sys.exit(not torch.cuda.is_available())"))
-    if name == MPI:
-        return runs("from mpi4py import MPI")
-    if name == "mpiexec":
-        return any(map(shutil.which, ("mpiexec", "mpirun"))) or Path(sys.executable).with_name(name).exists()
-    if name == "compute-sanitizer":
-        return dry or shutil.which(name) is not None
-    return importlib.util.find_spec(name) is not None
-
-
-def runs(code: str) -> bool:
-    """Whether Python code ends well in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {code}")
-    return done.returncode == 0
-
-
-def nvidia_smi() -> dict:
-    """The driver, and how many devices the tool lists."""
-    if shutil.which("nvidia-smi") is None:
-        return {"driver": None, "num_smi": 0}
-    fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit"]
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
-    values = [value.strip() for value in lines[0].split(",")] if lines else []
-    if len(values) != len(fields):
-        return {"driver": None, "num_smi": 0}
-    return {"driver": values[1], "num_smi": len(lines), "smi": dict(zip(fields, values, strict=True))}
-
-
-def of_gpu(properties) -> dict:
-    """What torch says of a device."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "processors": properties.multi_processor_count,
-        "cache_bytes": properties.L2_cache_size,
-        "free_bytes": free,
-        "total_bytes": total,
-    }
-
-
-def degraded() -> list[str]:
-    """What this torch lacks, and what happens instead."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return ["torch has no varlen_attn: packed sequences are attended to one by one"]
-    lacks = {"window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
-    return [f"varlen_attn takes no {name}: packed sequences are attended to one by one" for name in sorted(lacks)]
 
 
 # ---- tests of pytest -------------------------------------------------------------------------------------------------
@@ -137,10 +35,8 @@ def gpu_tests(light: Light) -> Found:
 
 
 def kernel_tests(light: Light) -> Found:
-    files = [f"tests/unit/test_{name}.py" for name in KERNEL_TESTS[1:2] if light.dry] or [
-        f"tests/unit/test_{name}.py" for name in KERNEL_TESTS
-    ]
-    return tested(light, [*files, *(["-k", "silu"] if light.dry else [])], least=1)
+    names, some = (KERNEL_TESTS[1:2], ["-k", "silu"]) if light.dry else (KERNEL_TESTS, [])
+    return tested(light, [*(f"tests/unit/test_{name}.py" for name in names), *some], least=1)
 
 
 def tested(light: Light, arguments: list[str], *, least: int) -> Found:
@@ -257,14 +153,16 @@ def memory(light: Light) -> Found:
     import torch
 
     def held() -> int:
+        """Without the workspaces of matrix products, of which torch keeps one for each stream that had any."""
         if light.dry:
             return 0
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 
     num, model = num_rows(light), embedded_model(str(light.device))
-    responses(engine_of(model, num), num)  # what is made once: kernels, the workspace of matrix products
+    responses(engine_of(model, num), num)  # what is made once, kernels for example
     gc.collect()
     gc.disable()
     before = held()
@@ -275,9 +173,16 @@ def memory(light: Light) -> Found:
     if hasattr(one, "close"):
         one.close()
     del one
+    with_workspaces = 0 if light.dry else torch.cuda.memory_allocated()
     after = held()
     lives = cache() is not None
-    light.row(before_bytes=before, after_bytes=after, cache_bytes=cache_bytes, cache_lives=lives)
+    light.row(
+        before_bytes=before,
+        after_bytes=after,
+        with_workspaces_bytes=with_workspaces,
+        cache_bytes=cache_bytes,
+        cache_lives=lives,
+    )
     told = f"{before / 2**20:.1f} MiB before, {after / 2**20:.1f} after; the cache took {cache_bytes / 2**20:.1f}"
     return Found(not lives and after <= before + 2**20, told + ("; it is still there" if lives else ""))
 
@@ -378,7 +283,8 @@ def sanitizer(light: Light) -> Found:
     """Launched one by one with an allocation for each tensor, where memcheck sees every access out of bounds, and from
     a captured graph, whose memory must come from torch's allocator."""
     dtype = "torch.float32" if light.dry else "torch.bfloat16"
-    tool = [] if light.dry else ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
+    tool = [] if light.dry else ["compute-sanitizer", *options]
     bare = dict(os.environ) | ({} if light.dry else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     cases = {"launched": ("bench.step()", bare), "captured": ("bench.captured()()", dict(os.environ))}
 

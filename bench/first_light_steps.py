@@ -77,7 +77,7 @@ STEPS = (
     Step(
         "device",
         "nvidia-smi, NVML and torch see the same GPUs",
-        f"{CHECKS}:device",
+        "bench.first_light_facts:device",
         60,
     ),
     Step("kernels", "tests/gpu pass", f"{CHECKS}:gpu_tests", 150, (GPU, "pytest", *RUNTIME)),
@@ -165,7 +165,7 @@ STEPS = (
     Step(
         "decode-profile",
         "thirty rounds at 64 and 256 rows of 7B shape: one synchronisation a round, 90% of the time computing",
-        f"{SPEED}:decode_profile",
+        "bench.first_light_profile:decode_profile",
         90,
         (GPU, *RUNTIME),
         "speed",

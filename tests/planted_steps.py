@@ -1,0 +1,42 @@
+"""Steps for a walk of bench first-light that end in every way; without torch, so that they begin at once."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from bench.first_light_steps import Found, Light, Missing
+
+
+def passes(light: Light) -> Found:
+    light.row(work="planted", number=1.5)
+    return Found(True, "as planted")
+
+
+def fails(light: Light) -> Found:
+    light.row(work="planted", number=2)
+    return Found(False, "below 70%")
+
+
+def raises(light: Light) -> Found:
+    raise RuntimeError("planted error")
+
+
+def crashes(light: Light) -> Found:
+    print("about to crash", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return Found(True, "")
+
+
+def hangs(light: Light) -> Found:
+    """With a child in a session of its own, as the ranks of a launcher are."""
+    light.row(work="planted", number=3)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    (light.out / "child").write_text(str(child.pid))
+    print("begins to hang", flush=True)
+    child.wait()
+    return Found(True, "")
+
+
+def lacks(light: Light) -> Found:
+    raise Missing("a sanitizer")
