@@ -20,6 +20,7 @@ from tests.run_mpi import Counter, mpi_command, run_limited
 KERNEL_TESTS = ("decode_attention", "decode_kernels", "sample_kernel", "token_logprobs")  # use the fixture `device`
 SHARED_TESTS = "tests/gpu/test_shared_device.py"  # what the step `shared` does, for fewer strategies
 WORKERS = 6  # processes of pytest on a GPU
+FEW, LAST_CHARACTERS = 3, 1500  # names of failed tests that are told; what is shown of a failure when it happens
 ROWS, LIMIT = 256, 24  # requests of the embedded model, tokens of a response
 STRATEGIES = ("flattening", "separation", "reallocation", "interleaving1", "interleaving2")
 SMALL = ("iterations=2", "rollout_batch=16", "mini_batch=8", "num_samples=0")
@@ -27,6 +28,25 @@ RUN_S = 120.0  # of one run of the program
 
 
 # ---- tests of pytest -------------------------------------------------------------------------------------------------
+
+
+class Outcomes(Counter):
+    """Tells each failure at once, since pytest may be stopped before its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report):
+        super().pytest_runtest_logreport(report)
+        if report.outcome == "failed":
+            self.names.append(report.nodeid)
+            print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-LAST_CHARACTERS:]}", flush=True)
+
+    def pytest_collectreport(self, report):
+        """A file that can't be imported."""
+        if report.outcome == "failed":
+            self.names.append(report.nodeid)
 
 
 def gpu_tests(light: Light) -> Found:
@@ -44,16 +64,18 @@ def tested(light: Light, arguments: list[str], *, least: int) -> Found:
     import pytest
 
     os.chdir(REPOSITORY)
-    counter = Counter()
+    counter = Outcomes()
     own = ["-p", "no:cacheprovider", "-m", "not slow", "-rf", "--tb=short", "--color=no"]
     if importlib.util.find_spec("xdist") and not light.dry:
         own += ["-n", str(WORKERS)]
     status = pytest.main([*own, *arguments], plugins=[counter])
     counts = counter.counts
-    light.row(tests=arguments, **counts)
+    light.row(tests=arguments, **counts, names=counter.names)
     ok = counts["failed"] == 0 and counts["passed"] >= least and status in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
     told = ", ".join(f"{num} {outcome}" for outcome, num in counts.items())
-    return Found(ok, told if ok or counts["failed"] else f"{told}; pytest ended with status {int(status)}")
+    if not ok:
+        told += f": {', '.join(counter.names[:FEW])}" if counter.names else f"; pytest ended with status {int(status)}"
+    return Found(ok, told)
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------

@@ -80,12 +80,12 @@ STEPS = (
         "bench.first_light_facts:device",
         60,
     ),
-    Step("kernels", "tests/gpu pass", f"{CHECKS}:gpu_tests", 150, (GPU, "pytest", *RUNTIME)),
+    Step("kernels", "tests/gpu pass", f"{CHECKS}:gpu_tests", 180, (GPU, "pytest", *RUNTIME)),
     Step(
         "kernel-cases",
         "the kernels' unit tests pass on the device",
         f"{CHECKS}:kernel_tests",
-        150,
+        200,
         (GPU, "pytest", *RUNTIME),
     ),
     Step(
