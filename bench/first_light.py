@@ -104,7 +104,7 @@ class Walk:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # not a session: whoever ends ours must reach it
             )
         self.running.append(Running(step, process, log, now, now + min(step.limit_s, left_s)))
 
@@ -223,12 +223,15 @@ def walk(
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    names = ", ".join(step.name for step in STEPS)
     parser = argparse.ArgumentParser(
-        prog="bench first-light", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench first-light",
+        description=__doc__,
+        epilog="Steps, and what each must hold to pass:\n"
+        + "\n".join(f"  {step.name:<16} {step.promise}" for step in STEPS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where verdicts, rows and logs go")
-    parser.add_argument("--steps", default="", metavar="NAMES", help=f"only these: correctness, speed, or of {names}")
+    parser.add_argument("--steps", default="", metavar="NAMES", help="only these, or: correctness, speed")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds of all (default: {BUDGET_S:g})")
     parser.add_argument("--together", type=int, help="steps of correctness at a time (default: by the cores)")
     parser.add_argument("--dry", action="store_true", help="everything small, on the CPU")
