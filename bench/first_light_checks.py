@@ -192,8 +192,6 @@ def memory(light: Light) -> Found:
     cache = weakref.ref(one.cache.keys_LnKsd)
     cache_bytes = 2 * one.cache.keys_LnKsd.nbytes
     responses(one, num)
-    if hasattr(one, "close"):
-        one.close()
     del one
     with_workspaces = 0 if light.dry else torch.cuda.memory_allocated()
     after = held()

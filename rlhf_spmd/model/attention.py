@@ -80,9 +80,13 @@ class Packed:
         if has_packed_kernel(q):
             left = -1 if window is None else window - 1
             cuts, longest = self._cuts_B1, max(self.lengths)
-            return _varlen_attn()(
-                q, k, v, cuts, cuts, longest, longest, window_size=(left, 0), enable_gqa=q.shape[1] > k.shape[1]
-            )
+            kernel, options = _varlen_attn()
+            if "enable_gqa" in options:
+                grouped = {"enable_gqa": q.shape[1] > k.shape[1]}
+            else:  # torch 2.11: as many key-value heads as heads
+                grouped, group = {}, q.shape[1] // k.shape[1]
+                k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+            return kernel(q, k, v, cuts, cuts, longest, longest, window_size=(left, 0), **grouped)
         outputs, sizes = [], [rows * length for rows, length in self._runs]
         for *parts, run in zip(q.split(sizes), k.split(sizes), v.split(sizes), self._runs, strict=True):
             q_BHTd, k_BKTd, v_BKTd = (part.unflatten(0, run).transpose(1, 2) for part in parts)
@@ -99,15 +103,15 @@ def has_packed_kernel(q_NHd: Tensor) -> bool:
 
 
 @functools.cache
-def _varlen_attn() -> Callable[..., Tensor] | None:
-    """torch's kernel for packed sequences, if it has one that takes what `Packed` gives. Looked for on a GPU only: the
-    import takes a second, a third of a rank's start."""
+def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
+    """torch's kernel for packed sequences and the names of its options, if it has one with windows. Looked for on a GPU
+    only: the import takes a second, a third of a rank's start."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # old torch
         return None
-    fits = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-    return varlen_attn if fits else None
+    options = frozenset(inspect.signature(varlen_attn).parameters)
+    return (varlen_attn, options) if "window_size" in options else None
 
 
 def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:

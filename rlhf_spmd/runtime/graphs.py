@@ -10,6 +10,7 @@ each call and never stored, so that the cache is freed with its engine, without 
 
 # B rows (of a graph: a power of two), M blocks of a row's table, D hidden
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -64,7 +65,7 @@ class Graphs:
     def _capture(self, step: PaddedStep, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         inputs = self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]
         device = self.tables_BM.device
-        stream = torch.cuda.Stream(device)
+        stream = _side_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # compiles kernels and fills caches, which a capture must not do
             step(*inputs)
@@ -81,6 +82,12 @@ class Graphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._pool = self._pool or graph.pool()
         return graph, hidden_BD
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps a workspace of up to 32 MiB for every stream that it has met."""
+    return torch.cuda.Stream(device)
 
 
 def can_capture(model: Transformer, device: torch.device) -> bool:
