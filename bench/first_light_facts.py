@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -24,13 +25,14 @@ def device(light: Light) -> Found:
     if "torch" not in facts["missing"]:
         import torch
 
-        from rlhf_spmd.runtime.devices import visible_devices
+        from rlhf_spmd.runtime.visible import hints, visible_devices
 
         facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda}
-        facts["visible"] = visible_devices()
-        seen = torch.cuda.device_count()
-        told = f"torch sees {seen}, NVML {len(facts['visible'])}, nvidia-smi {facts['num_smi']}"
-        if not light.dry and (seen != len(facts["visible"]) or seen == 0):
+        facts["visible"] = [device.name for device in visible_devices(torch, "")]
+        facts["hints"] = hints(os.environ)
+        seen = len(facts["visible"])
+        told = f"torch sees {seen}, nvidia-smi {facts['num_smi']}, hints are {', '.join(facts['hints']) or 'none'}"
+        if not light.dry and (seen == 0 or not facts["hints"]):
             problems.append(f"GPUs: {told}; with none, everything would run on the CPU")
         facts["device"] = f"CPU, {torch.get_num_threads()} threads"
         if seen and not light.dry:

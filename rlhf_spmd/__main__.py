@@ -274,12 +274,12 @@ def _train_on(world, parsed: argparse.Namespace, asked) -> int:
         options = {f"option {key}": value for key, value in configs.leaves(config).items()}
         options["the checkpoint"] = str(resumed.iteration if resumed else 0)
         world.agree("the start", options | {"the strategy": strategy.source if strategy else "auto"})
+    world.use_device(config.device)
     with world.together("compiling the program"):
         if not config.models.actor:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
         path = parsed.cluster or (resumed.cluster if resumed else None)
         described = Path(path).read_text() if path and Path(path).is_file() else ""
-        world.use_device(config.device)
         cluster, workload = _cluster_of(world, path, config.device_type), configs.make_workload(config)
         on_cpu = world.computes.index is None
         named = parsed.calibration or on_cpu or config.device_type != "cpu"  # what the devices are
@@ -364,9 +364,9 @@ def _profile_on(world, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = configs.load(parsed.preset, parsed.overrides, parsed.model)
         check_out(parsed.out, overwrite=parsed.overwrite)
-        world.use_device(config.device)
     world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
     world.set_deadline(config.deadline_s)
+    world.use_device(config.device)
     found = profile(world, config, name=Path(parsed.out).stem)
     with world.together("writing the calibration"):
         if world.rank == 0:

@@ -15,7 +15,6 @@ def run(world, parsed: argparse.Namespace) -> None:
     words = [f"{name}={value}" for name, value in given.items() if value is not None] + parsed.overrides
     with world.together("reading the options"):
         options = offline_options.load(words)
-        world.use_device(options.device)
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
@@ -28,6 +27,7 @@ def run(world, parsed: argparse.Namespace) -> None:
     with world.together("comparing the options"):
         world.agree("the start", files | {"options": repr(options)})
     world.set_deadline(options.deadline_s)
+    world.use_device(options.device)
     groups = {group_name(layout.tensor_ranks(rank)): layout.tensor_ranks(rank) for rank in layout.ranks}
     world.start_torch(groups)
 

@@ -344,7 +344,6 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     told: list[list[Any]] = []
     with world.together("planning"):
         config, workload, cluster, calibration = read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
-        world.use_device(config.device)
         if cluster.num_devices != world.size:
             raise UserError(f"--measure-top runs the plans on these {world.size} ranks, and {cluster} has others")
         if not config.models.actor:
@@ -357,6 +356,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             told = [[row.name, source_of(row, config, calibration, parsed.overrides)] for row in best]
             told = told[: parsed.measure_top]
             print(show(rows, calibration), flush=True)
+    world.use_device(config.device)
     told = world.bcast(told, what="the plans")
     with world.together("compiling the plans"):
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in told]

@@ -6,8 +6,6 @@ number of ranks over the devices of their node and has their tensors travel thro
 for developing strategies on a workstation.
 """
 
-import ctypes
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.visible import Seen
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program import Program
@@ -31,25 +30,37 @@ class Device:
     index: int | None  # among the devices that this rank sees; None: the CPU
     num_ranks: int  # that compute on the same one, this rank included
     num_devices: int  # of the whole job; CPUs count by nodes
-    is_asked_for: bool = True  # False: the CPU, as no rank saw a device
+    name: str = ""  # of the device, as torch has it
+    num_bytes: int | None = None  # that it holds; None: a CPU
 
 
-def choose(wanted: str, visible: Sequence[Sequence[str]], nodes: Sequence[int], hosts: Sequence[str]) -> list[Device]:
-    """The device of every rank. visible: UUIDs of the devices that each rank sees; nodes, hosts: of each rank. Raises
-    UserError where there are not the devices that `wanted` (the option `device`) asks for."""
+def choose(
+    wanted: str,
+    visible: Sequence[Sequence[Seen]],
+    nodes: Sequence[int],
+    hosts: Sequence[str],
+    unseen: str = "",
+) -> list[Device]:
+    """The device of every rank. visible: what each rank sees; nodes, hosts: of each rank; unseen: what hints at devices
+    where no rank sees any. Raises UserError where there are not the devices that `wanted` (the option `device`) asks
+    for."""
     ranks_of = {node: [rank for rank, its_node in enumerate(nodes) if its_node == node] for node in set(nodes)}
+    if wanted == "auto" and unseen and not any(visible):
+        raise UserError(f"{unseen}; mend that, or choose device=cpu to run on the CPU")
     if wanted == "cpu" or wanted == "auto" and not any(visible):
-        return [Device("cpu", None, len(ranks_of[node]), len(ranks_of), wanted == "cpu") for node in nodes]
+        return [Device("cpu", None, len(ranks_of[node]), len(ranks_of)) for node in nodes]
     index_of: dict[int, int] = {}
     for ranks in (ranks_of[node] for node in sorted(ranks_of)):
         seen, host = [visible[rank] for rank in ranks], hosts[ranks[0]]
-        found = {device for devices in seen for device in devices}
+        found = {device.identity for devices in seen for device in devices}
         if not found or wanted == "shared" and not all(seen):
             blind = f"rank {ranks[[len(devices) for devices in seen].index(0)]} on " if found else ""
             raise UserError(
-                f"device={wanted}, but {blind}{host} sees no device: nvidia-smi there shows what the driver finds, and "
-                "CUDA_VISIBLE_DEVICES what is left visible; device=cpu runs on the CPU"
+                f"device={wanted}, but {blind}{host} sees no device{f' ({unseen})' if unseen else ''}: nvidia-smi or "
+                "rocm-smi there shows what the driver finds, and CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES what is "
+                "left visible; device=cpu runs on the CPU"
             )
+        seen = [[device.identity for device in devices] for devices in seen]
         indices = assign(seen) or (_spread(seen) if wanted == "shared" else None)
         if indices is None:
             raise UserError(
@@ -58,9 +69,12 @@ def choose(wanted: str, visible: Sequence[Sequence[str]], nodes: Sequence[int], 
                 "(ranks share devices, through host memory: slow, for trying things out) or device=cpu"
             )
         index_of |= dict(zip(ranks, indices, strict=True))
-    uuids = [visible[rank][index_of[rank]] for rank in range(len(nodes))]
-    kind = "shared" if wanted == "shared" else "cuda"
-    return [Device(kind, index_of[rank], uuids.count(uuid), len(set(uuids))) for rank, uuid in enumerate(uuids)]
+    own = [visible[rank][index_of[rank]] for rank in range(len(nodes))]
+    kind, num_ranks = "shared" if wanted == "shared" else "cuda", Counter(device.identity for device in own)
+    return [
+        Device(kind, index_of[rank], num_ranks[device.identity], len(num_ranks), device.name, device.num_bytes)
+        for rank, device in enumerate(own)
+    ]
 
 
 def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
@@ -74,21 +88,13 @@ def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
 
 
 def start(device: Device) -> Callable[[], int] | None:
-    """Tells torch where this rank computes -> what reads how many bytes torch holds there, None for the CPU. Raises
-    UserError if that is the CPU unasked while torch sees devices."""
+    """Tells torch where this rank computes -> what reads how many bytes torch holds there, None for the CPU."""
     import torch
 
-    if device.index is not None:
-        # As many hardware queues as there may be: a message of one communicator must not stand behind another's.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        torch.cuda.set_device(device.index)
-        return partial(torch.cuda.memory_reserved, device.index)
-    if not device.is_asked_for and torch.cuda.is_available():
-        raise UserError(
-            f"torch sees {torch.cuda.device_count()} devices, but libnvidia-ml.so.1, which tells them apart, finds "
-            "none; install NVIDIA's driver libraries (in a container: the capability `utility`), or choose device=cpu"
-        )
-    return None
+    if device.index is None:
+        return None
+    torch.cuda.set_device(device.index)
+    return partial(torch.cuda.memory_reserved, device.index)
 
 
 def describe(device: Device, num_ranks: int) -> str:
@@ -99,7 +105,7 @@ def describe(device: Device, num_ranks: int) -> str:
     if device.kind == "cpu":
         num = torch.get_num_threads()
         return f"CPU, {num} thread{'s' * (num > 1)} for each rank, {backend}"
-    devices = f"{device.num_devices} x {torch.cuda.get_device_name(device.index)}"
+    devices = f"{device.num_devices} x {device.name}"
     if device.kind == "cuda":
         return f"{devices}, {backend}"
     return f"{devices}, shared by {num_ranks} ranks, whose messages go through host memory (gloo)"
@@ -116,46 +122,6 @@ def refuse(device: Device, program: "Program") -> None:
                 f"{call.name} has ZeRO {zero}, which is DeepSpeed's and needs NCCL or the CPU; with device=shared use "
                 "ZeRO 0 or 1"
             )
-
-
-def visible_devices() -> list[str]:
-    """The UUIDs of the NVIDIA devices that this process may use, in order, without torch or CUDA; [] if none."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    count = ctypes.c_uint()
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    uuids = []
-    for index in range(count.value):
-        handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        if (
-            nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0
-            and nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)) == 0
-        ):
-            uuids.append(uuid.value.decode())
-    nvml.nvmlShutdown()
-    return chosen_devices(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def chosen_devices(uuids: Sequence[str], chosen: str | None) -> list[str]:
-    """Those of `uuids` that CUDA_VISIBLE_DEVICES leaves visible: numbers or beginnings of UUIDs, up to a bad one."""
-    if chosen is None:
-        return list(uuids)
-    visible: list[str] = []
-    for entry in (part.strip() for part in chosen.split(",")):
-        if entry.startswith("MIG-"):
-            found = [entry]
-        elif entry.isdigit():
-            found = list(uuids[int(entry) : int(entry) + 1])
-        else:
-            found = [uuid for uuid in uuids if entry and uuid.startswith(entry)]
-        if len(found) != 1 or found[0] in visible:
-            break
-        visible += found
-    return visible
 
 
 def assign(visible: Sequence[Sequence[str]]) -> list[int] | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import devices, failures, launch, network
+from rlhf_spmd.runtime import devices, failures, launch, network, visible
 from rlhf_spmd.runtime import groups as torch_groups
 from rlhf_spmd.runtime.board import Board, new_file
 from rlhf_spmd.runtime.control import Control, Failed, Late
@@ -57,7 +57,6 @@ class World:
     hosts: tuple[str, ...]  # the host name of every rank
     deadline_s: float
     threads: int  # this rank's fair share of its node's cores
-    visible: tuple[tuple[str, ...], ...]  # the devices that every rank sees
     control: Control
     board: Board
     one_network: bool  # all ranks reach each other by loopback
@@ -81,7 +80,6 @@ class World:
         facts = {
             "host": socket.gethostname(),
             "network": torch_groups.network_stack(),
-            "devices": devices.visible_devices(),
             "cores": sorted(os.sched_getaffinity(0)),
         }
         try:
@@ -123,7 +121,6 @@ class World:
             hosts=tuple(facts["host"] for facts in everyone),
             deadline_s=deadline_s,
             threads=max(1, min(cores // len(node_ranks), len(everyone[comm.rank]["cores"]))),
-            visible=tuple(tuple(facts["devices"]) for facts in everyone),
             control=control,
             board=board,
             one_network=len({facts["network"] for facts in everyone}) == 1,
@@ -134,9 +131,15 @@ class World:
         return world
 
     def use_device(self, wanted: str) -> None:
-        """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it. Raises
-        the same UserError on all ranks."""
-        self.chosen = devices.choose(wanted, self.visible, self.nodes, self.hosts)
+        """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it.
+        Collective; what is wrong is told once."""
+        with self.together("looking for devices"):
+            found = visible.look(wanted, self.hosts[self.rank], self.threads)
+        everyone = self.allgather(found, "the devices")
+        with self.together("choosing devices"):
+            seen = [[visible.Seen(**device) for device in one["seen"]] for one in everyone]
+            unseen = next((one["unseen"] for one in everyone if one["unseen"]), "")
+            self.chosen = devices.choose(wanted, seen, self.nodes, self.hosts, unseen)
 
     @property
     def computes(self) -> Device:
@@ -269,12 +272,7 @@ class World:
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
         with self.together("importing torch"):
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-                os.environ["OMP_NUM_THREADS"] = str(threads or self.threads)
-            import torch
-
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            torch = visible.import_torch(threads, self.threads)
             self.watch.device_bytes = devices.start(self.computes)
         with self.together("starting torch.distributed"):
             store = torch_groups.meet(self, timeout_s)

@@ -1,12 +1,17 @@
 """Which device each rank gets, what is refused rather than run on the CPU, and who shares a device's memory."""
 
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.runtime import devices, kvcache
+from rlhf_spmd.runtime import devices, kvcache, visible
 from rlhf_spmd.runtime.devices import Device, choose, describe, refuse
+from rlhf_spmd.runtime.visible import Seen
 from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
@@ -14,15 +19,47 @@ HOSTS = ("one", "one", "one", "two", "two", "two")
 NODES = (0, 0, 0, 1, 1, 1)
 
 
-def test_visible_devices_follow_cuda():
-    uuids = ["GPU-aa1", "GPU-ab2", "GPU-c3"]
-    assert devices.chosen_devices(uuids, None) == uuids
-    assert devices.chosen_devices(uuids, "") == devices.chosen_devices(uuids, "-1") == []
-    assert devices.chosen_devices(uuids, "2,0") == ["GPU-c3", "GPU-aa1"]
-    assert devices.chosen_devices(uuids, "1, 7, 0") == ["GPU-ab2"]  # CUDA stops at the first that is none
-    assert devices.chosen_devices(uuids, "GPU-ab,0") == ["GPU-ab2", "GPU-aa1"]
-    assert devices.chosen_devices(uuids, "GPU-a,0") == []  # two begin like that
-    assert devices.chosen_devices(uuids, "MIG-x,MIG-y") == ["MIG-x", "MIG-y"]
+def seen(*rows: Sequence[str]) -> list[list[Seen]]:
+    """What ranks see, by the devices' identities."""
+    return [[Seen(identity, "NVIDIA H100 80GB HBM3", 85 * 10**9) for identity in row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "expected"),
+    [
+        ({}, [], []),
+        ({}, ["/dev/nvidia0"], ["/dev/nvidia0"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["/dev/nvidia0"], ["CUDA_VISIBLE_DEVICES=0,1", "/dev/nvidia0"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["/dev/nvidia0"], []),
+        ({"ROCR_VISIBLE_DEVICES": "-1", "SLURM_JOB_GPUS": "3"}, ["/dev/kfd"], []),
+        ({"ROCR_VISIBLE_DEVICES": "2"}, [], ["ROCR_VISIBLE_DEVICES=2"]),
+        ({"SLURM_JOB_GPUS": "0,1"}, [], ["SLURM_JOB_GPUS=0,1"]),
+        ({"PBS_NGPUS": "0"}, [], []),
+    ],
+)
+def test_what_hints_at_devices(environ, files, expected, monkeypatch):
+    monkeypatch.setattr(visible.glob, "glob", lambda pattern: [path for path in files if fnmatch(path, pattern)])
+    assert visible.hints(environ) == expected
+
+
+def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeypatch):
+    """NVIDIA's or AMD's: torch's names for both are the same."""
+    about = SimpleNamespace(uuid="GPU-aa1", name="AMD Instinct MI300X", total_memory=206 * 10**9)
+    monkeypatch.setattr(visible, "hints", lambda environ: ["SLURM_JOB_GPUS=0"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    for num in (1, 0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num=num: num)
+        found = visible.look("auto", "node7", torch.get_num_threads())
+        rows, unseen = [[Seen(**device) for device in found["seen"]]], found["unseen"]
+        if num:
+            assert unseen == "" and rows == [[Seen("node7 GPU-aa1", "AMD Instinct MI300X", 206 * 10**9)]]
+            assert choose("auto", rows, (0,), ("node7",), unseen)[0].num_bytes == 206 * 10**9
+            continue
+        for wanted in ("auto", "cuda"):
+            with pytest.raises(UserError, match="node7 has SLURM_JOB_GPUS=0, but torch sees no device.*device=cpu"):
+                choose(wanted, rows, (0,), ("node7",), unseen)
+        assert choose("cpu", rows, (0,), ("node7",), unseen)[0].kind == "cpu"
+    assert visible.look("cpu", "node7", 1) == {"seen": [], "unseen": ""}
 
 
 def test_each_rank_of_a_node_gets_a_device_of_its_own():
@@ -38,15 +75,15 @@ def test_each_rank_of_a_node_gets_a_device_of_its_own():
 def test_a_device_for_each_rank_or_the_cpu_of_all():
     none = [()] * 6
     for wanted in ("auto", "cpu"):
-        assert choose(wanted, none, NODES, HOSTS) == [Device("cpu", None, 3, 2, wanted == "cpu")] * 6
-    seen = [("a", "b", "c")] * 3 + [("d",), ("e",), ("f",)]  # on the second node the launcher bound them
-    own = [Device("cuda", index, 1, 6) for index in (0, 1, 2, 0, 0, 0)]
-    assert choose("auto", seen, NODES, HOSTS) == choose("cuda", seen, NODES, HOSTS) == own
-    assert choose("cpu", seen, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+        assert choose(wanted, none, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+    rows = seen(*["abc"] * 3, "d", "e", "f")  # on the second node the launcher bound them
+    own = [Device("cuda", index, 1, 6, "NVIDIA H100 80GB HBM3", 85 * 10**9) for index in (0, 1, 2, 0, 0, 0)]
+    assert choose("auto", rows, NODES, HOSTS) == choose("cuda", rows, NODES, HOSTS) == own
+    assert choose("cpu", rows, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seen", "words"),
+    ("wanted", "rows", "words"),
     [
         ("auto", [("a",)] * 3 + [("b", "c", "d")] * 3, "one has 3 ranks and 1 device for them; start one"),
         ("cuda", [("a", "b")] * 3 + [("c", "d", "e")] * 3, "one has 3 ranks and 2 devices for them"),
@@ -56,29 +93,17 @@ def test_a_device_for_each_rank_or_the_cpu_of_all():
         ("shared", [("a",), (), ("a",), ("b",), ("b",), ("b",)], "device=shared, but rank 1 on one sees no device"),
     ],
 )
-def test_nothing_runs_on_the_cpu_unasked(wanted, seen, words):
+def test_nothing_runs_on_the_cpu_unasked(wanted, rows, words):
     with pytest.raises(UserError) as caught:
-        choose(wanted, seen, NODES, HOSTS)
+        choose(wanted, seen(*rows), NODES, HOSTS)
     assert words in str(caught.value) and "device=cpu" in str(caught.value)
 
 
-def test_devices_that_only_torch_sees_are_not_ignored(monkeypatch):
-    """NVIDIA's management library is missing in some containers."""
-    auto, cpu = (choose(wanted, [()], (0,), ("one",))[0] for wanted in ("auto", "cpu"))
-    devices.start(auto)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    devices.start(cpu)
-    with pytest.raises(UserError, match="torch sees 2 devices, but libnvidia-ml.so.1.*device=cpu"):
-        devices.start(auto)
-
-
 def test_ranks_share_devices_evenly():
-    seen = [("a", "b")] * 3 + [("c",)] * 3
-    found = choose("shared", seen, NODES, HOSTS)
+    found = choose("shared", seen(*["ab"] * 3, *["c"] * 3), NODES, HOSTS)
     assert [(one.index, one.num_ranks) for one in found] == [(0, 2), (1, 1), (0, 2), (0, 3), (0, 3), (0, 3)]
     assert {(one.kind, one.num_devices) for one in found} == {("shared", 3)}
-    bound = [("a",), ("b",), ("a", "b"), ("c",), ("d",), ("e",)]  # two of three cannot be told apart by their numbers
+    bound = seen("a", "b", "ab", "c", "d", "e")  # two of three cannot be told apart by their numbers
     assert [one.num_ranks for one in choose("shared", bound, NODES, HOSTS)] == [2, 1, 2, 1, 1, 1]
 
 
@@ -89,20 +114,20 @@ def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    bound = choose("auto", [(f"device {rank}",) for rank in range(8)], (0,) * 8, ("one",) * 8)
+    bound = choose("auto", seen(*([f"device {rank}"] for rank in range(8))), (0,) * 8, ("one",) * 8)
     device = torch.device("cuda", bound[3].index)
     assert kvcache.free_bytes(device, bound[3].num_ranks) == 70_000
-    shared = choose("shared", [("device",)] * 4, (0,) * 4, ("one",) * 4)
+    shared = choose("shared", seen(*[["device"]] * 4), (0,) * 4, ("one",) * 4)
     assert kvcache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4
 
 
 def test_the_heading_says_where_ranks_compute(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    h100 = ("NVIDIA H100 80GB HBM3", 85 * 10**9)
     assert describe(Device("cpu", None, 8, 1), 8) == "CPU, 2 threads for each rank, gloo"
-    assert describe(Device("cuda", 0, 1, 8), 8) == "8 x NVIDIA H100 80GB HBM3, nccl"
+    assert describe(Device("cuda", 0, 1, 8, *h100), 8) == "8 x NVIDIA H100 80GB HBM3, nccl"
     shared = "1 x NVIDIA H100 80GB HBM3, shared by 4 ranks, whose messages go through host memory (gloo)"
-    assert describe(Device("shared", 0, 4, 1), 4) == shared
+    assert describe(Device("shared", 0, 4, 1, *h100), 4) == shared
 
 
 def test_deepspeed_needs_a_device_of_its_own():

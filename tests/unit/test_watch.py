@@ -6,6 +6,7 @@ import types
 
 from rlhf_spmd.runtime.devices import choose
 from rlhf_spmd.runtime.flight import Flight
+from rlhf_spmd.runtime.visible import Seen
 from rlhf_spmd.runtime.watch import Watch
 
 
@@ -14,7 +15,7 @@ class Alone:
 
     rank, size, hosts, nodes, node = 0, 1, ("here",), (0,), 0
     deadline_s, is_meeting = 0.1, False
-    chosen = choose("cuda", [("device",)], (0,), ("here",))
+    chosen = choose("cuda", [[Seen("device", "H100", 8 << 30)]], (0,), ("here",))
 
     def __init__(self):
         self.flight, self.spoken = Flight(), 0
