@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import triton  # noqa: F401  before the kernels, which load it by themselves on a GPU only
 
 from bench import kernel_cases as cases
 from bench.gpu_decode import DecodeBench, Shape

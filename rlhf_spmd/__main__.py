@@ -66,11 +66,22 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parsed, rest = _parser().parse_known_args(arguments)
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong:
-        raise UserError(f"unknown argument {wrong[0]!r}; options start with --, overrides are key=value")
+        raise UserError(
+            f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; options start with --, overrides are key=value"
+        )
     if rest and parsed.verb in ("convert", "status", "postmortem"):
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
+
+
+def _hint(word: str) -> str:
+    """What may have been meant by a word with dashes that is no option."""
+    from rlhf_spmd.config import all_keys
+    from rlhf_spmd.option_names import meant
+
+    name = word.partition("=")[0].lstrip("-").replace("-", "_")
+    return f" (did you mean {name}=VALUE, without dashes?)" if name in all_keys() else meant(name, (), all_keys())
 
 
 def _refuse_launcher(verb: str) -> None:
@@ -87,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def options(verb: argparse.ArgumentParser) -> None:
-        verb.add_argument("--preset", default="tiny", help="named configuration (default: tiny)")
+        verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
         verb.add_argument("--model", metavar="FOLDER", help="Hugging Face checkpoint folder of the actor and reference")
         verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
 
@@ -99,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
+    train.add_argument("--dry-run", action="store_true", help="print what check would of these ranks, and end")
     options(train)
-    train.set_defaults(preset=None)  # a run that goes on has its own
     _add_generate(verbs)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
     check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
@@ -162,38 +173,9 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd import config as configs
-    from rlhf_spmd.cluster_file import read_cluster
-    from rlhf_spmd.plan.check import check
-    from rlhf_spmd.plan.cluster import Cluster
-    from rlhf_spmd.plan.show import show_findings, show_program
-    from rlhf_spmd.strategy import load_strategy
+    from rlhf_spmd.check_verb import run
 
-    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-    if parsed.cluster and (parsed.layout or parsed.device_type):
-        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
-    cluster = Cluster.parse(parsed.layout or "1x4", parsed.device_type or config.device_type)
-    cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
-    strategy = load_strategy(parsed.strategy)
-    if not 0 <= parsed.rank < cluster.num_devices:
-        raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
-    program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
-    findings = check(program)
-    print(show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=parsed.rank))
-    print(show_findings(findings))
-    errors = sum(finding.severity == "error" for finding in findings)
-    result = {
-        "strategy": strategy.name,
-        "layout": str(cluster),
-        "fingerprint": program.fingerprint,
-        "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
-        "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
-        "errors": errors,
-        "warnings": len(findings) - errors,
-        "ok": not errors,
-    }
-    print(json.dumps(result))
-    return 1 if errors else 0
+    return run(parsed)
 
 
 def _plan(parsed: argparse.Namespace) -> int:
@@ -261,97 +243,9 @@ def _on_ranks(arguments: list[str]) -> int:
 
 
 def _train_on(world, parsed: argparse.Namespace, asked) -> int:
-    from rlhf_spmd import config as configs
-    from rlhf_spmd.plan.check import check
-    from rlhf_spmd.plan.show import show_program
-    from rlhf_spmd.plan_verb import auto, calibration_for
-    from rlhf_spmd.runtime.devices import refuse
+    from rlhf_spmd.train_verb import run
 
-    planned = parsed.strategy == "auto"
-    with world.together("reading the configuration"):
-        config, strategy, resumed = _resumed(parsed) if parsed.resume else _new_run(parsed)
-    with world.together("comparing the configuration"):
-        options = {f"option {key}": value for key, value in configs.leaves(config).items()}
-        options["the checkpoint"] = str(resumed.iteration if resumed else 0)
-        world.agree("the start", options | {"the strategy": strategy.source if strategy else "auto"})
-    world.use_device(config.device)
-    with world.together("compiling the program"):
-        if not config.models.actor:
-            raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
-        path = parsed.cluster or (resumed.cluster if resumed else None)
-        described = Path(path).read_text() if path and Path(path).is_file() else ""
-        cluster, workload = _cluster_of(world, path, config.device_type), configs.make_workload(config)
-        on_cpu = world.computes.index is None
-        named = parsed.calibration or on_cpu or config.device_type != "cpu"  # what the devices are
-        calibration = calibration_for(parsed.calibration, cluster) if named else None
-        if planned:
-            strategy = auto(config, workload, cluster, calibration)
-        program = strategy.compile(workload, cluster, config.strategy)
-        errors = [str(finding) for finding in check(program) if finding.severity == "error"]
-        if errors:
-            raise UserError(f"strategy {strategy.name} is refused by check: " + "; ".join(errors[:3]))
-        refuse(world.computes, program)
-    with world.together("comparing the program"):
-        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
-    world.set_deadline(config.deadline_s)
-    world.start_torch(program.groups, program.pairs)
-
-    from rlhf_spmd.runtime.report import Command
-    from rlhf_spmd.runtime.signals import TERMINATED_STATUS
-    from rlhf_spmd.runtime.train import Origin, train
-
-    model = ["--preset", config.preset, *(["--model", parsed.model] if parsed.model else [])]
-    result = train(
-        config,
-        program,
-        world,
-        origin=Origin(strategy.name, strategy.source, described, parsed.runs or "runs", parsed.name, resumed),
-        summary=show_program(program, title=f"{strategy.name} on {cluster}, preset {config.preset}", rank=0),
-        command=None if resumed else Command(parsed.strategy or "flattening", model, parsed.overrides),
-        calibration=calibration,
-        asked=asked,
-    )
-    return TERMINATED_STATUS if result is None else 0
-
-
-def _new_run(parsed: argparse.Namespace) -> tuple:
-    """Config, strategy (None: to be planned) and no run to go on with."""
-    from rlhf_spmd import config as configs
-    from rlhf_spmd.strategy import load_strategy
-
-    config = configs.load(parsed.preset or "tiny", parsed.overrides, parsed.model)
-    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), None
-
-
-def _resumed(parsed: argparse.Namespace) -> tuple:
-    """The same of a run that goes on, and the run."""
-    from dataclasses import replace
-
-    from rlhf_spmd.runtime.resume import read_run
-    from rlhf_spmd.strategy import load_strategy
-
-    for name in ("preset", "model", "runs", "name"):
-        if getattr(parsed, name) is not None:
-            raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
-    resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
-    if parsed.strategy is not None:
-        return resumed.config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy), resumed
-    strategy = load_strategy(str(resumed.folder / "strategy.py"))
-    return resumed.config, replace(strategy, name=resumed.strategy), resumed
-
-
-def _cluster_of(world, path: str | None, device: str):
-    """The cluster that a file says this world is, or nodes of one type of device as the ranks found them."""
-    from rlhf_spmd.cluster_file import on_machines, read_cluster
-    from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
-
-    if path:
-        return on_machines(read_cluster(path), world.nodes, path)
-    device = "cpu" if world.computes.index is None else device
-    sizes, memory = [world.nodes.count(node) for node in range(world.num_nodes)], DEVICE_BYTES[device]
-    if world.computes.kind == "shared" and memory is not None:  # each rank counts as a device with its part of one
-        memory //= max(one.num_ranks for one in world.chosen)
-    return Cluster(tuple(Node(size, device, memory) for size in sizes))
+    return run(world, parsed, asked)
 
 
 def _profile_on(world, parsed: argparse.Namespace) -> None:
@@ -364,9 +258,12 @@ def _profile_on(world, parsed: argparse.Namespace) -> None:
     with world.together("reading the configuration"):
         config = configs.load(parsed.preset, parsed.overrides, parsed.model)
         check_out(parsed.out, overwrite=parsed.overwrite)
+    world.use_device(config.device)
+    with world.together("reading the configuration for this device"):
+        on_gpu = world.computes.index is not None
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=on_gpu)
     world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
     world.set_deadline(config.deadline_s)
-    world.use_device(config.device)
     found = profile(world, config, name=Path(parsed.out).stem)
     with world.together("writing the calibration"):
         if world.rank == 0:

@@ -4,7 +4,6 @@ Imports neither torch nor MPI, so that `check` starts at once.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterable
@@ -19,8 +18,10 @@ from rlhf_spmd import embedded
 from rlhf_spmd.algorithms.ppo import PPO, Fraction01, NonNegative, workflow
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.option_names import did_you_mean, meant
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
+MOST_TOKENS = 1024  # of prompts, and of responses, where nothing else is said
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -144,6 +145,24 @@ def smollm2() -> Config:
     )
 
 
+def for_model(folder: str | None = None, *, on_gpu: bool = False) -> Config:
+    """Any checkpoint folder, with what suits a real model: learning rates of the literature (Optimizer), the precision
+    of the device, prompts and responses as long as its context allows, and no reward or prompts but the user's."""
+    context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
+    longest = min(context // 2, MOST_TOKENS)
+    return Config(
+        preset="model",
+        dtype="bfloat16" if on_gpu else "float32",
+        deadline_s=300.0,
+        rollout_batch=128,
+        mini_batch=32,
+        micro_batch=4,
+        data=Data(max_prompt=longest),
+        generation=Generation(max_new_tokens=longest),
+        ppo=PPO(epochs=1),
+    )
+
+
 # Llama 1 and 2 (arXiv 2302.13971, 2307.09288): layers, hidden, intermediate, heads, kv heads.
 _LLAMA = {
     "llama-7b": (32, 4096, 11008, 32, 32),
@@ -170,20 +189,26 @@ def _llama(name: str) -> Config:
     )
 
 
-PRESETS = {"tiny": tiny, "smollm2": smollm2} | {name: (lambda name=name: _llama(name)) for name in _LLAMA}
+PRESETS = {"tiny": tiny, "model": for_model, "smollm2": smollm2}
+PRESETS |= {name: (lambda name=name: _llama(name)) for name in _LLAMA}
 
 
-def load(preset: str, overrides: Iterable[str] = (), model: str | None = None) -> Config:
-    """The resolved config of a preset, a checkpoint folder for the actor (and reference), and dotted overrides."""
+def load(
+    preset: str | None, overrides: Iterable[str] = (), model: str | None = None, *, on_gpu: bool = False
+) -> Config:
+    """The resolved config of a preset (None: tiny, or that for any model if there is one), a checkpoint folder for the
+    actor (and reference), and dotted overrides. on_gpu: whether it is for GPUs."""
+    preset = preset or ("model" if model else "tiny")
     if preset not in PRESETS:
-        raise UserError(f"unknown preset {preset!r}{_did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
-    config = PRESETS[preset]()
+        raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    before = for_model(model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset]()
+    config = before
     if model:
         models = dataclasses.replace(config.models, actor=model, reference="", critic="")
         config = dataclasses.replace(config, models=models)
     config = overridden(config, overrides)
     if config.models.actor:  # a checkpoint counts more than the preset's shape
-        if config.shape != PRESETS[preset]().shape:
+        if config.shape != before.shape:
             raise UserError(f"shape={config.shape}: {config.models.actor} has a shape of its own; drop one of the two")
         config = dataclasses.replace(config, shape="")
     check_sizes(config)
@@ -208,9 +233,7 @@ def _override(config: Any, path: list[str], text: str, full: str) -> Any:
     hints = get_type_hints(type(config), include_extras=True)
     if name not in hints:
         keys = [f"{full[: len(full) - len('.'.join(path))]}{known}" for known in hints]
-        elsewhere = [key for key in all_keys() if key.rpartition(".")[2] == path[-1]]
-        hint = _did_you_mean(full, elsewhere) or _did_you_mean(full, keys) or _did_you_mean(full, all_keys())
-        raise UserError(f"unknown config key {full!r}{hint}; known here: {', '.join(keys)}")
+        raise UserError(f"unknown config key {full!r}{meant(full, keys, all_keys())}; known here: {', '.join(keys)}")
     if full == "preset":
         raise UserError(f"{full}={text}: the preset is what the overrides change; choose it by --preset {text}")
     value = getattr(config, name)
@@ -267,11 +290,6 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
     raise UserError(f"{key}={text}: {detail}")
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
 def check_sizes(config: Config) -> None:
     """Raises UserError where options do not go together."""
     sequences = config.rollout_batch * config.samples_per_prompt
@@ -290,7 +308,7 @@ def check_sizes(config: Config) -> None:
     if least > most:
         raise UserError(f"generation.min_new_tokens={least} is larger than generation.max_new_tokens={most}")
     if config.shape and config.shape not in _LLAMA:
-        hint = _did_you_mean(config.shape, _LLAMA)
+        hint = did_you_mean(config.shape, _LLAMA)
         raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(_LLAMA)}")
 
 

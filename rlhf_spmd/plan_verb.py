@@ -7,7 +7,6 @@ import argparse
 import json
 import shlex
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -20,6 +19,7 @@ from rlhf_spmd.calibration_file import SHIPPED, load_calibration
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.fitting import BESIDE, missing_bytes, options_of
 from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
@@ -29,7 +29,6 @@ from rlhf_spmd.plan.forecast import forecast
 from rlhf_spmd.plan.held import most_bytes
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.limits import limits
-from rlhf_spmd.plan.memory import least_bytes
 from rlhf_spmd.plan.program import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.search import Found, search
 from rlhf_spmd.plan.show import format_bytes, table
@@ -38,7 +37,6 @@ from rlhf_spmd.plan.summary import bubble, call_s, runs
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
 
-BESIDE = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of fit.memory in a few words
 KEEP = 20  # plans that are simulated
@@ -108,9 +106,10 @@ def _files(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path
 def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
     """What to plan for; layout: if none is named. Raises UserError for anything that does not exist or does not fit
     together."""
-    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-    refuse_options(config)
     named = load_calibration(parsed.calibration) if parsed.calibration else None
+    on_gpu = bool(parsed.cluster or {parsed.device_type, *(named.devices if named else ())} - {None, "cpu"})
+    config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=on_gpu)
+    refuse_options(config)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     if parsed.cluster:
@@ -169,20 +168,6 @@ def beside(name: str, workload: Workload, cluster: Cluster, calibration: Calibra
     return Candidate(name, None, None, note, short[words])
 
 
-def options_of(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
-    """What is tried of a strategy, the fastest where it fits first: more sharding, then fewer activations."""
-    if name not in ("separation", "reallocation"):
-        halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
-        return {}, {"zero": 1}, {"zero": 3}, *({"zero": 3, "micro_batch": size} for size in halves)
-    tp = workload.largest_tp(cluster)
-    split = {"training_tp": tp, "zero": 1, "recompute": True}
-    both = split | {"generation_tp": tp}
-    staged = ("training_pp", "generation_pp") + (("inference_pp",) if name == "reallocation" else ())
-    depths = [2**power for power in range(1, len(cluster.nodes).bit_length())]
-    sharded = ({}, {"zero": 1}, {"zero": 3}) if name == "separation" else ({}, {"zero": 1})
-    return *sharded, split, both, *(both | dict.fromkeys(staged, depth) for depth in depths)
-
-
 def searched(shipped: list[Candidate], workload: Workload, cluster: Cluster, calibration: Calibration, **options):
     """What search() finds with these options. Where nothing fits, the error says what the shipped strategies lack."""
     try:
@@ -190,12 +175,6 @@ def searched(shipped: list[Candidate], workload: Workload, cluster: Cluster, cal
     except UserError:
         fastest(shipped, cluster)
         raise
-
-
-def missing_bytes(program: Program) -> int:
-    """How many more bytes a device would have to hold, of the rank that lacks most; less than 1 if the program fits."""
-    limits = [(rank, program.cluster.device_bytes(rank)) for rank in program.cluster.ranks]
-    return max((least_bytes(program, rank) - limit for rank, limit in limits if limit is not None), default=0)
 
 
 def fastest(rows: list[Candidate], cluster: Cluster) -> Candidate:
@@ -299,7 +278,8 @@ def _where(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     """The options of `check` that mean the same cluster and models."""
     words = ["--cluster", parsed.cluster] if parsed.cluster else ["--layout", str(cluster)]
     words += [] if parsed.cluster else ["--device-type", cluster.nodes[0].device]
-    return [*words, "--preset", parsed.preset, *(["--model", parsed.model] if parsed.model else [])]
+    preset = ["--preset", parsed.preset] if parsed.preset else []
+    return [*words, *preset, *(["--model", parsed.model] if parsed.model else [])]
 
 
 def _write(path: Path, source: str) -> None:

@@ -42,12 +42,22 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} does not exist; give a model folder in Hugging Face's format") from None
+        raise UserError(f"{path} does not exist; {how_to_get(path.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return values
+
+
+def how_to_get(folder: Path) -> str:
+    """What to do where a model folder is missing: a name of the Hugging Face hub must be downloaded first."""
+    if len(folder.parts) == 2 and not folder.exists() and folder.parts[0] not in ("..", folder.root):
+        return (
+            f"if {folder} is a model of the Hugging Face hub, download it first, where there is a network: "
+            f"`hf download {folder} --local-dir FOLDER` (of the package huggingface_hub), and give that folder"
+        )
+    return "give a model folder in Hugging Face's format"
 
 
 @contextmanager

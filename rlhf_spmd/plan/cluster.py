@@ -12,9 +12,17 @@ DEVICE_BYTES: dict[str, int | None] = {
     "h100-80g": 80 * 2**30,
     "h200-141g": 141 * 2**30,
 }
-
-
 MAX_DEVICES = 4096  # a program lists every rank's instructions: larger clusters would take minutes and gigabytes
+
+
+def device_type_of(name: str, num_bytes: int) -> str:
+    """The type of a device by its name and its memory as torch has them, e.g. "NVIDIA H100 80GB HBM3"; one that is not
+    known here gets a type of its own, of which there is no calibration."""
+    for known, limit in DEVICE_BYTES.items():
+        model = known.partition("-")[0]
+        if limit is not None and model in re.split(r"[^a-z0-9]+", name.lower()) and abs(num_bytes / limit - 1) < 0.1:
+            return known
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ number of ranks over the devices of their node and has their tensors travel thro
 for developing strategies on a workstation.
 """
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,17 @@ def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
 
 
 def start(device: Device) -> Callable[[], int] | None:
-    """Tells torch where this rank computes -> what reads how many bytes torch holds there, None for the CPU."""
+    """Tells torch where this rank computes -> what reads how many bytes torch holds there, None for the CPU. Raises
+    UserError if a GPU's kernels cannot be compiled."""
     import torch
 
     if device.index is None:
         return None
+    if importlib.util.find_spec("triton") is None:
+        raise UserError(
+            f"this rank computes on {device.name}, whose kernels need the package triton: install the version that "
+            f"belongs to torch {torch.__version__} (pip show torch names it), or choose device=cpu"
+        )
     torch.cuda.set_device(device.index)
     return partial(torch.cuda.memory_reserved, device.index)
 

@@ -80,10 +80,10 @@ class Origin:
 def prepare(config: Config, program: Program, world: World) -> Job:
     """Loads prompts, tokenizer and models, each step on all ranks or on none (UserErrors leave together)."""
     with world.together("reading tokenizer and prompts"):
-        tokenizer = load_tokenizer(config.models.actor)
-        num_known = shared_vocabulary(config, tokenizer)
         if not config.data.prompts:
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
+        tokenizer = load_tokenizer(config.models.actor)
+        num_known = shared_vocabulary(config, tokenizer)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known))
         actor = read_config(config.models.actor)
         eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())

@@ -161,6 +161,16 @@ def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
     assert mine["score"] == pytest.approx(first["score"] + first["response_length"], abs=1.0)  # words, less the EOS
 
 
+def test_a_dry_run_prints_what_check_does_and_leaves_nothing(overrides, tmp_path):
+    options = ["--dry-run", *overrides, "--strategy", "reallocation", "--runs", str(tmp_path / "runs")]
+    status, stdout, stderr = train(2, options)
+    assert (status, stderr) == (0, "")
+    result = json.loads(stdout.splitlines()[-1])
+    assert (result["strategy"], result["layout"], result["ok"]) == ("reallocation", "1x2", True)
+    assert "No findings: every message has its receiver" in stdout and stdout.count("Run actor_generate") >= 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_stuck_rank_is_named(overrides, tmp_path):
     """One rank sleeps in its reward function: the others give up at the deadline and say where it is."""
     (tmp_path / "r.py").write_text(

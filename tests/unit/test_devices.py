@@ -142,3 +142,10 @@ def test_deepspeed_needs_a_device_of_its_own():
             continue
         with pytest.raises(UserError, match=f"actor_train has ZeRO {zero}, which is DeepSpeed's"):
             refuse(shared, program)
+
+
+def test_a_gpu_needs_triton_and_says_so(monkeypatch):
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    assert devices.start(Device("cpu", None, 1, 1)) is None
+    with pytest.raises(UserError, match="computes on NVIDIA H100, whose kernels need the package triton"):
+        devices.start(Device("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))

@@ -1,0 +1,82 @@
+"""What somebody meant who wrote the name of an option that there is not: names of other systems, parts of names, typing
+errors."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+# Names in TRL, verl, OpenRLHF and transformers -> ours.
+ELSEWHERE = {
+    "lr": ("optimizer.actor_lr", "optimizer.critic_lr"),
+    "learning_rate": ("optimizer.actor_lr", "optimizer.critic_lr"),
+    "actor_learning_rate": ("optimizer.actor_lr",),
+    "critic_learning_rate": ("optimizer.critic_lr",),
+    "beta": ("ppo.kl_coef",),
+    "init_kl_coef": ("ppo.kl_coef",),
+    "kl_loss_coef": ("ppo.kl_coef",),
+    "cliprange": ("ppo.clip_ratio",),
+    "eps_clip": ("ppo.clip_ratio",),
+    "cliprange_value": ("ppo.clip_value",),
+    "value_clip": ("ppo.clip_value",),
+    "lambd": ("ppo.lam",),
+    "num_ppo_epochs": ("ppo.epochs",),
+    "ppo_epochs": ("ppo.epochs",),
+    "num_train_epochs": ("iterations", "ppo.epochs"),
+    "max_steps": ("iterations",),
+    "total_episodes": ("iterations", "rollout_batch"),
+    "batch_size": ("rollout_batch", "mini_batch", "micro_batch"),
+    "train_batch_size": ("rollout_batch", "mini_batch"),
+    "rollout_batch_size": ("rollout_batch",),
+    "mini_batch_size": ("mini_batch",),
+    "ppo_mini_batch_size": ("mini_batch",),
+    "micro_batch_size": ("micro_batch",),
+    "micro_train_batch_size": ("micro_batch",),
+    "per_device_train_batch_size": ("micro_batch",),
+    "gradient_accumulation_steps": ("mini_batch", "micro_batch"),
+    "num_generations": ("samples_per_prompt",),
+    "n_samples_per_prompt": ("samples_per_prompt",),
+    "max_length": ("data.max_prompt", "generation.max_new_tokens"),
+    "max_prompt_length": ("data.max_prompt",),
+    "prompt_max_len": ("data.max_prompt",),
+    "max_completion_length": ("generation.max_new_tokens",),
+    "max_response_length": ("generation.max_new_tokens",),
+    "response_length": ("generation.max_new_tokens",),
+    "generate_max_len": ("generation.max_new_tokens",),
+    "dataset": ("data.prompts",),
+    "dataset_name": ("data.prompts",),
+    "train_files": ("data.prompts",),
+    "input_key": ("data.key",),
+    "prompt_key": ("data.key",),
+    "bf16": ("dtype",),
+    "torch_dtype": ("dtype",),
+    "gradient_checkpointing": ("strategy.recompute",),
+    "zero_stage": ("strategy.zero",),
+    "save_steps": ("checkpoint.every",),
+    "save_freq": ("checkpoint.every",),
+    "reward_funcs": ("reward_function",),
+    "reward_fn": ("reward_function",),
+    "model_name_or_path": ("--model",),
+    "gpus": ("device",),
+}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The closest of these, as the end of a message; empty if none is close."""
+    return _asked(difflib.get_close_matches(name, list(known), n=1))
+
+
+def meant(name: str, group: Sequence[str], every: Sequence[str]) -> str:
+    """What option may have been meant, as the end of a message. group: options with the same dots before them; every:
+    all options."""
+    leaf = name.rpartition(".")[2].lower()
+    same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
+    with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
+    found = same_leaf or ELSEWHERE.get(leaf) or (with_word if len(with_word) <= 3 else ())
+    if found:
+        return _asked(found)
+    close = difflib.get_close_matches(name, list(group), n=1) or difflib.get_close_matches(name, list(every), n=1)
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(every)}
+    return _asked(close or [by_leaf[one] for one in difflib.get_close_matches(leaf, list(by_leaf), n=1)])
+
+
+def _asked(names: Sequence[str]) -> str:
+    return f" (did you mean {' or '.join(repr(name) for name in names)}?)" if names else ""

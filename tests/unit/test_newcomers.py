@@ -1,0 +1,163 @@
+"""What somebody types who has a model and a cluster and has not read the manual: it works, or says what to set."""
+
+import json
+import shlex
+from types import SimpleNamespace
+
+import pytest
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.fitting import advice, what_fits
+from rlhf_spmd.option_names import ELSEWHERE
+from rlhf_spmd.plan.cluster import Cluster, device_type_of
+from rlhf_spmd.plan.fit import memory
+from rlhf_spmd.runtime.devices import choose
+from rlhf_spmd.runtime.visible import Seen
+from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.train_verb import RESERVED_BYTES, cluster_of, refuse_errors
+
+SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}
+ONE = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+ONE |= {"num_key_value_heads": 8, "vocab_size": 128256}
+H100 = ("NVIDIA H100 80GB HBM3", 85_000_000_000)  # 79.2 GiB, as torch has it
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes the description of a model, which is all that a refusal reads."""
+
+    def write(shape: dict, name: str = "model", context: int = 4096) -> str:
+        path = tmp_path / name
+        path.mkdir()
+        about = {"model_type": "llama", "rms_norm_eps": 1e-5, "eos_token_id": 2, "max_position_embeddings": context}
+        (path / "config.json").write_text(json.dumps(shape | about))
+        return str(path)
+
+    return write
+
+
+def world_of(num_ranks: int, name: str, num_bytes: int, wanted: str = "auto", num_devices: int = 0) -> SimpleNamespace:
+    """A node as its ranks find it."""
+    seen = [Seen(f"device {index}", name, num_bytes) for index in range(num_devices or num_ranks)]
+    chosen = choose(wanted, [seen] * num_ranks, (0,) * num_ranks, ("here",) * num_ranks)
+    return SimpleNamespace(nodes=(0,) * num_ranks, num_nodes=1, chosen=chosen)
+
+
+# ---- a model and no preset -------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_preset_gets_options_of_a_real_one(folder):
+    path = folder(SEVEN)
+    config = configs.load(None, [], path, on_gpu=True)
+    assert (config.preset, config.dtype, config.models.actor) == ("model", "bfloat16", path)
+    assert config.models.reward == config.reward_function == config.data.prompts == ""
+    assert config.optimizer == configs.Optimizer() and config.ppo.epochs == 1
+    assert (config.data.max_prompt, config.generation.max_new_tokens) == (1024, 1024)
+    assert configs.load(None, [], path).dtype == "float32"  # of a CPU
+    short = configs.load(None, ["dtype=float32"], folder(ONE, "short", context=512), on_gpu=True)
+    assert (short.dtype, short.data.max_prompt, short.generation.max_new_tokens) == ("float32", 256, 256)
+    with pytest.raises(UserError, match="there is no reward: give models.reward=FOLDER or reward_function="):
+        configs.make_workload(config)
+    assert configs.load(None).preset == "tiny" and configs.load("tiny", [], path).preset == "tiny"
+
+
+def test_7b_on_eight_devices_of_80_gb_is_refused_with_what_fits(folder):
+    """Before anything is loaded: the folder holds no weights. Whatever is advised does fit."""
+    config = configs.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
+    workload, cluster = configs.make_workload(config), cluster_of(world_of(8, *H100), None, "cpu")
+    assert str(cluster) == "1x8" and cluster.device_types == ("h100-80g",)
+    assert cluster.device_bytes(0) == H100[1] - RESERVED_BYTES
+    program = load_strategy("flattening").compile(workload, cluster, {})
+    with pytest.raises(UserError) as refused:
+        refuse_errors("flattening", program, memory(program))
+    text = str(refused.value)
+    assert "ranks 0-7 need" in text and "the device has 77 GiB" in text
+    told = text.partition("These fit (--strategy auto plans the fastest): ")[2].split("; ")
+    assert len(told) > 2 and told == list(what_fits(workload, cluster))
+    for words in told:
+        _, name, *options = shlex.split(words)
+        chosen = dict(option.removeprefix("strategy.").split("=") for option in options)
+        again = configs.overridden(config, options)  # as they would be typed
+        fitting = load_strategy(name).compile(configs.make_workload(again), cluster, again.strategy)
+        assert again.strategy == chosen
+        assert not any(finding.severity == "error" for finding in memory(fitting)), words
+        refuse_errors(name, fitting, memory(fitting))
+
+
+def test_1b_on_eight_devices_of_80_gb_fits_as_it_is(folder):
+    config = configs.load(None, ["reward_function=mine:score"], folder(ONE), on_gpu=True)
+    cluster = cluster_of(world_of(8, *H100), None, "cpu")
+    program = load_strategy("flattening").compile(configs.make_workload(config), cluster, {})
+    assert memory(program) == [] and advice(program) == ""
+
+
+def test_where_nothing_fits_that_is_said(folder):
+    config = configs.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
+    small = cluster_of(world_of(2, "NVIDIA GeForce RTX 4090", 25 * 10**9), None, "cpu")
+    assert small.device_types == ("nvidia-geforce-rtx-4090",)
+    program = load_strategy("flattening").compile(configs.make_workload(config), small, {})
+    assert advice(program).startswith("No shipped strategy fits these devices")
+
+
+def test_ranks_that_share_a_device_have_a_part_of_it_each():
+    cluster = cluster_of(world_of(4, *H100, wanted="shared", num_devices=1), None, "cpu")
+    assert cluster.num_devices == 4 and cluster.device_bytes(3) == (H100[1] - RESERVED_BYTES) // 4
+    named = cluster_of(world_of(2, *H100), None, "mine")
+    assert named.device_types == ("mine",)
+    on_cpu = SimpleNamespace(nodes=(0, 0), num_nodes=1, chosen=choose("cpu", [[], []], (0, 0), ("here",) * 2))
+    assert cluster_of(on_cpu, None, "cpu") == Cluster.parse("1x2")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100-80g"),
+        ("NVIDIA H200", 139.8, "h200-141g"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "nvidia-a100-sxm4-40gb"),
+        ("AMD Instinct MI300X", 191.9, "amd-instinct-mi300x"),
+    ],
+)
+def test_types_of_devices_follow_from_their_names(name, gib, expected):
+    assert device_type_of(name, int(gib * 2**30)) == expected
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_of_the_hub_says_to_download_it(capsys):
+    assert main(["check", "flattening", "--model", "meta-llama/Llama-3.1-8B"]) == 2
+    told = capsys.readouterr().err
+    assert "`hf download meta-llama/Llama-3.1-8B --local-dir FOLDER`" in told and "where there is a network" in told
+    for path in ("/no/model", "no/such/model", "../model", "model"):
+        assert main(["check", "flattening", "--model", path]) == 2
+        assert "hf download" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("optimizer.lr=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+        ("learning_rate=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+        ("kl_coef=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("beta=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("ppo.klcoef=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("num_generations=8", "did you mean 'samples_per_prompt'?"),
+        ("temprature=0.7", "did you mean 'generation.temperature'?"),
+        ("generation.new_tokens=7", "did you mean 'generation.min_new_tokens' or 'generation.max_new_tokens'?"),
+        ("--device=cpu", "did you mean device=VALUE, without dashes?"),
+        ("--learning-rate", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+    ],
+)
+def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
+    assert main(["check", "flattening", word]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_names_of_other_systems_stand_for_options_that_there_are():
+    ours = {*configs.all_keys(), "--model", "strategy.recompute", "strategy.zero"}
+    assert {name for names in ELSEWHERE.values() for name in names} <= ours
+    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in configs.all_keys()}, "such a name has one meaning"
