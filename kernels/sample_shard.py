@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.kernels.kept import Rules, Sampled, first_candidates, in_order, largest, make_rules
 from rlhf_spmd.kernels.sample import sample
 from rlhf_spmd.kernels.sample_cpu import block_masses, draw_inside, draw_listed, empty
 from rlhf_spmd.kernels.tree import BLOCK, LEVELS_INSIDE, descend, level_numbers, levels_over
 
 WIDER = 8  # so many times more candidates for rows that need more
-# Since torch 2.13 the name before the `or`; both take (output, input, group=).
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @torch.no_grad()
@@ -90,7 +89,7 @@ def gathered(logits_Bv: Tensor, slices: Sequence[range], group: dist.ProcessGrou
     widest = max(map(len, slices))
     mine_Bv = torch.nn.functional.pad(logits_Bv, (0, widest - logits_Bv.shape[1])).contiguous()
     all_SBv = mine_Bv.new_empty(group.size(), *mine_Bv.shape)
-    _all_gather(all_SBv.flatten(0, 1), mine_Bv, group=group)
+    all_gather(all_SBv.flatten(0, 1), mine_Bv, group=group)
     return torch.cat([part_Bv[:, : len(ids)] for part_Bv, ids in zip(all_SBv, slices, strict=True)], dim=1)
 
 
@@ -98,7 +97,7 @@ def _from_all(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tenso
     """Every rank's tensors, float64 [S, ...] each, in one message: ids and masses are exact in it."""
     mine = torch.cat([part.double().flatten() for part in parts])
     out = mine.new_empty(group.size() * len(mine))
-    _all_gather(out, mine, group=group)
+    all_gather(out, mine, group=group)
     sizes = [part.numel() for part in parts]
     pieces = out.view(group.size(), -1).split(sizes, dim=1)
     return [piece.reshape(group.size(), *part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -12,11 +12,12 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
 
 BESIDE = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
+SPLIT = ("separation", "reallocation")  # have layouts of their own for training and for the rest
 
 
 def options_of(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
     """What is tried of a strategy, the fastest where it fits first: more sharding, then fewer activations."""
-    if name not in ("separation", "reallocation"):
+    if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
         return {}, {"zero": 1}, {"zero": 3}, *({"zero": 3, "micro_batch": size} for size in halves)
     tp = workload.largest_tp(cluster)
@@ -37,16 +38,21 @@ def missing_bytes(program: Program) -> int:
 def what_fits(workload: Workload, cluster: Cluster) -> Iterator[str]:
     """For each shipped strategy that fits with some options, the words of a command line: --strategy and the first of
     them. What comes first shards least."""
+
+    def fits(name: str, options: Mapping[str, Any]) -> bool:
+        try:
+            program = load_strategy(name).compile(workload, cluster, options)
+        except UserError:  # too few ranks for it, say
+            return False
+        return not any(finding.severity == "error" for finding in memory(program))
+
     for name in BESIDE:
-        strategy = load_strategy(name)
-        for options in options_of(name, workload, cluster):
-            try:
-                program = strategy.compile(workload, cluster, options)
-            except UserError:  # too few ranks for it, say
-                continue
-            if not any(finding.severity == "error" for finding in memory(program)):
-                yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in options.items())])
-                break
+        tried = options_of(name, workload, cluster)
+        if name not in SPLIT and not fits(name, tried[-1]):  # the smallest of all
+            continue
+        found = next((options for options in tried if fits(name, options)), None)
+        if found is not None:
+            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in found.items())])
 
 
 def advice(program: Program) -> str:

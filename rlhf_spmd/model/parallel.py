@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels.collectives import all_gather, reduce_scatter
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.plan.shard import Shard, split
 
@@ -116,10 +117,6 @@ def vocabulary_of(config: ModelConfig, shard: Shard) -> range:
 
 # ---- messages of the tp ranks: no-ops without a group ---------------------------------------------------------------
 
-# Since torch 2.13 the names before the `or`; both take (output, input, group=).
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def gather_tokens(x_nD: Tensor, *, group: Group) -> Tensor:
     """Token shards -> all tokens x_ND. Backward sums: what each rank makes of the tokens is a part of the whole."""
@@ -143,13 +140,13 @@ def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    _all_gather(out, x.contiguous(), group=group)
+    all_gather(out, x.contiguous(), group=group)
     return out
 
 
 def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    _reduce_scatter(out, x.contiguous(), group=group)
+    reduce_scatter(out, x.contiguous(), group=group)
     return out
 
 

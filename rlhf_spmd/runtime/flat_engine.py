@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.runtime.adamw import AdamW
 
@@ -183,8 +184,7 @@ class FlatEngine:
         if self._flat_weights is not None:
             if self._wide != self._part.dtype:
                 self._part.copy_(self.masters[0])
-            parts = list(self._flat_weights.split(len(self._part)))
-            dist.all_gather(parts, self._part.clone(), group=self._groups.data)
+            all_gather(self._flat_weights, self._part, group=self._groups.data)  # in place: the part lies in the whole
             return
         for p, master in zip(self._weights, self.masters, strict=True):
             if p is not master:

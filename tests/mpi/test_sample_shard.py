@@ -139,9 +139,9 @@ def test_messages(world, make_group, monkeypatch):
     group, sent = make_group(range(world.size)), []
     from rlhf_spmd.kernels import sample_shard as module
 
-    gather, reduce = module._all_gather, dist.all_reduce
+    gather, reduce = module.all_gather, dist.all_reduce
     monkeypatch.setattr(
-        module, "_all_gather", lambda *args, **more: (sent.append(args[1].numel()), gather(*args, **more))
+        module, "all_gather", lambda *args, **more: (sent.append(args[1].numel()), gather(*args, **more))
     )
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **more: (sent.append(args[0].numel()), reduce(*args, **more)))
     rows = make_rows(4, 5003, torch.float32, seed=3)

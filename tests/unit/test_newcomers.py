@@ -147,7 +147,7 @@ def test_a_name_of_the_hub_says_to_download_it(capsys):
         ("ppo.klcoef=0.1", "did you mean 'ppo.kl_coef'?"),
         ("num_generations=8", "did you mean 'samples_per_prompt'?"),
         ("temprature=0.7", "did you mean 'generation.temperature'?"),
-        ("generation.new_tokens=7", "did you mean 'generation.min_new_tokens' or 'generation.max_new_tokens'?"),
+        ("generation.new_tokens=7", "did you mean 'generation.max_new_tokens' or 'generation.min_new_tokens'?"),
         ("--device=cpu", "did you mean device=VALUE, without dashes?"),
         ("--learning-rate", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
     ],
