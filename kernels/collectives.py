@@ -1,5 +1,6 @@
 """Collectives of torch.distributed whose names have changed. From one tensor into one: of a list of parts, NCCL would
 make a copy."""
+
 import torch.distributed as dist
 
 # Since torch 2.13 the names before the `or`; both take (output, input, group=).
