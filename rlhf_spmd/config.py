@@ -100,7 +100,7 @@ class Config:
     micro_batch: PositiveInt = 32
     reward_function: str = ""  # module:function or file.py:function
     reward_function_mode: Literal["replace", "add"] = "replace"  # instead of the reward model, or added to its score
-    parity_tolerance: NonNegative | None = None  # nats; None: 1e-4 in float32, 0.5 in bfloat16
+    parity_tolerance: NonNegative | None = None  # nats of one token; None: 1e-4 in float32, 2 in bfloat16
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long
     num_samples: NonNegativeInt = 3  # prompts whose responses before and after are shown
     wandb: str = ""  # project at Weights & Biases for the metrics; WANDB_MODE=offline: in the run folder

@@ -86,4 +86,4 @@ def test_the_math_has_the_same_defaults():
             assert default == TABLE[f"ppo.{option}"], f"{function.__name__}({name})"
     assert inspect.signature(ppo_math.value_loss_sum).parameters["value_coef"].default == 0.5
     assert ppo_math.WHITEN_EPS == 1e-8
-    assert PARITY_TOLERANCE == {"float32": 1e-4, "bfloat16": 0.5}
+    assert PARITY_TOLERANCE == {"float32": 1e-4, "bfloat16": 2.0}

@@ -25,7 +25,7 @@ SHAPES = {
 }
 # Nats per token, with about ten times the largest difference found here: 3.1e-6 in float32, 0.045 in bfloat16 and, as
 # logprobs are stored in float32, 2.8e-7 in float64. (The models are wild: with the usual initial weights, std 0.02, it
-# is 4.8e-7 and 0.0021.) The parity gate's own limits are 1e-4 and 0.5.
+# is 4.8e-7 and 0.0021.) The parity gate's own limits are 1e-4 and 2.
 PARITY = {torch.float32: 3e-5, torch.bfloat16: 0.3, torch.float64: 3e-6}
 
 

@@ -1,0 +1,42 @@
+"""What the parity gate lets through in bfloat16: single tokens that rounding has moved, and no shift of all of them."""
+
+import pytest
+import torch
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.metrics import Meter
+from rlhf_spmd.runtime.training import MEAN_TOKENS, Training
+
+SHAPE = (8, 2 * MEAN_TOKENS // 8)
+
+
+def gate(difference_BG: torch.Tensor, *options: str) -> None:
+    """Through the gate of a bfloat16 run with logprobs that differ by this much."""
+    training = Training(configs.load("tiny", ["dtype=bfloat16", *options]), 0, {})
+    old_BG = torch.full(difference_BG.shape, -3.0)
+    rows = {"responses": torch.zeros(difference_BG.shape, dtype=torch.int64)}
+    mask_BG = torch.ones(difference_BG.shape, dtype=torch.bool)
+    training._parity_gate(old_BG, old_BG + difference_BG, mask_BG, rows, Meter())
+
+
+def test_a_token_may_be_off_by_rounding():
+    """As found with logits near 24 and an error of their last digit: 0.94 nats at most, 0.17 in the mean."""
+    torch.manual_seed(0)
+    difference_BG = (0.17 * torch.randn(SHAPE)).clamp(-0.6, 0.6)
+    difference_BG[3, 5] = 0.94
+    gate(difference_BG)
+
+
+def test_all_tokens_may_not_be():
+    with pytest.raises(UserError, match="disagree by 2.50e-01 nats per token in the mean of 512 tokens"):
+        gate(torch.full(SHAPE, -0.25))
+    gate(torch.full(SHAPE, -0.25), "parity_tolerance=1")  # the user's limit is the only one
+    gate(torch.full((2, 4), -0.25))  # too few for a mean
+
+
+def test_no_token_may_be_off_by_more_than_two_nats():
+    difference_BG = torch.zeros(SHAPE)
+    difference_BG[2, 1] = -2.1
+    with pytest.raises(UserError, match="2.10e.00 nats apart; the limit is parity_tolerance=2"):
+        gate(difference_BG)
