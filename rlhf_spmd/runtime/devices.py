@@ -6,6 +6,7 @@ number of ranks over the devices of their node and has their tensors travel thro
 for developing strategies on a workstation.
 """
 
+import ctypes
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.plan.program import Program
 
 
+BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC of CUDA's driver
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "shared": "host"}  # of torch.distributed, by kind of device
 
 
@@ -100,8 +102,29 @@ def start(device: Device) -> Callable[[], int] | None:
             f"this rank computes on {device.name}, whose kernels need the package triton: install the version that "
             f"belongs to torch {torch.__version__} (pip show torch names it), or choose device=cpu"
         )
+    sleep_while_waiting(device.index)
     torch.cuda.set_device(device.index)
     return partial(torch.cuda.memory_reserved, device.index)
+
+
+def sleep_while_waiting(index: int) -> bool:
+    """Has this process sleep while it waits for a device, before anything runs there -> whether that could be set.
+
+    CUDA's default is to spin: a rank that waits for a message in vain would look busy, and the watch (watch.py) would
+    take it for one that works. A wait takes some microseconds longer, and leaves its core to others.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        set_flags = driver.cuDevicePrimaryCtxSetFlags_v2
+    except (OSError, AttributeError):  # AMD's, which sleeps after a while
+        return False
+    handle = ctypes.c_int()
+    steps = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(handle), index),
+        lambda: set_flags(handle, ctypes.c_uint(BLOCKING_SYNC)),
+    )
+    return all(step() == 0 for step in steps)
 
 
 def describe(device: Device, num_ranks: int) -> str:

@@ -4,6 +4,8 @@ What these tests compare with runs on the CPU as well, so that they are known to
 """
 
 import gc
+import subprocess
+import sys
 import time
 import warnings
 
@@ -104,3 +106,23 @@ def test_marks_tell_when_the_device_worked():
     assert 20 * short_s < long_s and asked_s < long_s
     assert long[3] <= short[2] + 1e-6
     assert abs(short[3] - time.perf_counter()) < 1.0
+
+
+@on_gpu
+def test_a_rank_that_waits_for_its_device_sleeps():
+    """In a process of its own: how to wait is decided before CUDA starts."""
+    code = """
+import time, torch
+from rlhf_spmd.runtime.devices import sleep_while_waiting
+assert sleep_while_waiting(0)
+torch.cuda.set_device(0)
+x = torch.ones(1, device="cuda")
+torch.cuda._sleep(10**6), torch.cuda.synchronize()
+wall, used = time.perf_counter(), time.process_time()
+torch.cuda._sleep(3 * 10**9)
+x.tolist()
+wall, used = time.perf_counter() - wall, time.process_time() - used
+assert wall > 0.5 and used < 0.2 * wall, (wall, used)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
