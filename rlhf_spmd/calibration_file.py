@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import VERSION, ByLength, Calibration, Curve, Device, Layered, Link, Measured
+from rlhf_spmd.plan.calibration import VERSION, ByLength, Calibration, Curve, Device, Layered, Link, Machine, Measured
 from rlhf_spmd.plan.workload import ModelShape
 
 
@@ -71,7 +71,7 @@ class _Device(BaseModel):
     host_bytes_per_s: PositiveFloat
     layer_s: NonNegativeFloat
     decode_layer_s: NonNegativeFloat
-    num_workers: PositiveInt | None = None
+    num_workers: PositiveFloat | None = None
     measured: tuple[_Measured, ...] = ()
 
     def made(self) -> Device:
@@ -86,6 +86,16 @@ class _Link(BaseModel):
     latency_s: NonNegativeFloat
 
 
+class _Machine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    processor: str
+    details: str
+    cores: PositiveFloat
+    threads: PositiveInt
+    torch: str
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -95,6 +105,7 @@ class _File(BaseModel):
     inside: _Link
     between: _Link
     pipelined_prefill: bool = False
+    machine: _Machine | None = None
 
 
 SHIPPED = Path(__file__).parent / "calibrations"
@@ -134,7 +145,8 @@ def read_calibration(path: str) -> Calibration:
     except UserError as error:
         raise UserError(f"calibration {path}: {error}") from None
     links = Link(**file.inside.model_dump()), Link(**file.between.model_dump())
-    return Calibration(Path(path).stem, devices, *links, file.provenance, file.pipelined_prefill)
+    machine = Machine(**file.machine.model_dump()) if file.machine else None
+    return Calibration(Path(path).stem, devices, *links, file.provenance, file.pipelined_prefill, machine)
 
 
 def check_out(path: str, *, overwrite: bool = False) -> None:

@@ -105,8 +105,9 @@ class Device:
     matrix_flops: what large products reach per second in the compute precision. memory_bytes_per_s: what a long read
     reaches. host_bytes_per_s: between host and device memory. layer_s: what a layer of a forward pass takes besides its
     products and messages (starting its kernels). decode_layer_s: the least that a layer of a decode step takes.
-    num_workers: how many ranks of a node compute at full speed at the same time, because they share its cores; None:
-    each rank has a device of its own. measured: tables of shapes; they count more than the constants.
+    num_workers: how many ranks of a node compute at full speed at the same time, because they share its cores (not
+    always whole: a container may have a core and a half); None: each rank has a device of its own. measured: tables of
+    shapes; they count more than the constants.
     """
 
     matrix_flops: float
@@ -114,7 +115,7 @@ class Device:
     host_bytes_per_s: float
     layer_s: float
     decode_layer_s: float
-    num_workers: int | None = None
+    num_workers: float | None = None
     measured: tuple[Measured, ...] = ()
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
@@ -132,10 +133,27 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Machine:
+    """What seconds depend on beside the program, on each node; where two are equal, a calibration of one is of the
+    other. processor: its name. details: what tells apart processors of one name, with the instructions that torch uses.
+    cores: that the ranks of a node may use; a quota may leave a part of one. threads: of each rank. torch: its version.
+    """
+
+    processor: str
+    details: str
+    cores: float
+    threads: int
+    torch: str
+
+    def __str__(self) -> str:
+        return f"{self.processor}, {self.cores:g} core{'s' if self.cores != 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """devices: by type. inside, between: links of devices of one node and of two. pipelined_prefill: whether a copy in
     stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
-    provenance: where the numbers come from."""
+    provenance: where the numbers come from. machine: on which they were measured; None: not on one, or not known."""
 
     name: str
     devices: Mapping[str, Device]
@@ -143,6 +161,7 @@ class Calibration:
     between: Link
     provenance: str
     pipelined_prefill: bool = False
+    machine: Machine | None = None
 
     def require(self, device: str) -> None:
         """Raises UserError unless this type of device has been measured."""

@@ -39,7 +39,7 @@ class _Costs:
     )  # of calls on ranks: what their seconds depend on
     done_s: dict[tuple, list[float]] = field(default_factory=dict)  # of the rows that a rank generates
 
-    def num_workers(self, node: int) -> int | None:
+    def num_workers(self, node: int) -> float | None:
         return self.cost.calibration.devices[self.program.cluster.nodes[node].device].num_workers
 
     def message_s(self, message: Message) -> float:

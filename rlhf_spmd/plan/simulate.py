@@ -42,7 +42,7 @@ class Times:
     run_s: Callable[[int, Run], float]
     message_s: Callable[[Message], float] = lambda message: 0.0
     load_s: Callable[[int, Load], float] = lambda rank, step: 0.0
-    num_workers: Callable[[int], int | None] = lambda node: None
+    num_workers: Callable[[int], float | None] = lambda node: None
     alike: Callable[[int, Run], Hashable] = lambda rank, step: (rank, step)
 
 
@@ -254,7 +254,7 @@ class _Shared:
     Work is counted on a clock that runs at that rate, so that a change of n changes no job's end on it.
     """
 
-    def __init__(self, simulation: _Simulation, num_workers: int):
+    def __init__(self, simulation: _Simulation, num_workers: float):
         self.simulation, self.num_workers = simulation, num_workers
         self.clock, self.read_at, self.version = 0.0, 0.0, 0
         self.jobs: list[tuple[float, int, Callable[[], None]]] = []  # clock at the end, number, what then happens

@@ -5,7 +5,6 @@ those of a rank that has a core to itself, since the simulator shares out the co
 `start_torch` must come before it.
 """
 
-import os
 import platform
 import sys
 import time
@@ -22,6 +21,7 @@ from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.calibration import Calibration, Device, Link, Measured, fit_link
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.machine import machines, processor
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.world import World
@@ -113,7 +113,7 @@ class Clock:
     """Times things that all ranks, or a group, do at the same moment."""
 
     world: "World"
-    num_workers: int | None
+    num_workers: float | None
     synchronize: Callable[[], object]  # waits until the device is done
     cool: Callable[[], object]  # what has been used just now leaves the caches, as between the calls of an iteration
     bar: tqdm
@@ -178,11 +178,8 @@ def profile(
     from rlhf_spmd.runtime.profile_passes import measure
 
     kind = "cpu" if world.computes.index is None else config.device_type
-    num_workers = None
-    if world.computes.index is None:
-        cores = world.allgather(sorted(os.sched_getaffinity(0)), "the cores")
-        of_node = {core for rank, mine in enumerate(cores) if world.nodes[rank] == world.node for core in mine}
-        num_workers = max(1, len(of_node) // torch.get_num_threads())
+    machine = machines(world)[world.rank]
+    num_workers = machine.cores / machine.threads if world.computes.index is None else None
     shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
     with tqdm(desc="profile", unit="points", disable=world.rank != 0, file=sys.stderr) as bar:
         wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
@@ -209,6 +206,7 @@ def profile(
         inside_link,
         fit_link(between) if between else inside_link,
         provenance=provenance(world, config, torch.get_num_threads(), bool(between)),
+        machine=machine,
     )
 
 
@@ -236,18 +234,7 @@ def computes_on(world: "World") -> str:
     """The names of this machine's processor and, where one is used, of its GPU."""
     if world.computes.index is None:
         return processor()
-    import torch
-
-    return f"{torch.cuda.get_device_name(world.computes.index)}, {processor()}"
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+    return f"{world.computes.name}, {processor()}"
 
 
 def summary(calibration: Calibration) -> str:
