@@ -22,7 +22,11 @@ BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The last line of standard output, for machines. NaN stands for what was not measured and becomes null."""
+    """The last line of standard output, for machines. NaN stands for what was not measured and becomes null.
+
+    iteration_s, forecast_s, scaled_by: an iteration as measured and as forecast, and by how much the calibration was
+    scaled for that (forecast_line.py).
+    """
 
     strategy: str
     ranks: int
@@ -32,6 +36,9 @@ class Result:
     kl_last: float
     gen_tokens_per_s: float
     parity_max_abs: float
+    iteration_s: float
+    forecast_s: float
+    scaled_by: float
     wall_s: float
     run_dir: str
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.forecast import forecast
 from rlhf_spmd.plan.pipeline import is_pipelined
 from rlhf_spmd.plan.program import Program, Run
 from rlhf_spmd.plan.show import table
 from rlhf_spmd.plan.summary import call_s
+from rlhf_spmd.runtime.probe import AtHand
 from rlhf_spmd.runtime.trace import Lane, Span, lanes
 
 WHOLE = "iteration"  # the row of the whole
@@ -39,20 +39,80 @@ def lengths_of(answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]) -> 
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
 
 
-def compare(
-    program: Program, calibration: Calibration, records: Sequence[Mapping[str, object]], lengths: Lengths
-) -> list[Row]:
-    """A row for every call that takes time, in the order of the workflow, and one for the whole iteration. Medians over
-    the iterations in `records` (of every rank), the run's first one left out if there are others."""
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row for every call that takes time, in the order of the workflow, and one for the whole iteration. as_given_s:
+    seconds of an iteration by the calibration as it was given, not scaled."""
+
+    rows: Sequence[Row]
+    found: AtHand
+    as_given_s: float
+
+    @property
+    def whole(self) -> Row:
+        """The row of the iteration."""
+        return self.rows[-1]
+
+    @property
+    def scaled_by(self) -> float:
+        """By how much a whole iteration became longer when the calibration was scaled."""
+        return self.whole.forecast_s / self.as_given_s
+
+    def show(self) -> str:
+        """The comparison as a table."""
+        cells = [("call", "forecast s", "measured s", "forecast / measured")]
+        for row in self.rows:
+            ratio = f"{row.forecast_s / row.measured_s:.2f}" if row.measured_s > 0 else "-"
+            cells.append((row.call, f"{row.forecast_s:.4g}", f"{row.measured_s:.4g}", ratio))
+        heading = f"\nForecast by calibration {self.found.calibration.name} against this run, seconds per iteration"
+        return "\n".join([heading, *self._about(), table(cells)])
+
+    def _about(self) -> list[str]:
+        """Where the calibration comes from and how it was scaled; nothing if it was made on this machine."""
+        found, scale = self.found, self.found.scale
+        made_on = f"  It was made on {found.given.machine or 'another machine'}"
+        if found.why_not:
+            return [f"{made_on}, and is not scaled to this one: {found.why_not}"]
+        if scale is None:
+            return []
+        kinds = [f"{kind} {getattr(scale, kind):.2f}" for kind in ("inference", "training", "generation")]
+        kinds += [f"{scale.num_workers:.2f} ranks at full speed"] if scale.num_workers is not None else []
+        return [
+            f"{made_on}, and is scaled by {self.scaled_by:.2f} to this one ({found.here})",
+            f"  after a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
+        ]
+
+    def write(self, path: Path) -> None:
+        """The same as JSON."""
+        machine, scale = self.found.given.machine, self.found.scale
+        content = {
+            "calibration": self.found.calibration.name,
+            "scaled_by": self.scaled_by,
+            "as_given_s": self.as_given_s,
+            "made_on": machine and asdict(machine),
+            "here": asdict(self.found.here),
+            "scale": scale and asdict(scale),
+            "probe_s": self.found.probe_s,
+            "why_not": self.found.why_not,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def compare(program: Program, found: AtHand, records: Sequence[Mapping[str, object]], lengths: Lengths) -> Compared:
+    """The iterations in `records` (of every rank) against their forecast by a calibration. Medians over the iterations,
+    the run's first one left out if there are others."""
     prompt_lengths, response_lengths = lengths
     workload = replace(program.workload, prompt_lengths=prompt_lengths, response_lengths=response_lengths)
-    found = forecast(replace(program, workload=workload), calibration)
+    met = replace(program, workload=workload)
+    here = forecast(met, found.calibration)
+    as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s
     all_lanes = lanes(records)
     numbers = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
-    forecast_s = call_s(found) | {WHOLE: found.makespan_s}
+    forecast_s = call_s(here) | {WHOLE: here.makespan_s}
     rows = [Row(name, s, statistics.median(one[name] for one in measured)) for name, s in forecast_s.items()]
-    return [row for row in rows if row.forecast_s > 0]
+    return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s)
 
 
 def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:
@@ -78,18 +138,3 @@ def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dic
     whole_s = max(span.end_s for mine in spans for span in mine) - min(span.start_s for mine in spans for span in mine)
     calls = {call.name: max(s for (name, _), s in of_rank.items() if name == call.name) for call in workflow.calls}
     return calls | {WHOLE: whole_s}
-
-
-def show(rows: Sequence[Row], calibration: Calibration) -> str:
-    """The comparison as a table."""
-    cells = [("call", "forecast s", "measured s", "forecast / measured")]
-    for row in rows:
-        ratio = f"{row.forecast_s / row.measured_s:.2f}" if row.measured_s > 0 else "-"
-        cells.append((row.call, f"{row.forecast_s:.4g}", f"{row.measured_s:.4g}", ratio))
-    return f"\nForecast by calibration {calibration.name} against this run, seconds per iteration\n{table(cells)}"
-
-
-def write(rows: Sequence[Row], calibration: Calibration, path: Path) -> None:
-    """The same as JSON."""
-    content = {"calibration": calibration.name, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -30,6 +30,7 @@ from rlhf_spmd.runtime.profile import Clock, Grid, rows_up_to
 from rlhf_spmd.runtime.requests import Sampling
 from rlhf_spmd.runtime.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.training import Training
+from rlhf_spmd.runtime.world import World
 
 FEW, MANY = 1, 3  # layers of the models that are measured
 Points = dict[float, tuple[float, ...]]  # amount -> seconds with few and with many layers
@@ -60,11 +61,10 @@ class Subject:
     """A model of some layers of one shape, and what a rank does with it. tp neighbours hold a copy together."""
 
     def __init__(
-        self, clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int, num: int
+        self, world: World, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int, num: int
     ):
         """num: layers."""
-        world = clock.world
-        self.clock, self.config, self.workload, self.grid, self.shape = clock, config, workload, grid, shape
+        self.world, self.config, self.workload, self.grid, self.shape = world, config, workload, grid, shape
         ranks = tuple(range(world.rank // tp * tp, world.rank // tp * tp + tp))
         self.layout = Layout.grid_of(ranks, tp=tp)
         self.group = world.group(group_name(ranks)) if tp > 1 else None
@@ -85,7 +85,7 @@ class Subject:
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
         """What a call reads, of rows with prompts and responses of these lengths."""
-        device, (num_prompts, num_responses) = self.clock.world.device, zip(*lengths, strict=True)
+        device, (num_prompts, num_responses) = self.world.device, zip(*lengths, strict=True)
         responses_BG = self.tokens(num_responses)
         rows = {"prompts": self.tokens(num_prompts), "responses": responses_BG}
         for key in ("logprobs", "old_logprobs", "advantages", "returns"):
@@ -102,7 +102,7 @@ class Subject:
         size = len(lengths), max(lengths)
         found = torch.randint(self.shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
         real = torch.arange(size[1]) < torch.tensor(lengths)[:, None]
-        return torch.where(real, found, -1).to(self.clock.world.device)
+        return torch.where(real, found, -1).to(self.world.device)
 
     @torch.no_grad()
     def infer(self, rows: dict[str, Tensor]) -> None:
@@ -149,7 +149,7 @@ class Subject:
         engine = self.generating
         sampling = [Sampling(number, 0, temperature, top_k, **limits) for number in num_tokens]
         # which tokens are drawn does not matter
-        bits_RG = torch.zeros(num_rows, max(num_tokens), dtype=torch.int64, device=self.clock.world.device)
+        bits_RG = torch.zeros(num_rows, max(num_tokens), dtype=torch.int64, device=self.world.device)
         numbers = engine.submit(prompts, bits_RG, sampling)
         engine.run(numbers)
         engine.results(numbers)
@@ -158,7 +158,7 @@ class Subject:
     def engine(self) -> TrainEngine:
         """Takes the model over for training."""
         self.generating = None
-        tp_index = self.layout.shard(self.clock.world.rank).tp_index
+        tp_index = self.layout.shard(self.world.rank).tp_index
         groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
         return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
 
@@ -170,7 +170,7 @@ def together(clock: Clock, tp: int) -> int:
 
 def measure(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
     """The tables of a shape in tp slices. Collective over all ranks."""
-    few, many = both = tuple(Subject(clock, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
+    few, many = both = tuple(Subject(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
     seconds = partial(clock.seconds, together=together(clock, tp))
     drawn = {} if shape.scalar_head else generation(seconds, grid, both)
     infer: dict[float, Points] = {}

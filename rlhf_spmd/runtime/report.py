@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.console import Result
 from rlhf_spmd.runtime.data import PromptSet, pad
 from rlhf_spmd.runtime.devices import describe
 from rlhf_spmd.runtime.digests import tokens_sha256
+from rlhf_spmd.runtime.forecast_line import Compared
 from rlhf_spmd.runtime.generate import generate
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import model_folders
@@ -232,8 +233,10 @@ def join_samples(
     ]
 
 
-def result(strategy: str, ranks: int, history: Sequence[Mapping], wall_s: float, folder: RunFolder) -> Result:
-    """The run in one line."""
+def result(
+    strategy: str, ranks: int, history: Sequence[Mapping], wall_s: float, folder: RunFolder, compared: Compared | None
+) -> Result:
+    """The run in one line. compared: with its forecast, if there was one."""
     seconds = sum(metrics["generate_s"] for metrics in history)
     return Result(
         strategy=strategy,
@@ -244,6 +247,9 @@ def result(strategy: str, ranks: int, history: Sequence[Mapping], wall_s: float,
         kl_last=history[-1]["kl"],
         gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds,
         parity_max_abs=max(metrics["parity_max_abs"] for metrics in history),
+        iteration_s=compared.whole.measured_s if compared else math.nan,
+        forecast_s=compared.whole.forecast_s if compared else math.nan,
+        scaled_by=compared.scaled_by if compared else math.nan,
         wall_s=wall_s,
         run_dir=str(folder.path),
     )

@@ -26,10 +26,12 @@ from rlhf_spmd.runtime.console import Console, Result
 from rlhf_spmd.runtime.data import PromptSet, load_prompts
 from rlhf_spmd.runtime.device_clock import clock_of
 from rlhf_spmd.runtime.execute import Executor
+from rlhf_spmd.runtime.forecast_line import Compared
 from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import Models, model_folders, shared_vocabulary
 from rlhf_spmd.runtime.node_prompts import once_per_node
+from rlhf_spmd.runtime.probe import at_hand
 from rlhf_spmd.runtime.resume import Resumed, refuse_older
 from rlhf_spmd.runtime.run_folder import RunFolder, writing
 from rlhf_spmd.runtime.saving import Saver
@@ -200,8 +202,9 @@ def train(
     folder = open_folder(job, origin)
     console = Console(enabled=world.rank == 0)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    title = f"{origin.strategy} on {ranks}"
     facts = report.facts(job, folder) | origin.facts(config)
-    console.heading(f"rlhf_spmd: PPO by {origin.strategy} on {ranks}", facts)
+    console.heading(f"rlhf_spmd: PPO by {title}", facts)
     for note in origin.resumed.notes if origin.resumed else ():
         console.note(f"note: {note}")
     state, history, before = begin(job, folder, origin, summary)
@@ -251,10 +254,9 @@ def train(
         folder.write_samples(samples)
         console.samples(samples)
     save_actor(job, folder)
-    if answers:
-        _write_timeline(job, folder, console, recorder, answers, f"{origin.strategy} on {ranks}", calibration)
+    compared = _write_timeline(job, folder, console, recorder, title, answers, history, calibration)
     folder.close()
-    result = report.result(origin.strategy, world.size, history, time.perf_counter() - started, folder)
+    result = report.result(origin.strategy, world.size, history, time.perf_counter() - started, folder, compared)
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
     return result
 
@@ -356,20 +358,30 @@ def _write_timeline(
     folder: RunFolder,
     console: Console,
     recorder: Recorder,
-    answers: Sequence[Mapping],
     title: str,
+    answers: Sequence[Mapping],
+    history: Sequence[Mapping],
     calibration: Calibration | None,
-) -> None:
-    """The last iterations as a timeline and, with a calibration, against their forecast. Collective."""
+) -> Compared | None:
+    """The last iterations, if any were run, as a timeline and, with a calibration, against their forecast (on rank 0).
+    answers: of the last one. Collective."""
+    if not answers:
+        return None
     recent = range(job.config.iterations - TIMELINE_ITERATIONS, job.config.iterations)
     records = job.world.allgather(recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=title)
-    if calibration is not None and job.world.rank == 0:
-        lengths = forecast_line.lengths_of(answers, job.prompts.prompts)
-        rows = forecast_line.compare(job.program, calibration, records, lengths)
-        with writing(folder.path / "forecast.json"):
-            forecast_line.write(rows, calibration, folder.path / "forecast.json")
-        console.note(forecast_line.show(rows, calibration))
+    if calibration is None:
+        return None
+    trained_s = sum(metrics["iteration_s"] for metrics in history)
+    found = at_hand(job.world, job.config, job.program, calibration, trained_s)
+    if job.world.rank > 0:
+        return None
+    lengths = forecast_line.lengths_of(answers, job.prompts.prompts)
+    compared = forecast_line.compare(job.program, found, records, lengths)
+    with writing(folder.path / "forecast.json"):
+        compared.write(folder.path / "forecast.json")
+    console.note(compared.show())
+    return compared
 
 
 def update(state: State, config: Config, metrics: Mapping, answers: Sequence[Mapping]) -> None:

@@ -21,6 +21,9 @@ RESULT_KEYS = {
     "kl_last",
     "gen_tokens_per_s",
     "parity_max_abs",
+    "iteration_s",
+    "forecast_s",
+    "scaled_by",
     "wall_s",
     "run_dir",
 }

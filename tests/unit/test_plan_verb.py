@@ -14,13 +14,16 @@ from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import load, make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.calibration import Machine
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.forecast import forecast
 from rlhf_spmd.plan.program import Run
+from rlhf_spmd.plan.scaling import Scale, scaled
 from rlhf_spmd.plan.summary import call_s
 from rlhf_spmd.plan_verb import BESIDE, auto, beside, calibration_for, options_of, records
 from rlhf_spmd.runtime.digests import digests
-from rlhf_spmd.runtime.forecast_line import WHOLE, compare, lengths_of, show
+from rlhf_spmd.runtime.forecast_line import WHOLE, compare, lengths_of
+from rlhf_spmd.runtime.probe import AtHand
 from rlhf_spmd.runtime.trace import busy_fraction, lanes
 from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload as small_workload
@@ -43,6 +46,7 @@ CPU = {
     "inside": {"bytes_per_s": 1e9, "latency_s": 1e-4},
     "between": {"bytes_per_s": 1e9, "latency_s": 1e-4},
 }
+HERE = Machine("p", "d", 2.0, 1, "t")
 SMALL = ["--preset", "llama-7b", "--layout", "1x8", "--calibration", "a100-80g", "--method", "two_phase"]
 
 
@@ -280,12 +284,33 @@ def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
         made.append({"rank": rank, "host": "", "spans": spans})
     workload = program.workload
     lengths = ((workload.max_prompt,), (workload.max_response,))
-    rows = {row.call: row for row in compare(program, calibration, made, lengths)}
+    compared = compare(program, AtHand(calibration, calibration, HERE), made, lengths)
+    rows = {row.call: row for row in compared.rows}
     assert rows[WHOLE].forecast_s == pytest.approx(found.makespan_s)
     assert set(rows) == {call for call, s in call_s(found).items() if s > 0} | {WHOLE}
     for row in rows.values():
         assert row.measured_s == pytest.approx(row.forecast_s, rel=1e-6), row
-    assert "1.00" in show(list(rows.values()), calibration)
+    assert "1.00" in compared.show() and compared.scaled_by == 1 and "It was made on" not in compared.show()
+
+
+def test_the_table_says_how_the_calibration_was_scaled(tmp_path):
+    program, given = example("flattening", 1), replace(machine(), machine=replace(HERE, processor="Other", cores=1.5))
+    scale = Scale(2.0, 2.0, 2.0, 1.25)
+    found = AtHand(given, scaled(given, "cpu", scale), HERE, scale, probe_s=1.34)
+    spans = [[step.call, "compute", 0.0, 1.0, 0, {}] for step in program.instructions[0] if isinstance(step, Run)]
+    compared = compare(program, found, [{"rank": 0, "host": "", "spans": spans}], ((5,), (7,)))
+    assert compared.scaled_by > 1.5 and compared.whole.forecast_s > compared.as_given_s > 0
+    text = compared.show().splitlines()
+    scaled_by = f"scaled by {compared.scaled_by:.2f} to this one (p, 2 cores)"
+    kinds = "inference 2.00, training 2.00, generation 2.00"
+    assert text[2] == f"  It was made on Other, 1.5 cores, and is {scaled_by}"
+    assert text[3] == f"  after a probe of 1.3 s: {kinds}, 1.25 ranks at full speed"
+    compared.write(tmp_path / "forecast.json")
+    written = json.loads((tmp_path / "forecast.json").read_text())
+    assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
+    assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")
+    short = replace(compared, found=AtHand(replace(given, machine=None), given, HERE, why_not="the run was too short"))
+    assert "  It was made on another machine, and is not scaled to this one: the run was too short" in short.show()
 
 
 def test_the_forecast_is_for_the_lengths_of_the_run():

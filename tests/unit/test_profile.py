@@ -93,7 +93,7 @@ def test_what_an_engine_captures_is_not_timed():
     config = configs.load("tiny")
     workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
     shape = next(shape for shape in workload.models.values() if not shape.scalar_head)
-    subject = Subject(SimpleNamespace(world=world), config, workload, TOY, shape, 1, 1)
+    subject = Subject(world, config, workload, TOY, shape, 1, 1)
     caches = []
     for num_rows, num_tokens in ((2, 4), (2, 1), (2, 3), (1, 4)):
         subject.generate(subject.tokens([4] * num_rows), [num_tokens] * num_rows)

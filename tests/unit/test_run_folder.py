@@ -28,7 +28,8 @@ SAMPLES = [
 def result(**changes):
     values = {
         "strategy": "flattening", "ranks": 4, "iterations": 2, "reward_first": -0.5, "reward_last": 0.25,
-        "kl_last": 0.01, "gen_tokens_per_s": 1234.5, "parity_max_abs": 1e-6, "wall_s": 7.5, "run_dir": "runs/a",
+        "kl_last": 0.01, "gen_tokens_per_s": 1234.5, "parity_max_abs": 1e-6, "iteration_s": 0.5,
+        "forecast_s": 0.4, "scaled_by": 1.2, "wall_s": 7.5, "run_dir": "runs/a",
     }  # fmt: skip
     return Result(**values | changes)
 
@@ -297,7 +298,7 @@ def test_console_of_rank_0(tmp_path):
     machine = json.loads(lines[-1])
     assert list(machine) == [
         "strategy", "ranks", "iterations", "reward_first", "reward_last", "kl_last", "gen_tokens_per_s",
-        "parity_max_abs", "wall_s", "run_dir",
+        "parity_max_abs", "iteration_s", "forecast_s", "scaled_by", "wall_s", "run_dir",
     ]  # fmt: skip
     assert machine["reward_last"] == 0.25
 
