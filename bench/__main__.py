@@ -16,6 +16,7 @@ BENCHES = {
     "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
     "validate": "the simulator against published measurements of PPO iterations: error per row",
     "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
+    "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
     "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
     "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
     "convergence": "reward and KL under every strategy on top of each other: does the placement change them?",

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -80,11 +81,20 @@ def on_ranks(num_ranks: int, arguments: list[str], *, limit_s: float = 900.0) ->
     subprocess.run(command, cwd=REPOSITORY, timeout=limit_s, check=True)
 
 
-def train(num_ranks: int, options: list[str], *, limit_s: float = 900.0) -> tuple[dict, list[dict]]:
-    """Runs the program as a user would; returns its last line and its metrics rows. Raises if it fails."""
+def train(
+    num_ranks: int,
+    options: list[str],
+    *,
+    limit_s: float = 900.0,
+    environment: Mapping[str, str] | None = None,
+    enter: Callable[[], object] | None = None,
+) -> tuple[dict, list[dict]]:
+    """Runs the program as a user would; returns its last line and its metrics rows. environment: of the program instead
+    of this one's; enter: what its process does first. Raises if it fails."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = [str(mpirun), "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_s, check=False)
+    told = {"capture_output": True, "text": True, "timeout": limit_s}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, preexec_fn=enter, check=False, **told)
     if done.returncode:
         raise RuntimeError(f"{' '.join(options)} ended with {done.returncode}:\n{done.stderr}")
     result = json.loads(done.stdout.splitlines()[-1])

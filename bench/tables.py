@@ -307,6 +307,16 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "measured, s": lambda row: f"{row['measured_s']:.2f}",
         "error": lambda row: f"{row['error']:+.0%}",
     },
+    "machines": {
+        "machine": lambda row: row["machine"],
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "forecast / measured": lambda row: f"{row['ratio']:.2f}",
+        "five runs": lambda row: ", ".join(f"{ratio:.2f}" for ratio in sorted(row["ratios"])),
+        "not scaled, s": lambda row: f"{row['as_given_s']:.2f}",
+        "not scaled / measured": lambda row: f"{row['as_given_ratio']:.2f}",
+        "probe at most, s": lambda row: f"{row['probe_s']:.1f}",
+    },
     "plan_speed": {
         "what": lambda row: row["what"],
         "layout": lambda row: row["layout"],
