@@ -83,11 +83,21 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     table, grid, rows = pieces
     mine, share = measured(world, config, program.workload, table, grid, rows, until=began + USED * limit_s)
     told = world.allgather([*asdict(mine).values(), share], "the probe")
-    of_node = [sum(one[-1] for one, node in zip(told, world.nodes, strict=True) if node == n) for n in set(world.nodes)]
-    num_workers = None if world.computes.index is not None else sum(of_node) / len(of_node)
-    scale = Scale.of([Pieces(*one[:-1]) for one in told], expected(table, rows), num_workers)
+    workers = None if world.computes.index is not None else num_workers(world.nodes, [one[-1] for one in told], every)
+    scale = Scale.of([Pieces(*one[:-1]) for one in told], expected(table, rows), workers)
     changed = scaled(calibration, types[0], scale)
     return replace(found, calibration=changed, scale=scale, probe_s=time.perf_counter() - began)
+
+
+def num_workers(nodes: Sequence[int], shares: Sequence[float], every: Sequence[Machine]) -> float:
+    """How many ranks of a node compute at full speed at the same time, the mean of all nodes. nodes, shares, every: of
+    each rank its node, for which part of the clock it had its cores, and the machine. No more than the machine has
+    cores for: ranks do not begin and end at quite the same moment."""
+    of_node: dict[int, float] = {}
+    for node, share in zip(nodes, shares, strict=True):
+        of_node[node] = of_node.get(node, 0.0) + share
+    most = {node: machine.cores / machine.threads for node, machine in zip(nodes, every, strict=True)}
+    return fmean(min(found, most[node]) for node, found in of_node.items())
 
 
 def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:

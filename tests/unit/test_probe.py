@@ -8,12 +8,13 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.calibration import Machine
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.plan.scaling import ROUND_S, expected
 from rlhf_spmd.runtime import probe
 from rlhf_spmd.runtime.machine import machines
-from rlhf_spmd.runtime.probe import LIMIT_S, at_hand, pieces_of, repeated
+from rlhf_spmd.runtime.probe import LIMIT_S, at_hand, num_workers, pieces_of, repeated
 from rlhf_spmd.runtime.world import World
 from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import table
@@ -72,6 +73,13 @@ def test_the_first_time_does_not_count_but_as_the_longest(clock):
     work, cool = lambda: clock.pass_by(next(times)), lambda: clock.pass_by(1.0)
     seconds, _ = repeated([work], 22.0, timer=clock.perf_counter, cool=cool, wait=lambda: None)
     assert seconds == [[1.0, 1.0]]  # done at 10, 12 and 14; a fourth time might end at 24
+
+
+def test_workers_are_what_ranks_had_of_the_clock():
+    one = Machine("p", "d", 1.2, 1, "t")
+    assert num_workers((0, 0, 0, 0), (0.25, 0.25, 0.25, 0.35), [one] * 4) == pytest.approx(1.1)
+    assert num_workers((0, 0, 0, 0), (0.5, 0.5, 0.5, 0.5), [one] * 4) == pytest.approx(1.2)
+    assert num_workers((0, 0, 1), (1.0, 1.0, 1.0), [replace(one, cores=4.0, threads=2)] * 3) == pytest.approx(1.5)
 
 
 def test_as_many_rows_as_there_is_time_for():
