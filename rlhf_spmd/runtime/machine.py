@@ -33,7 +33,8 @@ def machines(world: "World") -> list[Machine]:
     for rank, (facts, _, _) in enumerate(every):
         others = [one for other, one in enumerate(every) if world.nodes[other] == world.nodes[rank]]
         cores = {core for _, allowed, _ in others for core in allowed}
-        found.append(Machine(**facts, cores=float(min(len(cores), *(quota for _, _, quota in others)))))
+        most = min(quota for _, _, quota in others)
+        found.append(Machine(**facts, cores=round(float(min(len(cores), most)), 2)))  # as a file keeps it
     return found
 
 

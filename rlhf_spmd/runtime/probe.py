@@ -6,10 +6,10 @@ have a processor meanwhile is how many of them can compute at full speed, whatev
 quota, other processes. The probe runs after training, for the forecast that is printed beside the measured seconds. It
 takes at most a tenth of what the iterations took, and never more than LIMIT_S.
 
-Nothing else is scaled. `plan` and `check` are about a cluster that is described, and run without torch. `--strategy
-auto` chooses by the calibration as it is: a plan that followed from a probe could differ between two starts of one run,
-and `plan --measure-top` lets measurement decide. A calibration of GPUs is scaled only where ranks compute on GPUs, for
-which the user chose it, and if it has tables of measured shapes; those that come with the package have none.
+Nothing else is scaled. `plan` is about a cluster that is described, and runs without torch. `--strategy auto` chooses
+by the calibration as it is: which plan a run gets must not depend on what else the machine did at its start, and one
+factor of all seconds would change no choice (`plan --measure-top` lets measurement decide). A calibration of GPUs is
+scaled only on ranks that compute on GPUs, and if it has tables of measured shapes; none comes with the package.
 """
 
 import time
