@@ -228,7 +228,9 @@ class Transformer(nn.Module):
                 self.lm_head = Unembedding(vocabulary, config.hidden_size)
         self.to(dtype)
         if torch.device(device).type != "meta":
-            self.to_empty(device=device)
+            # not to_empty(), for which torch imports sympy: half a second
+            empty = {name: torch.empty(one.shape, dtype=dtype, device=device) for name, one in self.named_parameters()}
+            self.load_state_dict(empty, assign=True)
             self.init_weights(seed)
 
     @property

@@ -45,7 +45,7 @@ from rlhf_spmd.runtime.world import World
 
 LIMIT_S = 2.0  # of a probe
 SHARE = 0.1  # that it may take of the seconds of the iterations
-USED = 0.9  # of that, so that ranks may be late
+USED = 0.85  # of that, so that ranks may be late
 LEAST_S = 0.1  # a shorter one says nothing
 NAMES = {dtype.itemsize: name for name, dtype in DTYPES.items()}
 
