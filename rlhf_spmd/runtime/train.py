@@ -15,7 +15,6 @@ from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config, save_state
-from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.calibration import Calibration
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.runtime import forecast_line, report
@@ -23,10 +22,11 @@ from rlhf_spmd.runtime.alarm import Alarm
 from rlhf_spmd.runtime.calls import Calls, State
 from rlhf_spmd.runtime.checkpoint import remove_drafts
 from rlhf_spmd.runtime.console import Console, Result
-from rlhf_spmd.runtime.data import PromptSet, load_prompts
+from rlhf_spmd.runtime.data import PromptSet
 from rlhf_spmd.runtime.device_clock import clock_of
 from rlhf_spmd.runtime.execute import Executor
 from rlhf_spmd.runtime.forecast_line import Compared
+from rlhf_spmd.runtime.inputs import read_prompts, refuse_endless, refuse_longer
 from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.metrics import combine
 from rlhf_spmd.runtime.models import Models, model_folders, shared_vocabulary
@@ -90,12 +90,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         actor = read_config(config.models.actor)
         eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
         refuse_endless(config, eos_ids)
-        longest = config.data.max_prompt + config.generation.max_new_tokens
-        if longest > actor.max_position_embeddings:
-            raise UserError(
-                f"data.max_prompt + generation.max_new_tokens = {longest} tokens, but {config.models.actor} "
-                f"was made for {actor.max_position_embeddings}; lower one of them"
-            )
+        refuse_longer(config, actor)
     with world.together("loading models"):
         models = Models(program, config, world)
         needs_scorer = any(
@@ -109,36 +104,6 @@ def prepare(config: Config, program: Program, world: World) -> Job:
     calls = Calls(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
     columns = program.held(world.rank)
     return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids), columns)
-
-
-def refuse_endless(config: Config, eos_ids: Sequence[int]) -> None:
-    """Raises UserError if nothing can end a response although one that does not end has no score."""
-    if not eos_ids and not config.generation.stop and config.ppo.truncation != "score":
-        raise UserError(
-            f"neither {config.models.actor} nor its tokenizer names an end of sequence (eos_token_id in config.json or "
-            "generation_config.json), so every response would be cut off and get the penalty for that; add it there, "
-            "give generation.stop=TEXT, or choose ppo.truncation=score"
-        )
-
-
-def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int) -> PromptSet:
-    """The prompts of a run, tokenised. num_known: token ids that all models know. Raises UserError."""
-    prompts = load_prompts(
-        config.data.prompts,
-        tokenizer,
-        max_prompt_tokens=config.data.max_prompt,
-        key=config.data.key,
-        long_prompts=config.data.long_prompts,
-        seed=config.seed,
-    )
-    unknown = prompts.prompts.first_above(num_known - 1)
-    if unknown is not None:
-        text, token = prompts.texts[unknown], max(prompts.prompts[unknown])
-        raise UserError(
-            f"the prompt {text[:60]!r} has token {token}, but the models know {num_known} tokens (vocab_size "
-            f"in config.json); use the tokenizer that belongs to {config.models.actor}"
-        )
-    return prompts
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
