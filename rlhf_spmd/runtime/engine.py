@@ -209,7 +209,8 @@ class Engine:
         requests = self.requests
         stops = [requests.sampling[row.request - requests.first].stop for row in self.scheduler.rows]
         reaches = [_reach(stop) for stop in stops]
-        places_BT = batch.drawn_B[:, None] - max(reaches) + torch.arange(max(reaches), device=self.device)
+        most = max(reaches, default=0)
+        places_BT = batch.drawn_B[:, None] - most + torch.arange(most, device=self.device)
         drawn_BG = requests.responses_RG[batch.request_B - requests.first]
         tails = drawn_BG.gather(1, places_BT.clamp_min(0)).masked_fill(places_BT < 0, -1).tolist()  # one read for all
         found = []
