@@ -62,12 +62,14 @@ def supervised() -> Flight:
     memory, stack = mmap.mmap(-1, SIZE), os.memfd_create("rlhf_spmd_stack")
     Flight(memory)  # a record from the first moment, whenever the child ends
     supervisor = os.getpid()
+    # before the fork: the rank may be quick to say that it is there, and the launcher to end then
+    launcher = os.getppid() if launch.num_launched(os.environ) > 1 else None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     libc, child = ctypes.CDLL(None), os.fork()
     if child:
         libc.prctl(PR_SET_NAME, b"supervisor")  # what `top` shows
-        Supervisor(memory, stack, child).run()
+        Supervisor(memory, stack, child, launcher).run()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:  # it ended before that
         os._exit(1)
@@ -79,11 +81,10 @@ def supervised() -> Flight:
 
 
 class Supervisor:
-    """The parent of one rank."""
+    """The parent of one rank. launcher: whose end is the rank's; None: it was started by hand."""
 
-    def __init__(self, memory: mmap.mmap, stack: int, child: int):
-        self.memory, self.stack, self.child = memory, stack, child
-        self.launcher = os.getppid() if launch.num_launched(os.environ) > 1 else None
+    def __init__(self, memory: mmap.mmap, stack: int, child: int, launcher: int | None):
+        self.memory, self.stack, self.child, self.launcher = memory, stack, child, launcher
         self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.board: int | None = None
         self.made: Path | None = None  # the folder of the record, once it is there
