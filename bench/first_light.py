@@ -230,7 +230,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         + "\n".join(f"  {step.name:<16} {step.promise}" for step in STEPS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where verdicts, rows and logs go")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="for verdicts, rows and logs: new, empty, or of an earlier walk, which is replaced",
+    )
     parser.add_argument("--steps", default="", metavar="NAMES", help="only these, or: correctness, speed")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=f"seconds of all (default: {BUDGET_S:g})")
     parser.add_argument("--together", type=int, help="steps of correctness at a time (default: by the cores)")
@@ -239,6 +245,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--function", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
+    if not parsed.only and parsed.out.is_dir() and any(parsed.out.iterdir()) and not (parsed.out / FILES[0]).exists():
+        parser.error(f"--out {parsed.out} holds other files; name a new folder")
     try:
         parsed.chosen = chosen(STEPS, parsed.steps)
     except ValueError as error:

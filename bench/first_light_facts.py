@@ -25,14 +25,15 @@ def device(light: Light) -> Found:
     if "torch" not in facts["missing"]:
         import torch
 
-        from rlhf_spmd.runtime.visible import hints, visible_devices
+        from rlhf_spmd.runtime.visible import VISIBLE, hints, visible_devices
 
         facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda}
         facts["visible"] = [device.name for device in visible_devices(torch, "")]
         facts["hints"] = hints(os.environ)
         seen = len(facts["visible"])
         told = f"torch sees {seen}, nvidia-smi {facts['num_smi']}, hints are {', '.join(facts['hints']) or 'none'}"
-        if not light.dry and (seen == 0 or not facts["hints"]):
+        differ = VISIBLE not in os.environ and facts["num_smi"] not in (0, seen)
+        if not light.dry and (seen == 0 or not facts["hints"] or differ):
             problems.append(f"GPUs: {told}; with none, everything would run on the CPU")
         facts["device"] = f"CPU, {torch.get_num_threads()} threads"
         if seen and not light.dry:

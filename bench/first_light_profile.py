@@ -45,11 +45,11 @@ def profiled(light: Light, model: Transformer, rows: int) -> dict:
     ends: list[float] = []
 
     def note(num_ended: int, num_tokens: int) -> None:
-        if len(ends) == SETTLED + num:
-            profiler.stop()
         ends.append(time.perf_counter())
         if len(ends) == SETTLED:
             profiler.start()
+        if len(ends) == SETTLED + num:
+            profiler.stop()
 
     engine.run(progress=note)
     rounds = [later - one for one, later in zip(ends, ends[1:], strict=False)]

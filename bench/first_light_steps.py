@@ -76,7 +76,7 @@ PROGRAM = (*RUNTIME, "pydantic", "safetensors", "tokenizers", "tqdm", MPI)
 STEPS = (
     Step(
         "device",
-        "nvidia-smi, NVML and torch see the same GPUs",
+        "torch sees as many GPUs as nvidia-smi, and something hints at them",
         "bench.first_light_facts:device",
         60,
     ),

@@ -85,9 +85,9 @@ def sample_shard(
 
 
 def gathered(logits_Bv: Tensor, slices: Sequence[range], group: dist.ProcessGroup) -> Tensor:
-    """Whole rows of logits [B, V] out of every rank's slice, in one message and one copy."""
-    widest = max(map(len, slices))
-    mine_Bv = torch.nn.functional.pad(logits_Bv, (0, widest - logits_Bv.shape[1])).contiguous()
+    """Whole rows of logits [B, V] out of every rank's slice, in one message."""
+    missing = max(map(len, slices)) - logits_Bv.shape[1]
+    mine_Bv = torch.nn.functional.pad(logits_Bv, (0, missing)) if missing else logits_Bv.contiguous()
     all_SBv = mine_Bv.new_empty(group.size(), *mine_Bv.shape)
     all_gather(all_SBv.flatten(0, 1), mine_Bv, group=group)
     return torch.cat([part_Bv[:, : len(ids)] for part_Bv, ids in zip(all_SBv, slices, strict=True)], dim=1)

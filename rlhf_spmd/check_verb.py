@@ -19,12 +19,13 @@ from rlhf_spmd.strategy import load_strategy
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints all of it -> the exit status. Raises UserError."""
-    on_gpu = bool(parsed.cluster or parsed.device_type not in (None, "cpu"))
-    config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=on_gpu)
+    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     cluster = Cluster.parse(parsed.layout or "1x4", parsed.device_type or config.device_type)
     cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
+    if set(cluster.device_types) != {"cpu"}:
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=True)
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")

@@ -198,6 +198,8 @@ def load(
 ) -> Config:
     """The resolved config of a preset (None: tiny, or that for any model if there is one), a checkpoint folder for the
     actor (and reference), and dotted overrides. on_gpu: whether it is for GPUs."""
+    if model == "":
+        raise UserError("--model is empty: give a folder (a variable that is not set?)")
     preset = preset or ("model" if model else "tiny")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")

@@ -13,12 +13,12 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting import advice
 from rlhf_spmd.plan.check import check
-from rlhf_spmd.plan.cluster import Cluster, Node, device_type_of
+from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.fit import Finding
 from rlhf_spmd.plan.program import Program
 from rlhf_spmd.plan.show import show_program
 from rlhf_spmd.plan_verb import auto, calibration_for
-from rlhf_spmd.runtime.devices import refuse
+from rlhf_spmd.runtime.devices import refuse, type_of
 from rlhf_spmd.runtime.resume import Resumed, read_run
 from rlhf_spmd.runtime.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.strategy import Strategy, load_strategy
@@ -51,13 +51,15 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         findings = check(program)
         if not parsed.dry_run:
             refuse_errors(strategy.name, program, findings)
-        refuse(world.computes, program)
+            refuse(world.computes, program)
     with world.together("comparing the program"):
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
             show(program, findings, strategy.name, title)
+        with world.together("comparing program and devices"):
+            refuse(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
     world.set_deadline(config.deadline_s)
     world.start_torch(program.groups, program.pairs)
@@ -109,7 +111,7 @@ def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
         if first.index is None:
             nodes.append(Node(len(of_node), "cpu", None))
             continue
-        kind = device_type if device_type != "cpu" else device_type_of(first.name, first.num_bytes)
+        kind = type_of(first, device_type)
         most = max(device.num_ranks for device in of_node)  # ranks that share a device have a part of it each
         nodes.append(Node(len(of_node), kind, (first.num_bytes - RESERVED_BYTES) // most))
     return Cluster(tuple(nodes))

@@ -10,13 +10,16 @@ from torch import Tensor
 
 
 class AdamW:
-    """Updates `masters` from their .grad; the moments are of the masters' type and come with the first step."""
+    """Updates `masters` from their .grad; the moments are of the masters' type.
+
+    They are there from the beginning: what comes later and stays would lie where the KV cache of the first iteration
+    was, and keep a GPU from giving that memory back.
+    """
 
     def __init__(self, masters: Sequence[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float):
         self.masters = list(masters)
         self._settings = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
-        self._steps: list[Tensor] = []
-        self.moments: list[dict[str, Tensor]] = []  # of each master: exp_avg, exp_avg_sq
+        self.begin(0)
 
     @property
     def num_steps(self) -> int:
@@ -25,15 +28,13 @@ class AdamW:
     def begin(self, num_steps: int) -> None:
         """Moments of zeros after so many steps; who resumes fills them."""
         self._steps = [torch.tensor(float(num_steps), device=master.device) for master in self.masters]
-        self.moments = [
+        self.moments: list[dict[str, Tensor]] = [
             {kind: torch.zeros_like(master, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
             for master in self.masters
         ]
 
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
-        if not self._steps:
-            self.begin(0)
         torch._foreach_add_(self._steps, 1)
         torch._fused_adamw_(
             self.masters,

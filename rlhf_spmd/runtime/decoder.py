@@ -24,12 +24,17 @@ class Decoder:
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
         self._graphs = Graphs.of(model, *scheduler.tables_BM.shape)
-        self._tables_BM = torch.from_numpy(scheduler.tables_BM)
-        self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else the tables are the scheduler's
+        # What the scheduler writes, a GPU reads while the host goes on: by the time that it is written again, the host
+        # has waited for this step's tokens, and the copy is over.
+        pinned = self.device.type == "cuda"
+        self._written_BM = torch.zeros(scheduler.tables_BM.shape, dtype=torch.int32, pin_memory=pinned)
+        scheduler.tables_BM = self._written_BM.numpy()
+        self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same
+        self._tables_BM = self._written_BM
         if self._graphs is not None:
             self._tables_BM = self._graphs.tables_BM
         elif self._has_copy:
-            self._tables_BM = self._tables_BM.to(self.device)
+            self._tables_BM = self._written_BM.to(self.device)
         self._joined = Joined.of(model)
         self.forwards = in_mkl_order(model, scheduler.max_rows)  # of some layers, instead of their own
 
@@ -62,7 +67,7 @@ class Decoder:
         """The blocks of the first rows, int32 [B, M], on the device."""
         if self._has_copy and self.scheduler.has_new_tables:
             used = len(self.scheduler.rows)  # newcomers included, which are decoded from the next round on
-            self._tables_BM[:used] = torch.from_numpy(self.scheduler.tables_BM[:used]).to(self.device)
+            self._tables_BM[:used].copy_(self._written_BM[:used], non_blocking=True)
             self.scheduler.has_new_tables = False
         return self._tables_BM[:num_rows]
 

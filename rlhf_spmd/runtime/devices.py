@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import device_type_of
 from rlhf_spmd.runtime.visible import Seen
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ class Device:
 def choose(
     wanted: str,
     visible: Sequence[Sequence[Seen]],
+    unseen: str,
     nodes: Sequence[int],
     hosts: Sequence[str],
-    unseen: str = "",
 ) -> list[Device]:
-    """The device of every rank. visible: what each rank sees; nodes, hosts: of each rank; unseen: what hints at devices
-    where no rank sees any. Raises UserError where there are not the devices that `wanted` (the option `device`) asks
-    for."""
+    """The device of every rank. visible: what each rank sees; unseen: what hints at devices where a rank sees none,
+    empty if nothing does; nodes, hosts: of each rank. Raises UserError where there are not the devices that `wanted`
+    (the option `device`) asks for."""
     ranks_of = {node: [rank for rank, its_node in enumerate(nodes) if its_node == node] for node in set(nodes)}
     if wanted == "auto" and unseen and not any(visible):
         raise UserError(f"{unseen}; mend that, or choose device=cpu to run on the CPU")
@@ -88,6 +89,13 @@ def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
         found.append(min(range(len(devices)), key=lambda index: taken[devices[index]]))
         taken[devices[found[-1]]] += 1
     return found
+
+
+def type_of(device: Device, wanted: str) -> str:
+    """The type of a device in forecasts. wanted: the option device_type, "cpu" unless it names what the devices are."""
+    if device.index is None or wanted != "cpu":
+        return "cpu" if device.index is None else wanted
+    return device_type_of(device.name, device.num_bytes)
 
 
 def start(device: Device) -> Callable[[], int] | None:

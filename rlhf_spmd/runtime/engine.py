@@ -176,7 +176,7 @@ class Engine:
         ended_B = torch.isin(tokens_B, self._eos_E) | (batch.drawn_B >= batch.most_B)
         if requests.has_stops:
             ended_B |= self._stopped(batch)
-        rows = [row for row, has_ended in enumerate(ended_B.tolist()) if has_ended]  # the only wait for the device
+        rows = [row for row, has_ended in enumerate(ended_B.tolist()) if has_ended]  # waits for the device
         if not rows:
             return []
         ended = [self.scheduler.rows[row] for row in rows]

@@ -62,16 +62,19 @@ class Executor:
         self.recorder.iteration = data.number
         self.num_bytes_sent, self.num_messages_sent = 0, 0
         answers: list[dict] = []
-        give_back(self.world.device)  # while no message is under way
+        last = len(self.instructions) - 1
         for position, step in enumerate(self.instructions):
             self.world.progress(f"iteration {data.number}: {self.texts[position]}", data.number, position)
             try:
+                if position == 0:
+                    give_back(self.world.device)  # while no message is under way
                 answers = self._execute(step, data, state) or answers
+                if position == last:
+                    self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
             except UserError:
                 raise
             except (RuntimeError, dist.DistError) as error:
                 raise self._explained(error, step, position, data) from error
-        self.recorder.read_marks()  # and so iterations end when their last kernel does
         self.world.progress(f"iteration {data.number}: over", data.number)
         return answers
 

@@ -72,6 +72,8 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     limit_s = min(LIMIT_S, SHARE * world.bcast(trained_s, what="the seconds of the iterations"))
     if all(machine == calibration.machine for machine in every):
         return found
+    if world.computes.index is not None:
+        return replace(found, why_not="GPUs are not probed")
     types = program.cluster.device_types
     if len(types) > 1:
         return replace(found, why_not="the devices are of several types")
@@ -82,8 +84,10 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
         return replace(found, why_not="the run was too short for a probe")
     table, grid, rows = pieces
     mine, share = measured(world, config, program.workload, table, grid, rows, until=began + USED * limit_s)
-    told = world.allgather([*asdict(mine).values(), share], "the probe")
-    workers = None if world.computes.index is not None else num_workers(world.nodes, [one[-1] for one in told], every)
+    told = world.allgather([*asdict(mine).values(), share] if mine else None, "the probe")
+    if None in told:
+        return replace(found, why_not="this machine was too slow, or too busy, for a probe")
+    workers = num_workers(world.nodes, [one[-1] for one in told], every)
     scale = Scale.of([Pieces(*one[:-1]) for one in told], expected(table, rows), workers)
     changed = scaled(calibration, types[0], scale)
     return replace(found, calibration=changed, scale=scale, probe_s=time.perf_counter() - began)
@@ -124,9 +128,9 @@ def measured(
     rows: Lengths,
     *,
     until: float,
-) -> tuple[Pieces, float]:
-    """Seconds of the pieces on this rank, with its cores to itself where ranks share them, and which part of the clock
-    it had them for. until: of time.perf_counter. Collective."""
+) -> tuple[Pieces | None, float]:
+    """Seconds of the pieces on this rank with its cores to itself (None: there was no time for all), and which part of
+    the clock it had them for. until: of time.perf_counter. Collective."""
     dtype = config.dtype if DTYPES[config.dtype].itemsize == table.param_bytes else NAMES[table.param_bytes]
     grid = replace(grid, max_response=max(grid.max_response, NUM_TOKENS))
     drawn, trained = (
@@ -144,13 +148,10 @@ def measured(
         train,
         partial(drawn.generate, prompts_BP, [NUM_TOKENS] * len(rows)),
     )
-    others = torch.zeros(2 * cache_bytes(world.computes.index) // 4, device=world.device)
-    on_cpu = world.computes.index is None
-    wait = (lambda: None) if on_cpu else torch.cuda.synchronize
-    timer = time.thread_time if on_cpu else time.perf_counter
+    others = torch.zeros(2 * cache_bytes(None) // 4)
     world.barrier("the begin of the probe")
-    seconds, share = repeated(works, until, timer=timer, cool=lambda: (others.add_(1), wait()), wait=wait)
-    return Pieces(*map(fmean, seconds)), share
+    seconds, share = repeated(works, until, timer=time.thread_time, cool=partial(others.add_, 1))
+    return Pieces(*map(fmean, seconds)) if all(seconds) else None, share
 
 
 def repeated(
@@ -159,24 +160,22 @@ def repeated(
     *,
     timer: Callable[[], float],
     cool: Callable[[], object],
-    wait: Callable[[], object],
 ) -> tuple[list[list[float]], float]:
     """Seconds of each work every time, in turns, and which part of the clock the timer went on for.
 
-    A work is begun again only if it would be over by `until` (of time.perf_counter) when it took as long as the longest
-    time so far; what is left is spent in `cool`, so that ranks that share cores do so to the end. The first time, in
-    which libraries prepare themselves, counts only if there is no other. cool, wait: as of profile.Clock."""
+    A work is begun only before `until` (of time.perf_counter), and again only if it would be over by then when it took
+    as long as the longest time so far; what is left is spent in `cool` (as of profile.Clock), so that ranks that share
+    cores do so to the end. The first time, in which libraries prepare themselves, counts only if there is no other."""
     seconds: list[list[float]] = [[] for _ in works]
     longest_s = [0.0 for _ in works]
     began, timer_began = time.perf_counter(), timer()
     for place in cycle(range(len(works))):
         turn_began = time.perf_counter()
-        if seconds[place] and turn_began + longest_s[place] > until:
+        if turn_began + longest_s[place] > until:
             break
         cool()
         work_began = timer()
         works[place]()
-        wait()
         seconds[place].append(timer() - work_began)
         longest_s[place] = max(longest_s[place], time.perf_counter() - turn_began)
     while time.perf_counter() < until:

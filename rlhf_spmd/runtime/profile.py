@@ -21,6 +21,7 @@ from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.calibration import Calibration, Device, Link, Measured, fit_link
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.devices import type_of
 from rlhf_spmd.runtime.machine import machines, processor
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def profile(
     from rlhf_spmd.runtime.profile_links import constants, links
     from rlhf_spmd.runtime.profile_passes import measure
 
-    kind = "cpu" if world.computes.index is None else config.device_type
+    kind = type_of(world.computes, config.device_type)
     machine = machines(world)[world.rank]
     num_workers = machine.cores / machine.threads if world.computes.index is None else None
     shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)

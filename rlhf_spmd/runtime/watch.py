@@ -12,7 +12,6 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.runtime.board import Said
@@ -33,13 +32,11 @@ SILENT_LOOKS = 4  # a rank that has not spoken for so many looks may be stopped
 
 
 class Watch:
-    """The thread of one rank. `steps`, once known, are the instruction lists of all ranks; `device_bytes`, once torch
-    has been imported and if this rank computes on a device, tells what torch holds there."""
+    """The thread of one rank. `steps`, once known, are the instruction lists of all ranks."""
 
     def __init__(self, world: World):
         self.world = world
         self.steps: Steps | None = None
-        self.device_bytes: Callable[[], int] | None = None
         self._begun, self._work, self._disk = -1, 0.0, -1
         self._life = self._looked = time.monotonic()
         self._used: dict[int, float] = {}  # rank -> processor seconds when last looked at
@@ -96,8 +93,6 @@ class Watch:
             self._life, self._begun, self._work, self._disk = now, begun, work, disk
         self._looked = now
         world.board.speak(life_s=time.time() - (now - self._life), meets=world.is_meeting)
-        if self.device_bytes is not None:
-            world.flight.set_device_bytes(self.device_bytes())
         return now - self._life
 
     def is_alive(self, ranks: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +65,7 @@ class World:
     watch: Watch = field(init=False)
     chosen: Sequence[Device] = ()  # where every rank computes, once that is decided
     _groups: dict[str, Any] | None = None
+    _device_bytes: Callable[[], int] | None = None  # what torch holds on the device
 
     def __post_init__(self) -> None:
         self.watch = Watch(self)
@@ -134,12 +135,10 @@ class World:
         """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it.
         Collective; what is wrong is told once."""
         with self.together("looking for devices"):
-            found = visible.look(wanted, self.hosts[self.rank], self.threads)
+            found = visible.look(wanted, self.hosts[self.rank], self.threads, self.size)
         everyone = self.allgather(found, "the devices")
         with self.together("choosing devices"):
-            seen = [[visible.Seen(**device) for device in one["seen"]] for one in everyone]
-            unseen = next((one["unseen"] for one in everyone if one["unseen"]), "")
-            self.chosen = devices.choose(wanted, seen, self.nodes, self.hosts, unseen)
+            self.chosen = devices.choose(wanted, *visible.heard(everyone), self.nodes, self.hosts)
 
     @property
     def computes(self) -> Device:
@@ -273,7 +272,7 @@ class World:
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
         with self.together("importing torch"):
             torch = visible.import_torch(threads, self.threads)
-            self.watch.device_bytes = devices.start(self.computes)
+            self._device_bytes = devices.start(self.computes)
         with self.together("starting torch.distributed"):
             store = torch_groups.meet(self, timeout_s)
             self._groups = torch_groups.make_groups(
@@ -333,6 +332,8 @@ class World:
         text = position.encode()
         self.board.post(text, iteration, place)
         self.flight.begin(text, iteration, place)
+        if self._device_bytes is not None:  # asked here: a watch that asked would wait for a lock of a rank that hangs
+            self.flight.set_device_bytes(self._device_bytes())
 
     def will_execute(self, program: "Program") -> None:
         """What the ranks execute from now on: from it follows who waits for whom."""

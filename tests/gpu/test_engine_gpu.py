@@ -33,11 +33,12 @@ def responses(num: int, *, eos_ids=OFTEN, sampling: Sampling | None = None, **se
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_sequences": 5}, {"max_sequences": 64, "num_blocks": 40}], ids=["roomy", "few", "preempting"]
+    "settings", [{}, {"max_sequences": 5}, {"num_blocks": 100, "eos_ids": ()}], ids=["roomy", "few", "preempting"]
 )
 def test_tokens_with_graphs_are_those_without(settings, monkeypatch):
+    settings = {"max_sequences": 64, "block_size": 16} | settings
     found, engine = responses(64, **settings)
-    assert (engine.num_preempted > 0) == ("num_blocks" in settings and DEVICE == "cuda")
+    assert (engine.num_preempted > 0) == ("num_blocks" in settings)
     assert bool(engine.decoder._graphs) == (DEVICE == "cuda")
     monkeypatch.setattr(graphs, "can_capture", lambda model, device: False)
     expected, engine = responses(64, **settings)
@@ -103,7 +104,7 @@ def test_marks_tell_when_the_device_worked():
         recorder.read_marks()
     long, short = list(recorder.spans)[-2:]
     long_s, short_s = (span[3] - span[2] for span in (long, short))
-    assert 20 * short_s < long_s and asked_s < long_s
+    assert 5 * short_s < long_s and asked_s < long_s
     assert long[3] <= short[2] + 1e-6
     assert abs(short[3] - time.perf_counter()) < 1.0
 

@@ -32,6 +32,8 @@ def seen(*rows: Sequence[str]) -> list[list[Seen]]:
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["/dev/nvidia0"], ["CUDA_VISIBLE_DEVICES=0,1", "/dev/nvidia0"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, ["/dev/nvidia0"], []),
         ({"ROCR_VISIBLE_DEVICES": "-1", "SLURM_JOB_GPUS": "3"}, ["/dev/kfd"], []),
+        ({"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "0"}, [], ["CUDA_VISIBLE_DEVICES=0"]),
+        ({"GPU_DEVICE_ORDINAL": ""}, ["/dev/nvidia3"], ["/dev/nvidia3"]),
         ({"ROCR_VISIBLE_DEVICES": "2"}, [], ["ROCR_VISIBLE_DEVICES=2"]),
         ({"SLURM_JOB_GPUS": "0,1"}, [], ["SLURM_JOB_GPUS=0,1"]),
         ({"PBS_NGPUS": "0"}, [], []),
@@ -53,13 +55,23 @@ def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeyp
         rows, unseen = [[Seen(**device) for device in found["seen"]]], found["unseen"]
         if num:
             assert unseen == "" and rows == [[Seen("node7 GPU-aa1", "AMD Instinct MI300X", 206 * 10**9)]]
-            assert choose("auto", rows, (0,), ("node7",), unseen)[0].num_bytes == 206 * 10**9
+            assert choose("auto", rows, unseen, (0,), ("node7",))[0].num_bytes == 206 * 10**9
             continue
         for wanted in ("auto", "cuda"):
-            with pytest.raises(UserError, match="node7 has SLURM_JOB_GPUS=0, but torch sees no device.*device=cpu"):
-                choose(wanted, rows, (0,), ("node7",), unseen)
-        assert choose("cpu", rows, (0,), ("node7",), unseen)[0].kind == "cpu"
+            with pytest.raises(
+                UserError, match="node7 has SLURM_JOB_GPUS=0, but torch sees no device on node7.*device=cpu"
+            ):
+                choose(wanted, rows, unseen, (0,), ("node7",))
+        assert choose("cpu", rows, unseen, (0,), ("node7",))[0].kind == "cpu"
     assert visible.look("cpu", "node7", 1) == {"seen": [], "unseen": ""}
+
+
+def test_who_asks_for_devices_gets_torchs_answer_without_any_hint(monkeypatch):
+    monkeypatch.setattr(visible, "hints", lambda environ: [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert visible.look("auto", "node7", 1) == {"seen": [], "unseen": ""}
+    found = visible.look("shared", "node7", torch.get_num_threads())
+    assert found["unseen"].startswith("torch sees no device on node7 (torch ")
 
 
 def test_each_rank_of_a_node_gets_a_device_of_its_own():
@@ -75,11 +87,11 @@ def test_each_rank_of_a_node_gets_a_device_of_its_own():
 def test_a_device_for_each_rank_or_the_cpu_of_all():
     none = [()] * 6
     for wanted in ("auto", "cpu"):
-        assert choose(wanted, none, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+        assert choose(wanted, none, "", NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
     rows = seen(*["abc"] * 3, "d", "e", "f")  # on the second node the launcher bound them
     own = [Device("cuda", index, 1, 6, "NVIDIA H100 80GB HBM3", 85 * 10**9) for index in (0, 1, 2, 0, 0, 0)]
-    assert choose("auto", rows, NODES, HOSTS) == choose("cuda", rows, NODES, HOSTS) == own
-    assert choose("cpu", rows, NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+    assert choose("auto", rows, "", NODES, HOSTS) == choose("cuda", rows, "", NODES, HOSTS) == own
+    assert choose("cpu", rows, "", NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
 
 
 @pytest.mark.parametrize(
@@ -95,16 +107,16 @@ def test_a_device_for_each_rank_or_the_cpu_of_all():
 )
 def test_nothing_runs_on_the_cpu_unasked(wanted, rows, words):
     with pytest.raises(UserError) as caught:
-        choose(wanted, seen(*rows), NODES, HOSTS)
+        choose(wanted, seen(*rows), "", NODES, HOSTS)
     assert words in str(caught.value) and "device=cpu" in str(caught.value)
 
 
 def test_ranks_share_devices_evenly():
-    found = choose("shared", seen(*["ab"] * 3, *["c"] * 3), NODES, HOSTS)
+    found = choose("shared", seen(*["ab"] * 3, *["c"] * 3), "", NODES, HOSTS)
     assert [(one.index, one.num_ranks) for one in found] == [(0, 2), (1, 1), (0, 2), (0, 3), (0, 3), (0, 3)]
     assert {(one.kind, one.num_devices) for one in found} == {("shared", 3)}
     bound = seen("a", "b", "ab", "c", "d", "e")  # two of three cannot be told apart by their numbers
-    assert [one.num_ranks for one in choose("shared", bound, NODES, HOSTS)] == [2, 1, 2, 1, 1, 1]
+    assert [one.num_ranks for one in choose("shared", bound, "", NODES, HOSTS)] == [2, 1, 2, 1, 1, 1]
 
 
 def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch):
@@ -114,10 +126,10 @@ def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    bound = choose("auto", seen(*([f"device {rank}"] for rank in range(8))), (0,) * 8, ("one",) * 8)
+    bound = choose("auto", seen(*([f"device {rank}"] for rank in range(8))), "", (0,) * 8, ("one",) * 8)
     device = torch.device("cuda", bound[3].index)
     assert kvcache.free_bytes(device, bound[3].num_ranks) == 70_000
-    shared = choose("shared", seen(*[["device"]] * 4), (0,) * 4, ("one",) * 4)
+    shared = choose("shared", seen(*[["device"]] * 4), "", (0,) * 4, ("one",) * 4)
     assert kvcache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4
 
 

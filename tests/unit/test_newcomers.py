@@ -42,7 +42,7 @@ def folder(tmp_path):
 def world_of(num_ranks: int, name: str, num_bytes: int, wanted: str = "auto", num_devices: int = 0) -> SimpleNamespace:
     """A node as its ranks find it."""
     seen = [Seen(f"device {index}", name, num_bytes) for index in range(num_devices or num_ranks)]
-    chosen = choose(wanted, [seen] * num_ranks, (0,) * num_ranks, ("here",) * num_ranks)
+    chosen = choose(wanted, [seen] * num_ranks, "", (0,) * num_ranks, ("here",) * num_ranks)
     return SimpleNamespace(nodes=(0,) * num_ranks, num_nodes=1, chosen=chosen)
 
 
@@ -107,7 +107,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each():
     assert cluster.num_devices == 4 and cluster.device_bytes(3) == (H100[1] - RESERVED_BYTES) // 4
     named = cluster_of(world_of(2, *H100), None, "mine")
     assert named.device_types == ("mine",)
-    on_cpu = SimpleNamespace(nodes=(0, 0), num_nodes=1, chosen=choose("cpu", [[], []], (0, 0), ("here",) * 2))
+    on_cpu = SimpleNamespace(nodes=(0, 0), num_nodes=1, chosen=choose("cpu", [[], []], "", (0, 0), ("here",) * 2))
     assert cluster_of(on_cpu, None, "cpu") == Cluster.parse("1x2")
 
 
@@ -161,3 +161,17 @@ def test_names_of_other_systems_stand_for_options_that_there_are():
     ours = {*configs.all_keys(), "--model", "strategy.recompute", "strategy.zero"}
     assert {name for names in ELSEWHERE.values() for name in names} <= ours
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in configs.all_keys()}, "such a name has one meaning"
+
+
+def test_an_empty_model_is_no_model(capsys):
+    """`--model "$MODEL"` with a variable that is not set must not train the toy."""
+    assert main(["check", "flattening", "--model", ""]) == 2
+    assert "--model is empty: give a folder" in capsys.readouterr().err
+
+
+def test_check_judges_the_precision_of_the_run(folder, capsys):
+    path, told = folder(ONE), set()
+    for words in (["--device-type", "h100-80g"], ["device_type=h100-80g"]):
+        assert main(["check", "flattening", "--layout", "1x2", "--model", path, "reward_function=m:f", *words]) == 0
+        told.add(capsys.readouterr().out)
+    assert len(told) == 1 and "60.0 GiB" in told.pop()  # of bfloat16; of float32 it would not fit

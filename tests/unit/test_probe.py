@@ -49,7 +49,7 @@ def clock(monkeypatch) -> FakeTime:
 def run(clock: FakeTime, works_s: list[float], until: float) -> tuple[list[list[float]], float]:
     works = [lambda seconds=seconds: clock.pass_by(seconds) for seconds in works_s]
     cool = lambda: clock.pass_by(0.01)  # noqa: E731
-    return repeated(works, until, timer=clock.thread_time, cool=cool, wait=lambda: None)
+    return repeated(works, until, timer=clock.thread_time, cool=cool)
 
 
 @pytest.mark.parametrize("works_s", [[0.1], [0.01, 0.5], [0.05, 0.2, 0.03], [0.3, 0.3, 0.3]])
@@ -63,15 +63,16 @@ def test_repeating_ends_in_time(clock, works_s, until):
     assert all(len(found) >= until // turn_s - 2 for found in seconds)  # it does not end early either
 
 
-def test_each_is_done_once_however_long_it_takes(clock):
-    seconds, _ = run(clock, [3.0, 4.0], 1.0)
-    assert seconds == [[1.5], [2.0]] and clock.now == pytest.approx(7.02)
+def test_nothing_is_begun_when_the_time_is_over(clock):
+    """Then there is no scale: a machine so slow is told instead."""
+    seconds, _ = run(clock, [0.4, 3.0, 4.0], 1.0)
+    assert seconds == [[0.2], [1.5], []] and clock.now == pytest.approx(3.42)
 
 
 def test_the_first_time_does_not_count_but_as_the_longest(clock):
     times = iter([9.0, 1.0, 1.0])
     work, cool = lambda: clock.pass_by(next(times)), lambda: clock.pass_by(1.0)
-    seconds, _ = repeated([work], 22.0, timer=clock.perf_counter, cool=cool, wait=lambda: None)
+    seconds, _ = repeated([work], 22.0, timer=clock.perf_counter, cool=cool)
     assert seconds == [[1.0, 1.0]]  # done at 10, 12 and 14; a fourth time might end at 24
 
 
@@ -130,6 +131,12 @@ def test_why_a_calibration_is_not_scaled(world, monkeypatch, trained_s, change, 
     given = replace(SHIPPED, **change)
     found = at_hand(world, TINY, demo(), given, trained_s)
     assert says in found.why_not and found.scale is None and found.calibration is given
+
+
+def test_a_machine_that_is_too_slow_is_told(world, monkeypatch):
+    monkeypatch.setattr(probe, "measured", lambda *_, **__: (None, 0.5))
+    found = at_hand(world, TINY, demo(), SHIPPED, trained_s=8.0)
+    assert "too slow, or too busy" in found.why_not and found.scale is None and found.calibration is SHIPPED
 
 
 def refuse(*_, **__):
