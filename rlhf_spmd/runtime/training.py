@@ -224,8 +224,8 @@ class Training:
             raise UserError(
                 f"generation and training disagree by {found.mean_abs:.2e} nats per token in the mean of "
                 f"{found.num_tokens:,} tokens, more than rounding gives (the limit is {mean_limit:g} in "
-                f"{self.config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, which then is "
-                "the only limit"
+                f"{self.config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, "
+                "which is then the only limit"
             )
 
 
