@@ -127,6 +127,7 @@ def test_a_second_read_is_found():
     assert faults(row | {"reason": "x", "gfx942": {"spill_bytes": 0, "programs": 0}}) == ["does not fit on gfx942"]
 
 
+@pytest.mark.slow  # compiles a kernel that is too large for its registers, for two makers
 def test_a_spill_is_found():
     found = compiled(SPILLING)
     for on, (kept, spilling) in found.items():
