@@ -7,7 +7,9 @@ where messages are slow and numpy is near, whole rows never travel:
 
 Two messages for rows that keep everything: row maxima with block masses, then the logits of the one chosen block. One
 message for rows that keep some: maxima, sums and the largest logits of each slice with their ids; more of them, alike
-on all ranks, X
+on all ranks, for the rows whose set does not fit. Batches of both kinds share the first message. All that is drawn
+from is the same bits on every rank.
+
 Legend: B sequences, R some of them, v a slice of the vocabulary, S slices, N blocks, K tokens of a block, C candidates.
 """
 

@@ -55,15 +55,15 @@ def probed_table(device: Device) -> Measured | None:
 @dataclass(frozen=True, slots=True)
 class Scale:
     """What to multiply the seconds of a device with, by kind. num_workers: how many ranks of a node compute at full
-    speed at the same time, as measured; None: each has a device of its own."""
+    speed at the same time, as measured."""
 
     inference: float
     training: float
     generation: float
-    num_workers: float | None
+    num_workers: float
 
     @classmethod
-    def of(cls, measured: Sequence[Pieces], table_s: Pieces, num_workers: float | None) -> "Scale":
+    def of(cls, measured: Sequence[Pieces], table_s: Pieces, num_workers: float) -> "Scale":
         """From the seconds on every rank, and those of the table."""
         kinds = {
             name: sum(getattr(one, name) for one in measured) / len(measured) / seconds

@@ -93,9 +93,9 @@ def _spread(visible: Sequence[Sequence[str]]) -> list[int]:
 
 def type_of(device: Device, wanted: str) -> str:
     """The type of a device in forecasts. wanted: the option device_type, "cpu" unless it names what the devices are."""
-    if device.index is None or wanted != "cpu":
-        return "cpu" if device.index is None else wanted
-    return device_type_of(device.name, device.num_bytes)
+    if device.index is None:
+        return "cpu"
+    return wanted if wanted != "cpu" else device_type_of(device.name, device.num_bytes)
 
 
 def start(device: Device) -> Callable[[], int] | None:
@@ -124,7 +124,7 @@ def sleep_while_waiting(index: int) -> bool:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         set_flags = driver.cuDevicePrimaryCtxSetFlags_v2
-    except (OSError, AttributeError):  # AMD's, which sleeps after a while
+    except (OSError, AttributeError):  # no driver of NVIDIA's
         return False
     handle = ctypes.c_int()
     steps = (

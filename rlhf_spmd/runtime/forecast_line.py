@@ -76,7 +76,7 @@ class Compared:
         if scale is None:
             return []
         kinds = [f"{kind} {getattr(scale, kind):.2f}" for kind in ("inference", "training", "generation")]
-        kinds += [f"{scale.num_workers:.2f} ranks at full speed"] if scale.num_workers is not None else []
+        kinds.append(f"{scale.num_workers:.2f} ranks at full speed")
         return [
             f"{made_on}, and is scaled by {self.scaled_by:.2f} to this one ({found.here})",
             f"  after a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
