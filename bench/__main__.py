@@ -25,6 +25,7 @@ BENCHES = {
     "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",
     "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds and memory; 100,000 prompts",
     "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
+    "unchanged": "does this tree compute what COMMIT computed? tokens, weights, metrics, programs, to the bit",
     "report": "all rows and pictures of bench/results/ on one page, report.html",
     "tables": "the tables of README.md, written anew from bench/results/",
 }

@@ -7,9 +7,10 @@ the memory bandwidth and the rate of matrix products that the run itself measure
 parameters, and with --smollm2 SmolLM2-135M instead. On a GPU: the decode step of a model of 7B shape, and whole
 generations with it, also against transformers' static cache (compiled).
 
-Cost: five minutes on two cores, twenty with --smollm2, one with --quick (which judges and writes nothing); on a GPU
-about five minutes and 60 GiB. On a CPU --precision and --work measure a part of it, and leave the rows of the rest.
-Command: python -m bench generate [--smollm2] [--quick] [--precision float32|bfloat16] [--work limit|spread]
+Cost: five minutes on two cores, twenty with --smollm2, one with --quick (which judges and writes nothing), a quarter of
+one with --ours (only our generation, on one thread: work of which `bench unchanged` measures the processor time); on a
+GPU about five minutes and 60 GiB. On a CPU --precision and --work measure a part of it, and leave the rows of the rest.
+Command: python -m bench generate [--smollm2] [--quick | --ours] [--precision float32|bfloat16] [--work limit|spread]
 """
 
 import argparse
@@ -155,6 +156,19 @@ def on_cpu(
     return rows
 
 
+def ours_only() -> None:
+    """Prints our tokens per second with the small model, without peers and ceilings."""
+    for dtype in DTYPES:
+        theirs = peers.without_ends(peers.random_model(peers.SMALL, dtype, torch.device("cpu")))
+        mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
+        for work in (
+            peers.to_the_limit(vocab_size, num=PLACES, new=64),
+            peers.spread(vocab_size, num=64, places=PLACES, limit=64),
+        ):
+            taken_s = _seconds(lambda work=work, mine=mine: peers.by_ours(mine, work))
+            print(f"{_name(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
+
+
 def keep(rows: list[dict], name: str) -> None:
     """Writes these rows of NAME.jsonl in place of those of the same case; the others stay as they are."""
 
@@ -173,11 +187,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench generate", description=__doc__)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M instead of the random model")
     parser.add_argument("--quick", action="store_true", help="once, and less of it; judges and writes nothing")
+    parser.add_argument("--ours", action="store_true", help="only ours, on a CPU; judges and writes nothing")
     parser.add_argument("--precision", choices=[_name(dtype) for dtype in DTYPES], help="only this one, on a CPU")
     parser.add_argument("--work", choices=list(LEAST), help="only this kind of responses, on a CPU")
     parsed = parser.parse_args(arguments)
     if parsed.smollm2 and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
+    if parsed.ours:
+        torch.set_num_threads(1)  # threads that wait for one another would count as work
+        ours_only()
+        print(json.dumps({"bench": "generate", "ok": True}))
+        return 0
     if torch.cuda.is_available():
         from bench.generate_gpu import on_gpu
 

@@ -4,7 +4,8 @@ ranks are, the control plane's share.
 At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on two cores. Draws one iteration of some
 at 2 ranks to one scale.
 
-Cost: eight minutes on two cores. Command: python -m bench strategies
+Cost: eight minutes on two cores; half a minute with --quick (three short cases, which judge and write nothing).
+Command: python -m bench strategies [--quick]
 """
 
 import argparse
@@ -42,25 +43,31 @@ CASES += [
     (4, "reallocation", ("training_tp=2", "training_pp=2", "zero=1")),
     (4, "reallocation", ("training_tp=2", "offload=true", "recompute=true", "tokens=256")),
 ]
+QUICK = [(2, "separation", ()), (4, "interleaving1", ()), (4, "reallocation", ("training_tp=2",))]
 LARGEST_CONTROL = 0.05  # of an iteration
-ITERATIONS = 8
+ITERATIONS, NUM_QUICK = 8, 4
 
 
 def main(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.timeline import write_png
 
-    argparse.ArgumentParser(prog="bench strategies", description=__doc__).parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="bench strategies", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
+    quick = parser.parse_args(arguments).quick
     rows, drawn = [], {}
     print("ranks  strategy        iteration s  computing  waiting  control")
     with tempfile.TemporaryDirectory() as folder:
-        for num_ranks, name, options in CASES:
-            row, records = run_case(Path(folder), num_ranks, name, options)
+        for num_ranks, name, options in QUICK if quick else CASES:
+            row, records = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
             if num_ranks == DRAWN_RANKS:
                 drawn[name] = records
             rows.append(row)
             parts = (row[f"{kind}_share"] for kind in KINDS)
             words = "  ".join("       -" if share is None else f"{100 * share:7.1f}%" for share in parts)
             print(f"{num_ranks:5}  {name:<14}  {row['iteration_s']:11.2f}  {words}  {' '.join(options)}", flush=True)
+    if quick:
+        print(json.dumps({"bench": "strategies", "ok": True}))
+        return 0
     width_s = max(_length_s(records) for records in drawn.values())
     for name, records in drawn.items():
         title = f"{name} on {DRAWN_RANKS} ranks"
@@ -74,11 +81,13 @@ def main(arguments: list[str]) -> int:
 KINDS = ("compute", "waiting", "control")
 
 
-def run_case(folder: Path, num_ranks: int, name: str, options: tuple[str, ...]) -> tuple[dict, list[dict]]:
+def run_case(
+    folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
+) -> tuple[dict, list[dict]]:
     """The row of one run of the program, and what its timeline recorded."""
     from rlhf_spmd.runtime.trace import lanes, read_chrome
 
-    words = [f"iterations={ITERATIONS}", "num_samples=0", *(f"strategy.{option}" for option in options)]
+    words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
     command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")
     if name == "heterogeneous":
         (folder / "cluster.toml").write_text(TWO_TYPES)
