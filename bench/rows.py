@@ -13,6 +13,14 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "bench" / "results"
 PACKAGES = ("torch", "deepspeed", "mpi4py", "numpy")
+STRATEGIES = (
+    "flattening",
+    "interleaving1",
+    "interleaving2",
+    "separation",
+    "reallocation",
+    "planner",
+)  # that are forecast
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 

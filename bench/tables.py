@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
-from bench.suites import STRATEGIES
+from bench.rows import REPOSITORY, RESULTS, STRATEGIES, on_ranks, read_rows
 
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "bench" / "RESULTS.md")
 LEFT = 3  # columns of a table in a terminal that start at the left: names

@@ -16,7 +16,7 @@ try:
         raise ImportError
     import triton
     import triton.language as tl
-except ImportError:  # where it is needed after all, runtime/devices.py says so before anything runs
+except ImportError:  # where it is needed after all, runtime/world/devices.py says so before anything runs
 
     class _Absent:
         """Lets a kernel file be imported: its decorators and annotations do nothing."""

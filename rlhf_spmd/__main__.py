@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
         return status
     except UserError as error:
-        from rlhf_spmd.runtime.launch import first_on_node
+        from rlhf_spmd.runtime.guard.launcher import first_on_node
 
         if first_on_node(os.environ):  # somebody may have started many of us
             print(f"rlhf_spmd: error: {error}", file=sys.stderr)
@@ -86,7 +86,7 @@ def _hint(word: str) -> str:
 
 def _refuse_launcher(verb: str) -> None:
     """Only `train`, `generate`, `profile` and `plan --measure-top` know what to do with many processes."""
-    from rlhf_spmd.runtime.launch import num_launched
+    from rlhf_spmd.runtime.guard.launcher import num_launched
 
     if num_launched(os.environ) > 1:
         raise UserError(f"{verb} runs in one process: start it without mpirun or srun")
@@ -173,32 +173,32 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.check_verb import run
+    from rlhf_spmd.verbs.check import run
 
     return run(parsed)
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.plan_verb import run
+    from rlhf_spmd.verbs.plan import run
 
     return run(parsed)
 
 
 def _measure_on(world, parsed: argparse.Namespace) -> None:
-    from rlhf_spmd.plan_verb import measure
+    from rlhf_spmd.verbs.plan import measure
 
     measure(world, parsed)
 
 
 def _status(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.runtime.inspect_run import status
+    from rlhf_spmd.runtime.guard.postmortem import status
 
     print(json.dumps(status(parsed.run)))
     return 0
 
 
 def _postmortem(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.runtime.inspect_run import postmortem
+    from rlhf_spmd.runtime.guard.postmortem import postmortem
 
     print(json.dumps(postmortem(parsed.run)))
     return 0
@@ -214,12 +214,12 @@ def _convert(parsed: argparse.Namespace) -> int:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Every rank comes here; whatever goes wrong is told by one of them."""
-    from rlhf_spmd.runtime.supervise import supervised
+    from rlhf_spmd.runtime.guard.supervise import supervised
 
     flight = supervised()  # before anything of MPI is loaded
 
-    from rlhf_spmd.runtime.signals import CHECKPOINT, Asked
-    from rlhf_spmd.runtime.world import World
+    from rlhf_spmd.runtime.guard.signals import CHECKPOINT, Asked
+    from rlhf_spmd.runtime.world.world import World
 
     asked = Asked()
     if arguments[0] == "train":
@@ -243,7 +243,7 @@ def _on_ranks(arguments: list[str]) -> int:
 
 
 def _train_on(world, parsed: argparse.Namespace, asked) -> int:
-    from rlhf_spmd.train_verb import run
+    from rlhf_spmd.verbs.train import run
 
     return run(world, parsed, asked)
 
@@ -251,8 +251,8 @@ def _train_on(world, parsed: argparse.Namespace, asked) -> int:
 def _profile_on(world, parsed: argparse.Namespace) -> None:
     from rlhf_spmd import config as configs
     from rlhf_spmd.calibration_file import check_out, write_calibration
-    from rlhf_spmd.runtime.devices import describe
-    from rlhf_spmd.runtime.profile import profile, result, summary
+    from rlhf_spmd.runtime.profile.profile import profile, result, summary
+    from rlhf_spmd.runtime.world.devices import describe
 
     began = time.perf_counter()
     with world.together("reading the configuration"):
@@ -274,7 +274,7 @@ def _profile_on(world, parsed: argparse.Namespace) -> None:
 
 
 def _generate_on(world, parsed: argparse.Namespace) -> None:
-    from rlhf_spmd.generate_verb import run
+    from rlhf_spmd.verbs.generate import run
 
     run(world, parsed)
 

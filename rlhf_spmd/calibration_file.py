@@ -1,4 +1,4 @@
-"""Reads and writes a calibration, the measured constants of a machine (plan/calibration.py), as a JSON file."""
+"""Reads and writes a calibration, the measured constants of a machine (plan/cost/calibration.py), as a JSON file."""
 
 import difflib
 import json
@@ -10,7 +10,17 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import VERSION, ByLength, Calibration, Curve, Device, Layered, Link, Machine, Measured
+from rlhf_spmd.plan.cost.calibration import (
+    VERSION,
+    ByLength,
+    Calibration,
+    Curve,
+    Device,
+    Layered,
+    Link,
+    Machine,
+    Measured,
+)
 from rlhf_spmd.plan.workload import ModelShape
 
 

@@ -89,7 +89,7 @@ class Config:
     preset: str
     models: Models = Models()
     shape: str = ""  # a preset without weights names a model shape instead (for check and plan)
-    device: DeviceChoice = "auto"  # where ranks compute, see runtime/devices.py
+    device: DeviceChoice = "auto"  # where ranks compute, see runtime/world/devices.py
     device_type: str = "cpu"  # of the forecast of bytes, see plan/cluster.py
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     iterations: PositiveInt = 10

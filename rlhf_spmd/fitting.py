@@ -5,9 +5,9 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.fit import memory
-from rlhf_spmd.plan.memory import least_bytes
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.cost.memory import least_bytes
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
 

@@ -14,9 +14,9 @@ import rlhf_spmd.strategies
 from rlhf_spmd.config import parse_value
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.python_file import import_file
 

@@ -1,18 +1,19 @@
 """What tests/mpi may run on instead of gloo: a stand-in for NCCL, or the way through host memory of ranks that share a
-device. In both, weights travel in chains, as on a GPU: the words about shared memory (runtime/arena.py) are for gloo
-only, which knows no order.
+device. In both, weights travel in chains, as on a GPU: the words about shared memory (runtime/weights/shared_memory.py)
+are for gloo only, which knows no order.
 """
 
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.runtime import arena, devices, host_group
+from rlhf_spmd.runtime.weights import shared_memory
+from rlhf_spmd.runtime.world import devices, host_group
 from tests import ordered_group
 
 
 def install(name: str) -> None:
     """Every process group of this process uses that backend from now on."""
-    arena.FOLDER = ""
+    shared_memory.FOLDER = ""
     devices.BACKENDS["cpu"] = name
     if name == "ordered":
         dist.Backend.register_backend(name, ordered_group.OrderedGroup, devices=["cpu"])

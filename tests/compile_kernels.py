@@ -16,8 +16,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from bench.launches import name_of, recorded
-from bench.occupancy import nvidia
+from bench.speed.launches import name_of, recorded
+from bench.speed.occupancy import nvidia
 from rlhf_spmd import kernels
 from rlhf_spmd.kernels.decode_attention import decode_attention_triton
 from rlhf_spmd.kernels.kept import make_rules

@@ -7,9 +7,9 @@ import torch
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.kernels.tree import edge_distances
-from rlhf_spmd.runtime import streams
-from rlhf_spmd.runtime.batch import Sequences, forward
-from rlhf_spmd.runtime.iteration import Iteration
+from rlhf_spmd.model.sequences import Sequences, forward
+from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.generation import random_streams
 from tests.runs import RunOf
 
 Responses = dict[tuple[int, int], list[int]]  # (prompt, sample) -> tokens
@@ -47,7 +47,7 @@ class Replay(RunOf):
             open_NV = torch.full_like(logits_NV, -torch.inf)
             logits_NV = open_NV.scatter_(1, kept_NK, logits_NV.gather(1, kept_NK))
         workflow = self.program.workload.workflow
-        bits_N = data.random_bits(streams.of_call(workflow, workflow.call(call))).flatten(0, 1)[real_BG]
+        bits_N = data.random_bits(random_streams.of_call(workflow, workflow.call(call))).flatten(0, 1)[real_BG]
         distances_N = edge_distances(logits_NV, bits_N, responses_BG[real_BG], sampling["temperature"])
         parts = distances_N.split(real_BG.sum(1).tolist())
         names = zip(data.prompt_MC.flatten().tolist(), data.sample_MC.flatten().tolist(), strict=True)

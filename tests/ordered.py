@@ -1,7 +1,7 @@
 """An executor of instructions in which every communicator works in order, as NCCL's do. Nothing is computed: ranks and
 communicators advance in random order until all have ended or nobody can go on.
 
-It is more detailed than the proof (plan/blocking.py): bodies of Runs with stages are in place, for numbers of
+It is more detailed than the proof (plan/proof/deadlock.py): bodies of Runs with stages are in place, for numbers of
 micro-batches and tokens that differ from Run to Run; the chains of a reallocation go bucket by bucket; stages have a
 communicator for each slice; and messages of a pair must leave and arrive in one order, since NCCL knows no tags.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.layout import STAGES, group_name
-from rlhf_spmd.plan.pipeline import expand, numbers
-from rlhf_spmd.plan.program import Agree, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.pipeline import expand, numbers
 
 BUCKET_NUMBERS, MOST_BUCKETS = 100, 4  # small ones, as the models are
 WORLD, CONTROL = "world", "MPI"  # the communicator of messages between calls, and that of the Agree
@@ -95,7 +95,8 @@ def _communicator(program: Program, transfer: Transfer, rank: int) -> str:
 
 
 def _chains(transfer: Transfer, step: Post | Wait, rank: int) -> Iterator[Start | Finish]:
-    """As runtime/reallocate.py: one step after the other; at step t the link h of a chain carries bucket t - h."""
+    """As runtime/weights/weight_mover.py: one step after the other; at step t the link h of a chain carries bucket t -
+    h."""
     plan = transfer.reallocation
     routes = [(number, route) for number, route in enumerate(plan.routes) if rank in route.ranks]
     sizes = {number: min(-(-route.num_numbers // BUCKET_NUMBERS), MOST_BUCKETS) for number, route in routes}

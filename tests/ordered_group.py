@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.runtime.host_group import HostGroup
+from rlhf_spmd.runtime.world.host_group import HostGroup
 
 BACKEND = "ordered"
 DATA, READY, HELLO = 0, 1, 2  # tags of gloo

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from bench.first_light_steps import Found, Light, Missing
+from bench.first_light.steps import Found, Light, Missing
 
 
 def passes(light: Light) -> Found:

@@ -8,13 +8,13 @@ from typing import Any
 
 from rlhf_spmd.algorithms.ppo import PPO, workflow
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.fit import Finding
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Instruction, Program
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Instruction, Program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 SHAPE = ModelShape(2, 8, 16, 2, 1, 4, 32)

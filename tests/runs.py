@@ -10,16 +10,16 @@ from torch import Tensor
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.program import Program
-from rlhf_spmd.runtime import report
-from rlhf_spmd.runtime.calls import State
-from rlhf_spmd.runtime.devices import Device
-from rlhf_spmd.runtime.execute import Executor, reported_columns
-from rlhf_spmd.runtime.iteration import ALL, Iteration
-from rlhf_spmd.runtime.metrics import Meter
-from rlhf_spmd.runtime.trace import Recorder
-from rlhf_spmd.runtime.train import make_iteration, prepare, update
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.execute.call_handlers import State
+from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run.train import make_iteration, prepare, update
+from rlhf_spmd.runtime.world.devices import Device
 from rlhf_spmd.strategies import flattening
 
 
@@ -89,7 +89,7 @@ def compiled(config: Config, num_ranks: int = 1, place: Callable = flattening.pl
 
 
 class RunOf:
-    """A run that goes on iteration by iteration, as runtime/train.py's does."""
+    """A run that goes on iteration by iteration, as runtime/run/train.py's does."""
 
     def __init__(self, config: Config, world=None, program: Program | None = None):
         self.config, self.world = config, world or OneRank()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_spmd.runtime.flat_engine import Groups
-from rlhf_spmd.runtime.train_engine import make_engine
-from rlhf_spmd.runtime.world import World
+from rlhf_spmd.runtime.engines.engine import make_engine
+from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.world.world import World
 
 VOCAB, HIDDEN, LENGTH = 37, 14, 6  # sizes that no number of ranks divides
 LR, CLIP = 3e-2, 0.4

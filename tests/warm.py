@@ -52,9 +52,6 @@ def serve() -> int:
     """Forks for each line of standard input; in a child it is the program, whose status it returns."""
     import transformers  # noqa: F401
 
-    import rlhf_spmd.plan_verb
-    import rlhf_spmd.runtime.offline
-    import rlhf_spmd.runtime.train  # noqa: F401
     from rlhf_spmd.__main__ import main
 
     for line in sys.stdin:

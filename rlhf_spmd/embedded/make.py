@@ -28,8 +28,8 @@ from rlhf_spmd.embedded import grammar
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_tokenizer, save_model
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
-from rlhf_spmd.runtime import streams
-from rlhf_spmd.runtime.generate import generate
+from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.generation.rows import generate
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 5, "weights": 6, "centre": 7}
@@ -160,7 +160,7 @@ def supervise(model: Transformer, tokenizer, recipe: Recipe) -> dict[str, float]
 def sample(model: Transformer, tokenizer, starts: list[str], seed: int, recipe: Recipe) -> list[tuple[str, bool]]:
     """The model's continuation of each opening at temperature 1, and whether it ended."""
     index_B = torch.arange(len(starts))
-    bits_BG = random_bits(seed, streams.OFFLINE, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
+    bits_BG = random_bits(seed, random_streams.OFFLINE, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
     prompts_BP = padded([tokenizer.encode(start) for start in starts])
     with torch.no_grad():
         responses_BG, *_ = generate(

@@ -15,7 +15,7 @@ from rlhf_spmd.model.linear import Joined
 
 
 class Cache(Protocol):
-    """What attention asks of a KV cache (runtime/kvcache.py)."""
+    """What attention asks of a KV cache (runtime/generation/kvcache.py)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """keys_nKsd, values_nKsd of a layer, by its number in the whole model."""

@@ -11,7 +11,7 @@ LIMIT_S = 60.0
 PROGRAM = """
 import os, time
 from mpi4py import MPI  # its start waits for all ranks; what comes between that and their first meeting does not
-from rlhf_spmd.runtime.world import World
+from rlhf_spmd.runtime.world.world import World
 
 time.sleep(1.5 if MPI.COMM_WORLD.rank == {late} else 0)  # longer than it takes the others to call the roll
 world = World.discover(deadline_s=20)

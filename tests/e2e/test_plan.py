@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.runtime.forecast_line import WHOLE
+from rlhf_spmd.runtime.run.forecast_report import WHOLE
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 from tests.unit.test_plan_verb import CPU

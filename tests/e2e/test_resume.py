@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults import STRATEGIES, Started, num_iterations, options_of, outcome
+from bench.faults.faults import STRATEGIES, Started, num_iterations, options_of, outcome
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 

@@ -13,7 +13,7 @@ def listening():
 
 launchers = listening()  # mpiexec's own, which its children inherit
 
-from rlhf_spmd.runtime.world import World
+from rlhf_spmd.runtime.world.world import World
 world = World.discover()
 world.start_torch({"all": range(3), "two": range(2)}, threads=1)
 import torch

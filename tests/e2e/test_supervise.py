@@ -13,7 +13,9 @@ from tests.run_mpi import environment_alone
 
 LIMIT_S = 60.0
 PREFIX = "rlhf_spmd: error: "
-PROGRAM = "import os, signal, sys, time\nfrom rlhf_spmd.runtime.supervise import supervised\nflight = supervised()\n"
+PROGRAM = (
+    "import os, signal, sys, time\nfrom rlhf_spmd.runtime.guard.supervise import supervised\nflight = supervised()\n"
+)
 READY = "print(os.getpid(), os.getppid(), flush=True)\n"
 
 

@@ -17,7 +17,7 @@ PREFIX = "rlhf_spmd: error: "
 PROGRAM = """
 import os, signal, sys, time
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.world import World
+from rlhf_spmd.runtime.world.world import World
 
 def main(world):
 {body}

@@ -12,11 +12,11 @@ import warnings
 import pytest
 import torch
 
-from rlhf_spmd.runtime import graphs
-from rlhf_spmd.runtime.device_clock import DeviceClock
-from rlhf_spmd.runtime.engine import Engine
-from rlhf_spmd.runtime.requests import Sampling
-from rlhf_spmd.runtime.trace import Recorder
+from rlhf_spmd.runtime.generation import cuda_graphs
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.observe.device_clock import DeviceClock
+from rlhf_spmd.runtime.observe.trace import Recorder
 from tests.draws import random_responses
 from tests.unit.test_generate import OFTEN, make_model, make_prompts, rows
 
@@ -40,7 +40,7 @@ def test_tokens_with_graphs_are_those_without(settings, monkeypatch):
     found, engine = responses(64, **settings)
     assert (engine.num_preempted > 0) == ("num_blocks" in settings)
     assert bool(engine.decoder._graphs) == (DEVICE == "cuda")
-    monkeypatch.setattr(graphs, "can_capture", lambda model, device: False)
+    monkeypatch.setattr(cuda_graphs, "can_capture", lambda model, device: False)
     expected, engine = responses(64, **settings)
     assert engine.decoder._graphs is None
     assert found == expected
@@ -114,7 +114,7 @@ def test_a_rank_that_waits_for_its_device_sleeps():
     """In a process of its own: how to wait is decided before CUDA starts."""
     code = """
 import time, torch
-from rlhf_spmd.runtime.devices import sleep_while_waiting
+from rlhf_spmd.runtime.world.devices import sleep_while_waiting
 assert sleep_while_waiting(0)
 torch.cuda.set_device(0)
 x = torch.ones(1, device="cuda")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.plan.layout import COLLECTIVES
-from rlhf_spmd.runtime.world import DeadlineError, World
+from rlhf_spmd.runtime.world.world import DeadlineError, World
 from tests.run_mpi import BACKEND, references
 
 DEADLINE_S = 60.0
@@ -145,9 +145,9 @@ def cheap_garbage_collection():
 
     import torch
 
-    from rlhf_spmd.runtime import train_engine
+    from rlhf_spmd.runtime.engines import engine
 
-    train_engine._import_deepspeed(torch.device("cpu"))
+    engine._import_deepspeed(torch.device("cpu"))
     gc.collect()
     gc.freeze()
     yield

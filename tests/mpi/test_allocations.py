@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 import torch
 
+from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import static_bytes
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Run
+from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.strategies import flattening, interleaving1, interleaving2, separation
 from tests.folders import write_all

@@ -17,15 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.bfloat16 import LIMIT, in_standard_errors
+from bench.numbers.bfloat16 import LIMIT, in_standard_errors
 from rlhf_spmd.config import Config
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Program
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.groups import connect_pairs
+from rlhf_spmd.runtime.world.groups import connect_pairs
 from rlhf_spmd.strategies import _template, flattening, interleaving1, interleaving2, separation
 from tests.edges import explain_flips
 from tests.folders import write_all
@@ -306,8 +306,8 @@ def test_rewards_in_bfloat16_stay_within_noise(placement, world, alone_in_bfloat
 
 
 def test_weights_travel_in_many_buckets(world, folder, alone, make_group, monkeypatch):
-    monkeypatch.setattr("rlhf_spmd.plan.moves.BUCKET_BYTES", 1000)
-    monkeypatch.setattr("rlhf_spmd.runtime.shadows.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rlhf_spmd.plan.program.transfers.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rlhf_spmd.runtime.weights.weight_sync.BUCKET_BYTES", 1000)
     settings = load(overrides_of(folder, "plain", 0))
     program = compiled(settings, world.size, separation.place)
     assert max(transfer.num_messages for transfer in program.transfers if transfer.model) > 50

@@ -15,17 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.bfloat16 import LIMIT, in_standard_errors
+from bench.numbers.bfloat16 import LIMIT, in_standard_errors
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.model.parallel import cut
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime import flat_engine, models, training
-from rlhf_spmd.runtime.shadows import whole_state
+from rlhf_spmd.runtime.engines import flat_engine
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.weights import models
+from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.strategies import flattening, separation
 from tests.edges import explain_flips
 from tests.folders import write_model, write_prompts
@@ -301,7 +303,7 @@ def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tupl
     """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
     settings = replace(settings, ppo=replace(settings.ppo, epochs=1))
     monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
-    monkeypatch.setitem(training.PARITY_TOLERANCE, "float64", 1e-4)
+    monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm
 
     def noted(engine):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.runtime import node_prompts
-from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows
-from rlhf_spmd.runtime.node_prompts import once_per_node
+from rlhf_spmd.runtime.data import node_prompts
+from rlhf_spmd.runtime.data.node_prompts import once_per_node
+from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
 
 pytestmark = pytest.mark.mpi(min_size=2)
 TEXTS = ["one", "zwei später", "\u2028 three"]

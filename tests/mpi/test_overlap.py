@@ -8,7 +8,7 @@ import copy
 
 import pytest
 
-from bench.overlap import ITERATIONS, STRATEGIES, TOLERANCE, judge, measure_all, write_models
+from bench.speed.overlap import ITERATIONS, STRATEGIES, TOLERANCE, judge, measure_all, write_models
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),

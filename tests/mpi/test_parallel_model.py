@@ -16,13 +16,13 @@ from torch import Tensor
 from rlhf_spmd.kernels import token_logprobs
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import WHOLE, Parallel, cut, is_split
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
-from rlhf_spmd.runtime.data import pad
-from rlhf_spmd.runtime.flat_engine import Groups
-from rlhf_spmd.runtime.generate import generate
-from rlhf_spmd.runtime.train_engine import make_engine
+from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.engines.engine import make_engine
+from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.generation.rows import generate
 from tests.draws import random_responses
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(5, 8)]

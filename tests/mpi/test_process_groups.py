@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.runtime import host_group
-from rlhf_spmd.runtime.groups import connect_pairs
+from rlhf_spmd.runtime.world import host_group
+from rlhf_spmd.runtime.world.groups import connect_pairs
 from tests import backends
 from tests.ordered_group import OrderedGroup, batch_isend_irecv
 

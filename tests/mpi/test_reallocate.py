@@ -10,13 +10,13 @@ import os
 import pytest
 import torch
 
-from rlhf_spmd.plan.reallocate import plan_reallocation
+from rlhf_spmd.plan.program.reallocate import plan_reallocation
+from rlhf_spmd.plan.program.tensors import Holding, local_shapes, weights_of
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.tensors import Holding, local_shapes, weights_of
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime import arena as arena_file
-from rlhf_spmd.runtime.arena import Arena
-from rlhf_spmd.runtime.reallocate import Mover
+from rlhf_spmd.runtime.weights import shared_memory as arena_file
+from rlhf_spmd.runtime.weights.shared_memory import Arena
+from rlhf_spmd.runtime.weights.weight_mover import Mover
 from tests.run_mpi import BACKEND
 
 pytestmark = pytest.mark.mpi(min_size=2)

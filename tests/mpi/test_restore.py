@@ -18,13 +18,13 @@ import torch
 from rlhf_spmd import config as configs
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.runtime import report
-from rlhf_spmd.runtime.checkpoint import newest
-from rlhf_spmd.runtime.resume import _state
-from rlhf_spmd.runtime.saving import Saver
-from rlhf_spmd.runtime.shadows import whole_state
-from rlhf_spmd.runtime.train import state_after
-from rlhf_spmd.runtime.train_state import restore
+from rlhf_spmd.runtime.checkpoint.resume import _state
+from rlhf_spmd.runtime.checkpoint.saving import Saver
+from rlhf_spmd.runtime.checkpoint.store import newest
+from rlhf_spmd.runtime.checkpoint.train_state import restore
+from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run.train import state_after
+from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.strategies import flattening, interleaving1, reallocation, separation
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, with_groups
 from tests.mpi.test_layouts import settings_of, write_models

@@ -17,9 +17,9 @@ import torch
 from torch import distributed
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import world as world_module
-from rlhf_spmd.runtime.control import INLINE, ROLL_CALL_S, Control, Late
-from rlhf_spmd.runtime.world import DeadlineError
+from rlhf_spmd.runtime.world import world as world_module
+from rlhf_spmd.runtime.world.control import INLINE, ROLL_CALL_S, Control, Late
+from rlhf_spmd.runtime.world.world import DeadlineError
 
 pytestmark = pytest.mark.mpi(min_size=2)
 DEADLINE_S = 0.8

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from rlhf_spmd.runtime.adamw import AdamW
+from rlhf_spmd.runtime.engines.adamw import AdamW
 
 SETTINGS = dict(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 
@@ -54,8 +54,8 @@ def test_goes_on_after_so_many_steps():
 def test_a_rank_starts_without_torchs_compiler():
     code = """if True:
         import sys, torch
-        from rlhf_spmd.runtime import train
-        from rlhf_spmd.runtime.adamw import AdamW
+        from rlhf_spmd.runtime.run import train
+        from rlhf_spmd.runtime.engines.adamw import AdamW
         p = torch.nn.Parameter(torch.ones(2))
         p.grad = torch.ones(2)
         AdamW([p], betas=(0.9, 0.9), eps=1e-5, weight_decay=0.0).step(lr=0.1)

@@ -1,6 +1,6 @@
 """What runs away is named once, and what only grows is not."""
 
-from rlhf_spmd.runtime.alarm import Alarm
+from rlhf_spmd.runtime.run.metric_alarms import Alarm
 
 
 def test_growth_is_no_alarm():

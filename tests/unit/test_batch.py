@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs, response_values, sequence_scores
-from rlhf_spmd.runtime.data import pad
+from rlhf_spmd.runtime.data.prompts import pad
 
 VOCAB, HIDDEN, EOS, MAX_PROMPT, MAX_RESPONSE = 29, 16, 3, 7, 6
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

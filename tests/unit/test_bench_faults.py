@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.faults import outcome, summary
+from bench.faults.faults import outcome, summary
 from bench.tables import text_table
 
 POINT = {"strategy": "flattening", "rank": 2, "equal": True, "hang": False, "orphans": 0, "named": True, "end_s": 0.3}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bench import kernel_cases as cases
-from bench.gpu_decode import DecodeBench, Shape
-from bench.kernels import measure, measure_step, peak_bytes, show
+from bench.speed import kernel_cases as cases
+from bench.speed.gpu_decode import DecodeBench, Shape
+from bench.speed.kernels import measure, measure_step, peak_bytes, show
 
 CPU = torch.device("cpu")
 HEADS = (4, 2, 16)

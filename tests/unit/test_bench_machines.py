@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.machines import AVX2, ENOUGH, MACHINES, Imitated, can_limit, entering, row_of, show
+from bench.forecast.machines import AVX2, ENOUGH, MACHINES, Imitated, can_limit, entering, row_of, show
 from bench.tables import text_table
 
 
@@ -48,5 +48,5 @@ def test_a_process_is_kept_on_cores():
 
 @pytest.mark.skipif(not can_limit(), reason="control groups cannot be made here")
 def test_a_process_sees_its_quota():
-    code = "from rlhf_spmd.runtime.machine import cpu_quota; print(cpu_quota())"
+    code = "from rlhf_spmd.runtime.profile.machine import cpu_quota; print(cpu_quota())"
     assert in_a_process(Imitated("quota", quota=1.2), code) == "1.2"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.guards import shares
-from bench.soak import ITERATIONS, growth
+from bench.faults.soak import ITERATIONS, growth
+from bench.speed.guards import shares
 from bench.tables import text_table
 
 

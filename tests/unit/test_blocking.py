@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.plan.blocking import deadlocks, misorders
-from rlhf_spmd.plan.check import check
-from rlhf_spmd.plan.program import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.deadlock import deadlocks, misorders
 from tests.programs import make_workload, mutated, place_models, random_program, with_list
 
 RESPONSES = ("responses",)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.runtime.blocks import Blocks, Scheduler, Waiting
+from rlhf_spmd.runtime.generation.blocks import Blocks, Scheduler, Waiting
 
 LONGEST = 20
 

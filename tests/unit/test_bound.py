@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlhf_spmd.model.bound import bound
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.fast_attributes import bound
 from rlhf_spmd.model.linear import FEWEST_TO_ORDER, in_mkl_order
 from rlhf_spmd.model.transformer import Transformer
 

@@ -7,8 +7,8 @@ import pytest
 
 from rlhf_spmd.calibration_file import SHIPPED, check_out, load_calibration, read_calibration, write_calibration
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured, fit_link
-from rlhf_spmd.plan.cost import all_gather_s
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured, fit_link
+from rlhf_spmd.plan.cost.seconds import all_gather_s
 from rlhf_spmd.plan.workload import ModelShape
 
 SHAPE = ModelShape(0, 64, 176, 8, 4, 8, 512)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.plan.check import check
-from rlhf_spmd.plan.fit import Finding
-from rlhf_spmd.plan.program import Agree, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import Agree, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.memory_check import Finding
 from tests.programs import (
     assert_refused,
     edited,

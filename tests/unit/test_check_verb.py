@@ -48,7 +48,7 @@ def test_hundreds_of_devices_take_seconds():
 def test_nothing_heavy_is_imported():
     done = run(*FITS, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "rlhf_spmd.plan.check" in imported and done.returncode == 0
+    assert "rlhf_spmd.plan.proof.check" in imported and done.returncode == 0
     assert {name for name in imported if name.partition(".")[0] in HEAVY} == set()
 
 

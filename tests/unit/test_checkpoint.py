@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import checkpoint
-from rlhf_spmd.runtime.checkpoint import MANIFEST, Checkpoint, FileRecord, folder_of, newest, rank_file
+from rlhf_spmd.runtime.checkpoint import store
+from rlhf_spmd.runtime.checkpoint.store import MANIFEST, Checkpoint, FileRecord, folder_of, newest, rank_file
 
 TEXTS = {"state.json": "{}", "config.json": "{}", "strategy.py": "def place(): ...\n", rank_file(0): "numbers" * 30}
 
 
 def write(root: Path, iteration: int, *, keep: int = 2) -> None:
     """A checkpoint with a second rank's file, as the threads of two ranks write it."""
-    draft = checkpoint.make_draft(root, iteration)
+    draft = store.make_draft(root, iteration)
     name = rank_file(1)
-    checkpoint.say_written(draft, name, checkpoint.write(draft / name, [b"others", b"!" * 50]))
-    files = {name: checkpoint.write(draft / name, [text.encode()]) for name, text in TEXTS.items()}
-    files |= checkpoint.wait_for(draft, [name], deadline_s=5.0)
-    checkpoint.commit(root, iteration, files)
-    checkpoint.keep_newest(root, keep)
+    store.say_written(draft, name, store.write(draft / name, [b"others", b"!" * 50]))
+    files = {name: store.write(draft / name, [text.encode()]) for name, text in TEXTS.items()}
+    files |= store.wait_for(draft, [name], deadline_s=5.0)
+    store.commit(root, iteration, files)
+    store.keep_newest(root, keep)
 
 
 @pytest.fixture
@@ -119,15 +119,15 @@ def test_a_crash_at_any_byte_leaves_a_whole_checkpoint(root, monkeypatch, tmp_pa
                 crashed = True
         found = verified(root)
         assert found.iteration in (10, 15), units
-        for folder in checkpoint.whole(root):
+        for folder in store.whole(root):
             Checkpoint.read(folder).verify(Checkpoint.read(folder).files)
         if found.iteration == 15:
             committed += 1
             assert crashed or not folder_of(root, 5).exists()
-            checkpoint._remove(folder_of(root, 15))
+            store._remove(folder_of(root, 15))
             if not folder_of(root, 5).exists():
                 write(root, 5)
-        checkpoint.remove_drafts(root)
+        store.remove_drafts(root)
     assert 0 < committed < 40
 
 
@@ -136,7 +136,7 @@ def test_the_next_run_removes_what_a_killed_one_left(root, monkeypatch):
         Budget(patch, 60)
         write(root, 15)
     assert (root / ".iteration-000015").is_dir()
-    checkpoint.remove_drafts(root)
+    store.remove_drafts(root)
     assert {path.name for path in root.iterdir()} == {"iteration-000005", "iteration-000010"}
 
 
@@ -153,9 +153,9 @@ def test_a_full_disk_is_told_and_changes_nothing(root, monkeypatch):
 
 
 def test_a_file_that_never_comes_is_named(tmp_path):
-    draft = checkpoint.make_draft(tmp_path, 3)
+    draft = store.make_draft(tmp_path, 3)
     with pytest.raises(UserError, match="rank-0007.safetensors.* within 0.05 s.*share.*deadline_s"):
-        checkpoint.wait_for(draft, [rank_file(7)], deadline_s=0.05)
+        store.wait_for(draft, [rank_file(7)], deadline_s=0.05)
 
 
 # ---- tampering -------------------------------------------------------------------------------------------------------
@@ -237,11 +237,11 @@ def test_half_a_manifest_is_refused(root):
 
 def test_without_a_manifest_it_is_no_checkpoint(root):
     (folder_of(root, 10) / MANIFEST).unlink()
-    assert verified(root).iteration == 5 and checkpoint.without_manifest(root) == [folder_of(root, 10)]
+    assert verified(root).iteration == 5 and store.without_manifest(root) == [folder_of(root, 10)]
 
 
 def test_the_only_checkpoint_has_another_mend(root):
-    checkpoint._remove(folder_of(root, 5))
+    store._remove(folder_of(root, 5))
     (folder_of(root, 10) / rank_file(0)).unlink()
     assert "there is no older checkpoint; start anew" in refused(root)
 
@@ -249,11 +249,11 @@ def test_the_only_checkpoint_has_another_mend(root):
 def test_a_folder_without_a_manifest_makes_way(root):
     (folder_of(root, 10) / MANIFEST).unlink()
     write(root, 10)
-    assert verified(root).iteration == 10 and checkpoint.without_manifest(root) == []
+    assert verified(root).iteration == 10 and store.without_manifest(root) == []
 
 
 def test_records_survive_as_json(tmp_path):
-    draft = checkpoint.make_draft(tmp_path, 1)
+    draft = store.make_draft(tmp_path, 1)
     record = FileRecord(3, "abc")
-    checkpoint.say_written(draft, "x", record)
-    assert checkpoint.wait_for(draft, ["x"], deadline_s=1.0) == {"x": record}
+    store.say_written(draft, "x", record)
+    assert store.wait_for(draft, ["x"], deadline_s=1.0) == {"x": record}

@@ -1,7 +1,7 @@
 """Programs of random placements: nothing can hang, every rank gets exactly what it lacks, all ranks compile the same.
 
 The twin below finds out what has to move in the slowest and plainest way, column by column, without looking at
-plan/compile.py.
+plan/program/compile.py.
 """
 
 import os
@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Agree, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
 from tests.programs import make_workload, place_calls, place_models, random_program
 

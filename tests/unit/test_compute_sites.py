@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rlhf_spmd.config import load
-from rlhf_spmd.plan.program import Program, Run
-from rlhf_spmd.runtime.calls import Calls, State
-from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.metrics import combine
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.runtime.execute.call_handlers import Calls, State
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.observe.meter import combine
 from tests.programs import make_workload, place_calls
 
 MINI_BATCH, NUM = 6, 2  # rows lie in a matrix [NUM mini-batches, MINI_BATCH columns]

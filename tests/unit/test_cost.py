@@ -7,17 +7,17 @@ import pytest
 
 from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.cost import STATE_BYTES, Cost, all_gather_s, decode_steps, head_flops, layer_flops
-from rlhf_spmd.plan.forecast import forecast, times_of
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
+from rlhf_spmd.plan.cost.forecast import forecast, times_of
+from rlhf_spmd.plan.cost.memory import num_params
+from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, decode_steps, head_flops, layer_flops
+from rlhf_spmd.plan.cost.simulate import Times, simulate
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import num_params
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Load, Program, Run
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Load, Program, Run
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.simulate import Times, simulate
 from rlhf_spmd.plan.workload import ModelShape
 from tests.programs import make_workload
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import data
-from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows, load_prompts, pad
+from rlhf_spmd.runtime.data import prompts as prompts_module
+from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows, load_prompts, pad
 
 
 class Words:
@@ -232,7 +232,7 @@ def test_rows_of_text_are_as_lists(texts):
 @pytest.mark.parametrize("at_once", [1, 2, 10_000])
 def test_fingerprint_tells_rows_apart(at_once, monkeypatch):
     """It hashes the length before each prompt, however many are hashed at a time: resumed runs compare it."""
-    monkeypatch.setattr(data, "HASHED_AT_ONCE", at_once)
+    monkeypatch.setattr(prompts_module, "HASHED_AT_ONCE", at_once)
     rows = [[7, 8], [9], [10, 11, 2**31 - 1]]
     expected = hashlib.sha256(b"5 3")
     for row in rows:

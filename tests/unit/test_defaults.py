@@ -11,7 +11,7 @@ import pytest
 from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.algorithms.ppo import PPO
 from rlhf_spmd.config import PRESETS, Config, Generation, Optimizer, load
-from rlhf_spmd.runtime.training import PARITY_TOLERANCE
+from rlhf_spmd.runtime.execute.optimizer_step import PARITY_TOLERANCE
 
 RULES = {  # row -> option: its default
     1: {"ppo.kl_coef": 0.05},

@@ -9,9 +9,10 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.runtime import devices, kvcache, visible
-from rlhf_spmd.runtime.devices import Device, choose, describe, refuse
-from rlhf_spmd.runtime.visible import Seen
+from rlhf_spmd.runtime.generation import kvcache
+from rlhf_spmd.runtime.world import devices, visible_devices
+from rlhf_spmd.runtime.world.devices import Device, choose, describe, refuse
+from rlhf_spmd.runtime.world.visible_devices import Seen
 from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
@@ -40,18 +41,20 @@ def seen(*rows: Sequence[str]) -> list[list[Seen]]:
     ],
 )
 def test_what_hints_at_devices(environ, files, expected, monkeypatch):
-    monkeypatch.setattr(visible.glob, "glob", lambda pattern: [path for path in files if fnmatch(path, pattern)])
-    assert visible.hints(environ) == expected
+    monkeypatch.setattr(
+        visible_devices.glob, "glob", lambda pattern: [path for path in files if fnmatch(path, pattern)]
+    )
+    assert visible_devices.hints(environ) == expected
 
 
 def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeypatch):
     """NVIDIA's or AMD's: torch's names for both are the same."""
     about = SimpleNamespace(uuid="GPU-aa1", name="AMD Instinct MI300X", total_memory=206 * 10**9)
-    monkeypatch.setattr(visible, "hints", lambda environ: ["SLURM_JOB_GPUS=0"])
+    monkeypatch.setattr(visible_devices, "hints", lambda environ: ["SLURM_JOB_GPUS=0"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     for num in (1, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num=num: num)
-        found = visible.look("auto", "node7", torch.get_num_threads())
+        found = visible_devices.look("auto", "node7", torch.get_num_threads())
         rows, unseen = [[Seen(**device) for device in found["seen"]]], found["unseen"]
         if num:
             assert unseen == "" and rows == [[Seen("node7 GPU-aa1", "AMD Instinct MI300X", 206 * 10**9)]]
@@ -63,14 +66,14 @@ def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeyp
             ):
                 choose(wanted, rows, unseen, (0,), ("node7",))
         assert choose("cpu", rows, unseen, (0,), ("node7",))[0].kind == "cpu"
-    assert visible.look("cpu", "node7", 1) == {"seen": [], "unseen": ""}
+    assert visible_devices.look("cpu", "node7", 1) == {"seen": [], "unseen": ""}
 
 
 def test_who_asks_for_devices_gets_torchs_answer_without_any_hint(monkeypatch):
-    monkeypatch.setattr(visible, "hints", lambda environ: [])
+    monkeypatch.setattr(visible_devices, "hints", lambda environ: [])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert visible.look("auto", "node7", 1) == {"seen": [], "unseen": ""}
-    found = visible.look("shared", "node7", torch.get_num_threads())
+    assert visible_devices.look("auto", "node7", 1) == {"seen": [], "unseen": ""}
+    found = visible_devices.look("shared", "node7", torch.get_num_threads())
     assert found["unseen"].startswith("torch sees no device on node7 (torch ")
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.engine import Engine
-from rlhf_spmd.runtime.kvcache import KVCache, token_bytes
-from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.kvcache import KVCache, token_bytes
+from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.draws import random_responses
 from tests.unit.test_generate import OFTEN, SHAPES, VOCAB, make_model, make_prompts, rows
 

@@ -10,14 +10,14 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.program import Agree, Post, Program, Run, Wait
-from rlhf_spmd.runtime import execute
-from rlhf_spmd.runtime.calls import State
-from rlhf_spmd.runtime.digests import ROW
-from rlhf_spmd.runtime.execute import Executor
-from rlhf_spmd.runtime.iteration import Iteration, Store
-from rlhf_spmd.runtime.trace import Recorder
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
+from rlhf_spmd.runtime.execute import executor as executor_module
+from rlhf_spmd.runtime.execute.call_handlers import State
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.iteration import Iteration, Store
+from rlhf_spmd.runtime.execute.response_hashes import ROW
+from rlhf_spmd.runtime.observe.trace import Recorder
 from rlhf_spmd.strategies import separation
 from tests.programs import make_workload, place_calls
 
@@ -164,10 +164,12 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     """Both ends list the same tags and sizes in the same order, whatever is under way between them."""
     program = place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", **ranks)
     monkeypatch.setattr(
-        execute.dist, "P2POp", lambda call, tensor, peer, tag: (call.__name__, tensor.nbytes, peer, tag)
+        executor_module.dist, "P2POp", lambda call, tensor, peer, tag: (call.__name__, tensor.nbytes, peer, tag)
     )
     listed: dict[int, list] = {}
-    monkeypatch.setattr(execute.dist, "batch_isend_irecv", lambda operations: listed[rank].extend(operations) or [])
+    monkeypatch.setattr(
+        executor_module.dist, "batch_isend_irecv", lambda operations: listed[rank].extend(operations) or []
+    )
     num_bytes = 0
     for rank in program.cluster.ranks:
         listed[rank] = []

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import first_light, first_light_checks
-from bench.first_light_profile import timeline
-from bench.first_light_speed import LLAMA_1B, nano_vllm_requests, training_flops
-from bench.first_light_steps import STEPS, Step, chosen
+from bench.first_light import checks, first_light
+from bench.first_light.profile import timeline
+from bench.first_light.speed import LLAMA_1B, nano_vllm_requests, training_flops
+from bench.first_light.steps import STEPS, Step, chosen
 from tests.run_mpi import REPOSITORY
 
 PLANTS = "tests.planted_steps"
@@ -132,7 +132,7 @@ def test_every_kernel_test_that_takes_a_device_is_run():
     takes = re.compile(r"^def test_\w+\([^)]*\bdevice\b", re.MULTILINE)
     files = (REPOSITORY / "tests" / "unit").glob("test_*.py")
     found = {path.stem.removeprefix("test_") for path in files if takes.search(path.read_text())}
-    assert found == set(first_light_checks.KERNEL_TESTS)
+    assert found == set(checks.KERNEL_TESTS)
 
 
 def test_the_requests_are_those_of_nano_vllm():

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.batch import Sequences, forward, response_logprobs
-from rlhf_spmd.runtime.data import pad
-from rlhf_spmd.runtime.generate import generate
+from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.generation.rows import generate
 from tests.draws import random_responses
 from tests.slow_sample import slow_draw
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rlhf_spmd.model import paged
-from rlhf_spmd.runtime import graphs
-from rlhf_spmd.runtime.engine import Engine
-from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.generation import cuda_graphs
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.unit.test_engine import MAX_NEW, draws, make_engine, run
 from tests.unit.test_generate import make_model, make_prompts
 
@@ -45,8 +45,8 @@ def captured(monkeypatch):
         graph = StandIn(step, (self._tokens_B[:size], self._cached_B[:size].fill_(-1), self.tables_BM[:size]))
         return graph, graph.hidden_BD
 
-    monkeypatch.setattr(graphs, "can_capture", lambda model, device: True)
-    monkeypatch.setattr(graphs.Graphs, "_capture", capture)
+    monkeypatch.setattr(cuda_graphs, "can_capture", lambda model, device: True)
+    monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
     monkeypatch.setattr(paged, "heads_of", lambda *_: None)  # a CPU's short cut, which knows no padding
     monkeypatch.setattr(StandIn, "replays", 0)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.engine import Engine
-from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.unit.test_generate import rows
 from tests.unit.test_transformer import CASES, ours, some_tokens, theirs
 

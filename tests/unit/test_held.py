@@ -5,13 +5,20 @@ import random
 import pytest
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.held import held, most_bytes
+from rlhf_spmd.plan.cost.memory import (
+    activation_bytes,
+    cache_bytes,
+    num_params,
+    peak_bytes,
+    static_bytes,
+    working_bytes,
+)
+from rlhf_spmd.plan.cost.memory_timeline import held, most_bytes
+from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import activation_bytes, cache_bytes, num_params, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Program, Run
-from rlhf_spmd.plan.simulate import Forecast, Times, simulate
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.strategies import flattening, reallocation
 from tests.programs import make_workload, random_program
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime.digests import digests, tokens_sha256
-from rlhf_spmd.runtime.run_folder import RunFolder
-from rlhf_spmd.runtime.train import save_actor
+from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
+from rlhf_spmd.runtime.run.run_folder import RunFolder
+from rlhf_spmd.runtime.run.train import save_actor
 from tests.folders import write_all
 from tests.runs import RunOf, load
 

@@ -9,12 +9,13 @@ import torch
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.plan.program import Program, Run, Wait, merged
-from rlhf_spmd.runtime import iteration, report
-from rlhf_spmd.runtime.data import PromptSet, TextRows, TokenRows
-from rlhf_spmd.runtime.digests import digests, tokens_sha256
-from rlhf_spmd.runtime.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.run_folder import RunFolder
+from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
+from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.execute import iteration
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256
+from rlhf_spmd.runtime.run import report
+from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategies import flattening, interleaving1, separation
 from tests.programs import make_workload, place_calls
 from tests.runs import OneRank, compiled

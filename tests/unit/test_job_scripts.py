@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.suites import SUITES
+from bench.forecast.suites import SUITES
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SCRIPTS = {path.name: path.read_text() for path in sorted(FOLDER.iterdir())}

@@ -3,8 +3,9 @@
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import groups, launch
-from rlhf_spmd.runtime.board import Board, new_file
+from rlhf_spmd.runtime.guard import launcher
+from rlhf_spmd.runtime.observe.positions import Board, new_file
+from rlhf_spmd.runtime.world import groups
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
 
@@ -20,7 +21,7 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", 
     ],
 )
 def test_one_rank_is_fine(environment):
-    launch.refuse_alone(1, environment)
+    launcher.refuse_alone(1, environment)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +35,11 @@ def test_one_rank_is_fine(environment):
 )
 def test_everybody_alone_is_refused_by_the_first(environment):
     with pytest.raises(UserError, match="8 processes were started.*srun --mpi=pmi2"):
-        launch.refuse_alone(1, environment)
-    launch.refuse_alone(8, environment)
+        launcher.refuse_alone(1, environment)
+    launcher.refuse_alone(8, environment)
     later = {name: "3" if name.endswith(("RANK", "PROCID")) else value for name, value in environment.items()}
     with pytest.raises(SystemExit) as caught:
-        launch.refuse_alone(1, later)
+        launcher.refuse_alone(1, later)
     assert caught.value.code == 0
 
 

@@ -6,12 +6,12 @@ from math import inf
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import ByLength, Calibration, Curve, Layered, Link, Measured
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.forecast import forecast
-from rlhf_spmd.plan.limits import limits
+from rlhf_spmd.plan.cost.bottleneck import limits
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Layered, Link, Measured
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.summary import call_s
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.summary import call_s
+from rlhf_spmd.plan.program.compile import compile_program
 from tests.unit.test_cost import SHAPE, cost_of, machine
 
 CALLS = ("actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train")

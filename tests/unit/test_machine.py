@@ -7,9 +7,9 @@ from math import inf
 import pytest
 
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
-from rlhf_spmd.runtime import machine as machine_module
-from rlhf_spmd.runtime.devices import Device
-from rlhf_spmd.runtime.machine import cpu_info, cpu_quota, details, machines, processor
+from rlhf_spmd.runtime.profile import machine as machine_module
+from rlhf_spmd.runtime.profile.machine import cpu_info, cpu_quota, details, machines, processor
+from rlhf_spmd.runtime.world.devices import Device
 from tests.unit.test_calibration import calibration
 
 INFO = """processor	: 0

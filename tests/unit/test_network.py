@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_spmd.runtime import network
+from rlhf_spmd.runtime.world import network
 
 HYDRA = {"PMI_SIZE": "8", "PMI_RANK": "0", "MPI_LOCALNRANKS": "8"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}

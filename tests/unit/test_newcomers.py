@@ -12,11 +12,11 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting import advice, what_fits
 from rlhf_spmd.option_names import ELSEWHERE
 from rlhf_spmd.plan.cluster import Cluster, device_type_of
-from rlhf_spmd.plan.fit import memory
-from rlhf_spmd.runtime.devices import choose
-from rlhf_spmd.runtime.visible import Seen
+from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.runtime.world.devices import choose
+from rlhf_spmd.runtime.world.visible_devices import Seen
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.train_verb import RESERVED_BYTES, cluster_of, refuse_errors
+from rlhf_spmd.verbs.train import RESERVED_BYTES, cluster_of, refuse_errors
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}

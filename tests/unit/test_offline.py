@@ -8,10 +8,11 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.runtime import offline, offline_options
-from rlhf_spmd.runtime.offline import Lines, deal, interleave, line_of
-from rlhf_spmd.runtime.offline_prompts import Prompt, read_prompts, sampling_of
-from rlhf_spmd.runtime.requests import Sampling
+from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.offline import generate_file, options
+from rlhf_spmd.runtime.offline.generate_file import Lines, deal, interleave, line_of
+from rlhf_spmd.runtime.offline.options import load as load_options
+from rlhf_spmd.runtime.offline.prompts import Prompt, read_prompts, sampling_of
 from tests.folders import write_model, write_tokenizer
 
 CONTEXT = 32
@@ -33,7 +34,7 @@ def config(**changes) -> ModelConfig:
 def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: str, **model) -> list[Prompt]:
     path = folder / "p.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = offline_options.load(["generation.max_new_tokens=8", *words])
+    options = load_options(["generation.max_new_tokens=8", *words])
     return read_prompts(path, tokenizer, config(**model), options)
 
 
@@ -42,17 +43,17 @@ def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: st
 
 def test_words_set_options():
     words = ["seed=5", "dtype=bfloat16", "generation.temperature=0", "generation.top_p=0.5", "data.long_prompts=drop"]
-    options = offline_options.load([*words, "samples_per_prompt=3", "generation.stop=a,b", "seed=6"])
+    options = load_options([*words, "samples_per_prompt=3", "generation.stop=a,b", "seed=6"])
     assert (options.seed, options.dtype, options.samples_per_prompt, options.tp) == (6, "bfloat16", 3, 1)
     assert sampling_of(options.generation) == Sampling(128, temperature=0.0, top_p=0.5, stop=("a", "b"))
     assert options.data.long_prompts == "drop"
 
 
-@pytest.mark.parametrize("key", offline_options.keys())
+@pytest.mark.parametrize("key", options.keys())
 def test_every_key_can_be_set(key):
     words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
     value = (words | {"generation.stop": "x"}).get(key, "1")
-    options = offline_options.load([f"{key}={value}"])
+    options = load_options([f"{key}={value}"])
     for part in key.split("."):
         options = getattr(options, part)
     assert str(options) == {"generation.stop": "('x',)"}.get(key, value) or float(options) == 1.0
@@ -77,7 +78,7 @@ WRONG = {
 @pytest.mark.parametrize("word", WRONG)
 def test_wrong_words_are_refused(word):
     with pytest.raises(UserError, match=WRONG[word]):
-        offline_options.load([word])
+        load_options([word])
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def test_a_prompts_own_sampling(tmp_path, tokenizer):
     first, second, third = prompts_of(tmp_path, lines, tokenizer, "generation.temperature=0.5")
     assert first.sampling == third.sampling == Sampling(8, temperature=0.5)
     assert second.sampling == Sampling(3, 1, 0.0, 4, 0.5, 0.1, (" bi,",))
-    assert sampling_of(offline_options.Generation(), {"stop": "a,b"}).stop == ("a,b",)
+    assert sampling_of(options.Generation(), {"stop": "a,b"}).stop == ("a,b",)
 
 
 BAD = {
@@ -223,7 +224,7 @@ class OneRank:
     def __init__(self):
         import torch
 
-        from rlhf_spmd.runtime.devices import Device
+        from rlhf_spmd.runtime.world.devices import Device
 
         self.rank, self.size, self.device = 0, 1, torch.device("cpu")
         self.computes = Device("cpu", None, 1, 1)
@@ -242,12 +243,12 @@ def test_places_stay_filled_between_windows(tmp_path, tokenizer):
     lines = [{"prompt": "ba be", "max_new_tokens": 20 if i % 8 == 0 else 2} for i in range(64)]
     words = ["generation.max_sequences=2", "generation.max_new_tokens=20"]
     prompts = prompts_of(tmp_path, lines, tokenizer, *words, max_position_embeddings=64)
-    options = offline_options.load(words)
-    copy = offline.make_copy(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
+    options = load_options(words)
+    copy = generate_file.make_copy(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
     rounds, counts = [], []
     while found := copy.next_window(lambda *told: rounds.append(told)):
         counts.append(len(found))
-        assert len(copy.engine.requests.prompts) <= 2 * offline.WINDOW * 2, "finished requests are kept"
+        assert len(copy.engine.requests.prompts) <= 2 * generate_file.WINDOW * 2, "finished requests are kept"
     assert counts == [16] * 4
     assert sum(ended for ended, _ in rounds) == 64
     tokens = sum(tokens for _, tokens in rounds)

@@ -5,8 +5,8 @@ import torch
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.metrics import Meter
-from rlhf_spmd.runtime.training import MEAN_TOKENS, Training
+from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training
+from rlhf_spmd.runtime.observe.meter import Meter
 
 SHAPE = (8, 2 * MEAN_TOKENS // 8)
 

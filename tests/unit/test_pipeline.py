@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd.plan import pipeline
-from rlhf_spmd.plan.blocking import hangs
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.cost.simulate import Times, simulate
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.pipeline import bodies, expand, global_order, largest_number, order_of_passes
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Post, Program, Run, Wait
-from rlhf_spmd.plan.simulate import Times, simulate
+from rlhf_spmd.plan.program import pipeline
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
+from rlhf_spmd.plan.program.pipeline import bodies, expand, global_order, largest_number, order_of_passes
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.deadlock import hangs
 from tests.programs import SHAPE, make_workload
 
 GRIDS = [(stages, m) for stages in (2, 3, 4, 6) for m in (1, 2, 3, 5, 8)]

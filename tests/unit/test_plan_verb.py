@@ -14,18 +14,18 @@ from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import load, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.calibration import Machine
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.forecast import forecast
-from rlhf_spmd.plan.program import Run
-from rlhf_spmd.plan.scaling import Scale, scaled
-from rlhf_spmd.plan.summary import call_s
-from rlhf_spmd.plan_verb import BESIDE, auto, beside, calibration_for, options_of, records
-from rlhf_spmd.runtime.digests import digests
-from rlhf_spmd.runtime.forecast_line import WHOLE, compare, lengths_of
-from rlhf_spmd.runtime.probe import AtHand
-from rlhf_spmd.runtime.trace import busy_fraction, lanes
+from rlhf_spmd.plan.cost.calibration import Machine
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.scaling import Scale, scaled
+from rlhf_spmd.plan.cost.summary import call_s
+from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.runtime.execute.response_hashes import digests
+from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
+from rlhf_spmd.runtime.profile.probe import AtHand
+from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, lengths_of
 from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.verbs.plan import BESIDE, auto, beside, calibration_for, options_of, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -269,7 +269,8 @@ def test_records_are_the_forecast():
     [("flattening", 2, {}), ("interleaving1", 4, {}), ("separation", 4, {}), ("flattening", 2, {"zero": 3})],
 )
 def test_a_run_that_goes_as_forecast_is_measured_so(name, size, options):
-    """Spans like those of runtime/execute.py, taken from the forecast itself: each row must then agree with it."""
+    """Spans like those of runtime/execute/executor.py, taken from the forecast itself: each row must then agree with
+    it."""
     program, calibration = example(name, size, **options), machine(layer_s=1e-4)
     found = forecast(program, calibration)
     made = []

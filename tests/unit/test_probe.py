@@ -8,14 +8,14 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
-from rlhf_spmd.plan.calibration import Machine
 from rlhf_spmd.plan.cluster import Cluster, Node
-from rlhf_spmd.plan.program import Program
-from rlhf_spmd.plan.scaling import ROUND_S, expected
-from rlhf_spmd.runtime import probe
-from rlhf_spmd.runtime.machine import machines
-from rlhf_spmd.runtime.probe import LIMIT_S, at_hand, num_workers, pieces_of, repeated
-from rlhf_spmd.runtime.world import World
+from rlhf_spmd.plan.cost.calibration import Machine
+from rlhf_spmd.plan.cost.scaling import ROUND_S, expected
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.profile import probe
+from rlhf_spmd.runtime.profile.machine import machines
+from rlhf_spmd.runtime.profile.probe import LIMIT_S, at_hand, num_workers, pieces_of, repeated
+from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import table
 

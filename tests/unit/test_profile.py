@@ -14,10 +14,19 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.forecast import forecast
-from rlhf_spmd.runtime.profile import Clock, Grid, between_ranks, groups_of, inside_ranks, profile, rows_up_to, summary
-from rlhf_spmd.runtime.profile_passes import Subject
-from rlhf_spmd.runtime.world import World
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.runtime.profile.passes import Subject
+from rlhf_spmd.runtime.profile.profile import (
+    Clock,
+    Grid,
+    between_ranks,
+    groups_of,
+    inside_ranks,
+    profile,
+    rows_up_to,
+    summary,
+)
+from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
 
 TOY = Grid(max_prompt=4, max_response=4, shares=(1.0,), most_rows=2, most_places=2, tps=(1,))

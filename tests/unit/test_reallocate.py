@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.plan.buckets import cut_into_buckets
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.program.buckets import cut_into_buckets
+from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.program.tensors import Holding, Piece, Weight, numbers_in, overlap, weights_of
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.tensors import Holding, Piece, Weight, numbers_in, overlap, weights_of
 from rlhf_spmd.plan.workload import ModelShape
 
 SMALL = ModelShape(4, 24, 48, 12, 12, 2, 96)

@@ -11,10 +11,11 @@ import torch
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import PRESETS, Checkpointing, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import checkpoint, report
-from rlhf_spmd.runtime.checkpoint import Checkpoint
-from rlhf_spmd.runtime.failures import in_words
-from rlhf_spmd.runtime.resume import config_of, read_run, refuse_changes, refuse_older
+from rlhf_spmd.runtime.checkpoint import store
+from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
+from rlhf_spmd.runtime.checkpoint.store import Checkpoint
+from rlhf_spmd.runtime.guard.failures import in_words
+from rlhf_spmd.runtime.run import report
 from tests.runs import OneRank
 
 STATE = {"kl_coef": 0.1, "scores": {"count": 3.0, "mean": 0.1, "squares": 2.5}, "inputs": {"prompts in x": "abc"}}
@@ -32,11 +33,11 @@ def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: o
     (folder / "strategy.py").write_text("def place(): ...\n")
     (folder / "program.json").write_text(json.dumps({"strategy": "mine"}))
     if iteration is not None:
-        draft = checkpoint.make_draft(folder / "checkpoints", iteration)
+        draft = store.make_draft(folder / "checkpoints", iteration)
         texts = {"config.json": values, "strategy.py": "", "state.json": json.dumps(state)}
         texts["rank-0000.safetensors"] = ""
-        files = {name: checkpoint.write(draft / name, [text.encode()]) for name, text in texts.items()}
-        checkpoint.commit(folder / "checkpoints", iteration, files)
+        files = {name: store.write(draft / name, [text.encode()]) for name, text in texts.items()}
+        store.commit(folder / "checkpoints", iteration, files)
     return folder
 
 

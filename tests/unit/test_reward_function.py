@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import reward_function
-from rlhf_spmd.runtime.reward_function import RewardFunction, load_reward_function, source_of
+from rlhf_spmd.runtime.data import reward_function
+from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, source_of
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 

@@ -16,8 +16,8 @@ import threading
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.console import Console, Result
-from rlhf_spmd.runtime.run_folder import METRICS, RunFolder, Sample, format_samples
+from rlhf_spmd.runtime.run.console import Console, Result
+from rlhf_spmd.runtime.run.run_folder import METRICS, RunFolder, Sample, format_samples
 
 SAMPLES = [
     Sample(3, "The film was", " bad\x1b[2J\n" + "so bad " * 30, -0.5, " good", 0.75),
@@ -65,7 +65,7 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
 
 
 def test_a_folder_that_other_hosts_do_not_see_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_spmd.runtime.run_folder.FIND_S", 0.05)
+    monkeypatch.setattr("rlhf_spmd.runtime.run.run_folder.FIND_S", 0.05)
     RunFolder(tmp_path).find()
     with pytest.raises(UserError, match="nowhere is not there on .*: put it on a disk that all hosts share"):
         RunFolder(tmp_path / "nowhere").find()
@@ -236,8 +236,8 @@ def test_a_killed_run_leaves_whole_files(tmp_path, monkeypatch):
 
 def test_imports_are_late():
     code = (
-        "import sys, rlhf_spmd.runtime.run_folder, rlhf_spmd.runtime.console, rlhf_spmd.runtime.data\n"
-        "import rlhf_spmd.runtime.reward_function, rlhf_spmd.rewards\n"
+        "import sys, rlhf_spmd.runtime.run.run_folder, rlhf_spmd.runtime.run.console, rlhf_spmd.runtime.data.prompts\n"
+        "import rlhf_spmd.runtime.data.reward_function, rlhf_spmd.rewards\n"
         "late = {'torch', 'matplotlib', 'tensorboard', 'pyarrow', 'rich', 'vaderSentiment'} & set(sys.modules)\n"
         "assert not late, late"
     )

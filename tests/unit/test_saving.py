@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime import checkpoint, saving
-from rlhf_spmd.runtime.checkpoint import newest
-from rlhf_spmd.runtime.saving import Saver
-from rlhf_spmd.runtime.signals import CHECKPOINT, END, Asked
+from rlhf_spmd.runtime.checkpoint import saving, store
+from rlhf_spmd.runtime.checkpoint.saving import Saver
+from rlhf_spmd.runtime.checkpoint.store import newest
+from rlhf_spmd.runtime.guard.signals import CHECKPOINT, END, Asked
 from tests.runs import OneRank
 
 TEXTS = {"config.json": "{}", "strategy.py": ""}
@@ -35,13 +35,13 @@ def test_when_it_is_due(saver):
 
 
 def test_the_loop_does_not_wait_for_the_disk(saver, monkeypatch):
-    go, real = threading.Event(), checkpoint.commit
+    go, real = threading.Event(), store.commit
 
     def slow(*arguments):
         go.wait(10)
         return real(*arguments)
 
-    monkeypatch.setattr(checkpoint, "commit", slow)
+    monkeypatch.setattr(store, "commit", slow)
     saver.save(4, {"kl_coef": 1.0})
     saver.check()
     assert newest(saver.root) is None
@@ -55,7 +55,7 @@ def test_one_after_the_other(saver):
     for number in (4, 5, 6):
         saver.save(number, {})
     saver.finish()
-    assert [path.name for path in checkpoint.whole(saver.root)] == ["iteration-000005", "iteration-000006"]
+    assert [path.name for path in store.whole(saver.root)] == ["iteration-000005", "iteration-000006"]
 
 
 def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     saver.save(8, {})
-    with pytest.raises(UserError, match="rank-0000.safetensors can't be written: No space left.*checkpoint.keep"):
+    with pytest.raises(UserError, match="rank-0000.safetensors can't be written: No space left.*store.keep"):
         saver.finish()
     with pytest.raises(UserError):
         saver.check()

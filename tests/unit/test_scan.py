@@ -5,20 +5,21 @@ from itertools import product
 
 import pytest
 
-from bench import plots, suites
-from bench.convergence import TOLERANCE, largest_difference, rows_of
-from bench.measure import programs, read_preset
-from bench.scan import explained, exposed, machine, merged, row_of, solve, with_speed_up
-from bench.suites import SUITES, Case
+from bench import plots
+from bench.forecast import suites
+from bench.forecast.measure import programs, read_preset
+from bench.forecast.scan import explained, exposed, machine, merged, row_of, solve, with_speed_up
+from bench.forecast.suites import SUITES, Case
+from bench.forecast.tuning import best_options
+from bench.numbers.convergence import TOLERANCE, largest_difference, rows_of
 from bench.tables import COLUMNS, by_place, text_table
-from bench.tuning import best_options
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import load, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.fit import memory
-from rlhf_spmd.plan.forecast import forecast
-from rlhf_spmd.plan.memory import static_bytes
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.memory import static_bytes
+from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.strategy import load_strategy
 
 WORKLOAD = make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"]))

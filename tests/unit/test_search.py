@@ -10,20 +10,20 @@ import pytest
 from rlhf_spmd import config
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan import search as searches
-from rlhf_spmd.plan.calibration import Calibration, Device, Link
-from rlhf_spmd.plan.call_model import CallModel
-from rlhf_spmd.plan.candidates import layouts, meshes
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster, Node
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.cost import Cost
-from rlhf_spmd.plan.forecast import forecast
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.search import choose, name_of, search
-from rlhf_spmd.plan.search_exact import Best, Space, exact
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.search import planner as searches
+from rlhf_spmd.plan.search.exact import Best, Space, exact
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.meshes import layouts, meshes
+from rlhf_spmd.plan.search.planner import choose, name_of, search
 from rlhf_spmd.plan.workload import ModelShape
 from tests.programs import make_workload
 

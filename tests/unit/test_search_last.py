@@ -7,11 +7,11 @@ import pytest
 
 from rlhf_spmd import config
 from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.plan.call_model import CallModel
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost import Cost
-from rlhf_spmd.plan.search_exact import Space
-from rlhf_spmd.plan.search_last import LastPhase, Left
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.search.exact import Space
+from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
+from rlhf_spmd.plan.search.iteration_model import CallModel
 
 LAST = (1, 2, 3)  # reference, reward and critic infer
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.shares import control_share, shares
-from rlhf_spmd.runtime.trace import lanes
+from bench.speed.shares import control_share, shares
+from rlhf_spmd.runtime.observe.trace import lanes
 from tests.programs import make_workload, place_calls
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.program import Run
-from rlhf_spmd.plan.simulate import Times, simulate
+from rlhf_spmd.plan.cost.simulate import Times, simulate
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.strategies import flattening, interleaving2, separation
 from tests.programs import make_workload, random_program
 

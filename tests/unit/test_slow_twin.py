@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
-from rlhf_spmd.runtime import flat_engine, models, training
-from rlhf_spmd.runtime.iteration import Store
+from rlhf_spmd.runtime.engines import flat_engine
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.iteration import Store
+from rlhf_spmd.runtime.weights import models
 from tests import slow_ppo
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
@@ -83,7 +85,7 @@ def config(overrides, variant) -> Config:
 def float64(monkeypatch) -> None:
     """Lets a config of dtype float64 run, and makes the store float64 too (rollouts come rounded to float32 anyway)."""
     monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
-    monkeypatch.setitem(training.PARITY_TOLERANCE, "float64", 1e-4)
+    monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
     make = Store.make
 
     def wide(self, key: str) -> Tensor:

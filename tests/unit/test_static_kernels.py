@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-from bench import static_cases as cases
-from bench.occupancy import programs_at_once
-from bench.static_kernels import CALIBRATION, VECTOR_OPS, faults, forecast
+from bench.speed import static_cases as cases
+from bench.speed.occupancy import programs_at_once
+from bench.speed.static_kernels import CALIBRATION, VECTOR_OPS, faults, forecast
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.kernels.backend import tl, triton
 
@@ -24,8 +24,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts are m
 # More registers than a thread can have: 16,384 numbers of a row among 32 or 64 threads.
 SPILLING = """
 import dataclasses, json, torch
-from bench.launches import H100, MI300, recorded
-from bench.occupancy import amd, nvidia
+from bench.speed.launches import H100, MI300, recorded
+from bench.speed.occupancy import amd, nvidia
 from rlhf_spmd.kernels.rmsnorm import _rmsnorm_kernel, rmsnorm_triton
 found = {}
 for name, target, takes in (("sm_90", H100, nvidia), ("gfx942", MI300, amd)):
@@ -36,7 +36,7 @@ for name, target, takes in (("sm_90", H100, nvidia), ("gfx942", MI300, amd)):
     found[name] = [dataclasses.asdict(takes(launch.compiled)) for launch in launches]
 print(json.dumps(found))
 """
-TABLE = "import json; from bench.static_kernels import make_rows; print(json.dumps(list(make_rows())))"
+TABLE = "import json; from bench.speed.static_kernels import make_rows; print(json.dumps(list(make_rows())))"
 
 
 def compiled(script: str):
@@ -50,7 +50,7 @@ def compiled(script: str):
 
 
 def counts(run, rows=None) -> dict:
-    from bench.traffic import counted
+    from bench.speed.traffic import counted
 
     with counted(rows) as traffics:
         run(CPU)

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.blocking import deadlocks
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
+from rlhf_spmd.plan.cost.memory import working_bytes
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.memory import working_bytes
 from rlhf_spmd.plan.placement import Placement
-from rlhf_spmd.plan.program import Post, Program, Run, Wait
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.deadlock import deadlocks
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategies import separation
 from rlhf_spmd.strategy import load_strategy

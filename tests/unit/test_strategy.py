@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_spmd import strategy as strategies
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.check import check
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import cut
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.program.tensors import Holding, local_shapes, numbers_in, overlap, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.tensors import Holding, local_shapes, numbers_in, overlap, rectangles, weights_of
 from rlhf_spmd.plan.workload import ModelShape
 
 LLAMA = ModelConfig(

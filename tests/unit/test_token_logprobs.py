@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_spmd.kernels import softmax_chunk, token_logprobs
-from rlhf_spmd.plan import memory
+from rlhf_spmd.plan.cost import memory
 
 BANNED = (3, 100)
 FORMS = {"dispatch": token_logprobs.token_logprobs, "triton": token_logprobs.token_logprobs_triton}

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from rlhf_spmd.runtime import timeline
-from rlhf_spmd.runtime.timeline import style_of, write_png
-from rlhf_spmd.runtime.trace import Recorder, Span, busy_fraction, read_chrome, write_chrome
+from rlhf_spmd.runtime.observe.trace import Recorder, Span, busy_fraction, read_chrome, write_chrome
+from rlhf_spmd.runtime.run import timeline
+from rlhf_spmd.runtime.run.timeline import style_of, write_png
 
 
 def record(rank, *spans, host="n1"):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench import unchanged, unchanged_speed
-from bench.unchanged_compare import compare, difference
-from bench.unchanged_programs import CASES, Case, lines_of
-from bench.unchanged_runs import left_by
-from bench.unchanged_speed import outside, verdict
+from bench.numbers import unchanged, unchanged_speed
+from bench.numbers.unchanged_compare import compare, difference
+from bench.numbers.unchanged_programs import CASES, Case, lines_of
+from bench.numbers.unchanged_runs import left_by
+from bench.numbers.unchanged_speed import outside, verdict
 
 SMALL = Case("separation", "1x2", "tiny", {})
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from bench import validate
-from bench.validate import DATA, forecast_row, judged, main, read_rows, spearman, summary, workload_of
-from bench.validate_systems import HOST_ADAM, SYSTEMS, Plan, fits, simulated
+from bench.forecast import validate
+from bench.forecast.validate import DATA, forecast_row, judged, main, read_rows, spearman, summary, workload_of
+from bench.forecast.validate_systems import HOST_ADAM, SYSTEMS, Plan, fits, simulated
 from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.compile import compile_program
-from rlhf_spmd.plan.cost import STATE_BYTES, Cost
-from rlhf_spmd.plan.summary import phase_s
+from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost
+from rlhf_spmd.plan.cost.summary import phase_s
+from rlhf_spmd.plan.program.compile import compile_program
 
 ROWS = DATA / "realhf_v1_scale_actor.csv"
 CALIBRATION = read_calibration(str(DATA / "real_v1.json"))

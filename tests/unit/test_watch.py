@@ -4,10 +4,10 @@ import sys
 import time
 import types
 
-from rlhf_spmd.runtime.devices import choose
-from rlhf_spmd.runtime.flight import Flight
-from rlhf_spmd.runtime.visible import Seen
-from rlhf_spmd.runtime.watch import Watch
+from rlhf_spmd.runtime.guard.watch import Watch
+from rlhf_spmd.runtime.observe.flight_recorder import Flight
+from rlhf_spmd.runtime.world.devices import choose
+from rlhf_spmd.runtime.world.visible_devices import Seen
 
 
 class Alone:

@@ -1,0 +1,1 @@
+"""Kills, hangs and endings: is everything resumed, named and cleaned up?"""

@@ -1,0 +1,230 @@
+"""Kills at random moments: does a resumed run end with the same bits, is the dead rank named, does anything hang, is a
+process left behind?
+
+A run on four ranks is killed four times: each time a random rank gets SIGKILL at a random moment, the first time in the
+first quarter of the iterations, the last time in the last, and the run is resumed. What it leaves in the end (metrics
+but for times, weights, moments, responses) is compared byte by byte with an undisturbed run: one kill that spoils it
+spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
+
+Cost: half a minute for four kills on an idle machine, so 21 with --quick are four minutes and all 700 two hours.
+Command: python -m bench faults [--quick]
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.rows import ABOUT, REPOSITORY, RESULTS, provenance, read_rows, write
+from bench.speed.strategies import TWO_TYPES
+from bench.tables import text_table
+
+STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
+NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
+NUM_RUNS = 25  # of a strategy
+NUM_QUICK = 3  # kills of a strategy with --quick, of one run
+DEADLINE_S = 60.0  # of a job of which a rank is dead
+ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
+LIMIT_S = 300.0
+ITERATIONS = 8  # a multiple of NUM_KILLS
+OPTIONS = ["rollout_batch=32", "mini_batch=16", "ppo.epochs=2", "generation.max_new_tokens=12", "num_samples=2"]
+OPTIONS += [f"iterations={ITERATIONS}", "checkpoint.every=1", "ppo.kl_controller=adaptive", "deadline_s=30"]
+TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
+POINTS = RESULTS / "fault_points.jsonl"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"{NUM_QUICK} kills per strategy, kept out of the results")
+    quick = parser.parse_args(arguments).quick
+    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+        points = Path(folder) / "points.jsonl" if quick else POINTS
+        for strategy in STRATEGIES:
+            measure(strategy, 1 if quick else NUM_RUNS, NUM_QUICK if quick else NUM_KILLS, points, Path(folder))
+        rows = [summary(strategy, read_rows(points)) for strategy in STRATEGIES]
+    if not quick:
+        write("faults", rows)
+    print(text_table("faults", rows))
+    result = {"bench": "faults", "points": sum(row["points"] for row in rows), "ok": all(row["ok"] for row in rows)}
+    print(
+        json.dumps(result | {name: sum(row[name] for row in rows) for name in ("equal", "hangs", "orphans", "named")})
+    )
+    return 0 if result["ok"] else 1
+
+
+def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
+    """Adds the runs of a strategy that are not there yet."""
+    done = {row["run"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
+    options = [*OPTIONS, *options_of(strategy, folder)]
+    expected, iteration_s = None, 0.0
+    for run in sorted(set(range(num_runs)) - done):
+        if expected is None:
+            alone = Started(NUM_RANKS, folder / strategy, *options)
+            status, stderr = alone.end()
+            assert status == 0, stderr
+            expected, iteration_s = outcome(alone.folder), slowest_s(alone.folder)
+        rows = killed(options, folder / f"{strategy}-{run}", expected, iteration_s, num_kills, f"{strategy} {run}")
+        about = {"bench": "faults", "strategy": strategy, "run": run}
+        points.parent.mkdir(exist_ok=True)
+        with points.open("a") as file:
+            file.write("".join(json.dumps(about | row | provenance()) + "\n" for row in rows))
+        names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")
+        for row in rows:
+            print(f"{strategy} {run}: " + ", ".join(f"{name} {row[name]}" for name in names), flush=True)
+
+
+def options_of(strategy: str, folder: Path) -> list[str]:
+    """The words that choose a strategy, and its cluster where it needs one (a file in the folder)."""
+    if strategy != "heterogeneous":
+        return ["--strategy", strategy]
+    (folder / "cluster.toml").write_text(TWO_TYPES)
+    return ["--strategy", strategy, "--cluster", str(folder / "cluster.toml")]
+
+
+def killed(
+    options: list[str], folder: Path, expected: dict, iteration_s: float, num_kills: int, seed: str
+) -> list[dict]:
+    """A run that is killed so many times, looked after, resumed each time and compared in the end: a row per kill."""
+    dice, rows = random.Random(seed), []
+    started, part = Started(NUM_RANKS, folder, *options), ITERATIONS // num_kills
+    for kill in range(num_kills):
+        started.wait_for(kill * part + dice.randrange(part))
+        time.sleep(dice.uniform(0, iteration_s))
+        ranks = started.ranks()
+        pid = dice.choice(sorted(ranks)) if ranks else None
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        status, stderr = started.end(limit_s=DEADLINE_S)
+        row = {"kill": kill, "rank": ranks.get(pid), "iterations": num_iterations(folder)}
+        row |= {"end_s": time.monotonic() - began, "hang": status is None, "orphans": started.num_left()}
+        rows.append(row | {"named": f"rank {ranks.get(pid)} of" in stderr})
+        started = Started(NUM_RANKS, folder, "--resume")
+    status, stderr = started.end()
+    equal = status == 0 and outcome(folder) == expected
+    rows[-1]["hang"] |= status is None
+    rows[-1]["orphans"] += started.num_left()
+    why_not = stderr[-500:] if status else ""
+    shutil.rmtree(folder)
+    return [row | {"equal": equal, "why_not": why_not} for row in rows]
+
+
+def summary(strategy: str, points: list[dict]) -> dict:
+    """The row of a strategy."""
+    mine = [row for row in points if row["strategy"] == strategy]
+    found = {name: sum(row[name] for row in mine) for name in ("equal", "orphans", "named")}
+    found |= {"hangs": sum(row["hang"] for row in mine), "slowest_end_s": max(row["end_s"] for row in mine)}
+    found["killed"] = sum(row["rank"] is not None for row in mine)  # the others had ended before
+    ok = found["equal"] == len(mine) and found["named"] == found["killed"]
+    ok = ok and not found["hangs"] and not found["orphans"]
+    about = {name: mine[-1][name] for name in ABOUT if name in mine[-1]}  # a bench that went on may have new ones
+    return {"bench": "faults", "strategy": strategy, "ranks": NUM_RANKS, "points": len(mine), **found, "ok": ok} | about
+
+
+# ---- runs under way --------------------------------------------------------------------------------------------------
+
+
+class Started:
+    """A run under way in the folder, new or (--resume) resumed; tests use it, too."""
+
+    def __init__(self, num_ranks: int, folder: Path, *options: str):
+        self.folder = folder
+        words = (
+            ["--resume", folder, *options[1:]] if options[:1] == ("--resume",) else [*options, "--name", folder.name]
+        )
+        words += [] if options[:1] == ("--resume",) else ["--runs", folder.parent]
+        mpirun = str(Path(sys.executable).with_name("mpirun"))
+        self.process = subprocess.Popen(
+            [mpirun, "-n", str(num_ranks), sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, iterations: int) -> None:
+        """Returns when so many iterations are done (of a new run: the first one has begun) and there are ranks, or the
+        run has ended."""
+        end = time.monotonic() + LIMIT_S
+        while self.process.poll() is None and time.monotonic() < end:
+            begun = (self.folder / "samples.txt").exists() or iterations > 0
+            if begun and num_iterations(self.folder) >= iterations and self.ranks():
+                return
+            time.sleep(0.005)
+
+    def ranks(self) -> dict[int, int]:
+        """Process id -> rank of the processes that are the ranks; each is the child of its supervisor."""
+        found = self.processes()
+        return {pid: rank for pid, rank in found.items() if _parent(pid) in found}
+
+    def processes(self) -> dict[int, int]:
+        """Process id -> rank of the ranks and of their supervisors."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words, environment = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            except OSError:
+                continue
+            mine = {str(self.folder).encode(), self.folder.name.encode()} & set(words)
+            rank = next((line.partition(b"=")[2] for line in environment if line.startswith(b"PMI_RANK=")), None)
+            if mine and rank is not None and b"python" in words[0]:
+                found[int(path.name)] = int(rank)
+        return found
+
+    def num_left(self) -> int:
+        """How many of them outlive their job; they are ended."""
+        end = time.monotonic() + ORPHAN_S
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return len(left)
+
+    def end(self, *, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
+        """Exit status (None: it hung, and has been killed) and standard error."""
+        try:
+            _, stderr = self.process.communicate(timeout=limit_s)
+            return self.process.returncode, stderr
+        except subprocess.TimeoutExpired:
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            return None, self.process.communicate()[1]
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return None
+
+
+def num_iterations(folder: Path) -> int:
+    """How many a run has done."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def slowest_s(folder: Path) -> float:
+    """The longest iteration of a run."""
+    return max(row["iteration_s"] for row in read_rows(folder / "metrics.jsonl"))
+
+
+def outcome(folder: Path) -> dict:
+    """All that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor, responses."""
+    rows = read_rows(folder / "metrics.jsonl")
+    last = max((folder / "checkpoints").glob("iteration-*"))
+    names = [path.relative_to(folder) for path in last.glob("rank-*")] + [last.relative_to(folder) / "state.json"]
+    names += [Path("actor/model.safetensors"), Path("samples.jsonl")]
+    return {
+        "metrics": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
+        **{str(name): (folder / name).read_bytes() for name in names if (folder / name).exists()},
+    }

@@ -1,0 +1,116 @@
+"""The first step of `python -m bench first-light`: what is there, on which the choice of all other steps depends."""
+
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.first_light.steps import FACTS, GPU, MPI, STEPS, Found, Light
+from bench.rows import version_of
+
+VERSIONS = ("triton", "transformers", "mpi4py", "deepspeed", "pydantic", "numpy", "pytest")
+
+
+def device(light: Light) -> Found:
+    """Writes the facts that all other steps are chosen by, and tells what runs otherwise than meant."""
+    facts: dict = {"python": platform.python_version(), "missing": missing(light.dry)}
+    facts["versions"] = {name: version_of(name) for name in VERSIONS}
+    facts |= nvidia_smi()
+    problems, notes = [], []
+    if "torch" not in facts["missing"]:
+        import torch
+
+        from rlhf_spmd.runtime.world.visible_devices import VISIBLE, hints, visible_devices
+
+        facts["versions"] |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        facts["visible"] = [device.name for device in visible_devices(torch, "")]
+        facts["hints"] = hints(os.environ)
+        seen = len(facts["visible"])
+        told = f"torch sees {seen}, nvidia-smi {facts['num_smi']}, hints are {', '.join(facts['hints']) or 'none'}"
+        differ = VISIBLE not in os.environ and facts["num_smi"] not in (0, seen)
+        if not light.dry and (seen == 0 or not facts["hints"] or differ):
+            problems.append(f"GPUs: {told}; with none, everything would run on the CPU")
+        facts["device"] = f"CPU, {torch.get_num_threads()} threads"
+        if seen and not light.dry:
+            facts |= of_gpu(torch.cuda.get_device_properties(0))
+            notes += [f"{facts['free_bytes'] / 2**30:.0f} of {facts['total_bytes'] / 2**30:.0f} GiB free"]
+        notes += degraded()
+    (light.work / FACTS).write_text(json.dumps(facts))
+    print(json.dumps(facts, indent=1))
+    light.row(**{key: facts[key] for key in facts if key not in ("versions", "device", "driver", "python")})
+    notes += [f"not here: {', '.join(facts['missing'])}"] if facts["missing"] else []
+    return Found(not problems, "; ".join([*problems, str(facts.get("device")), *notes]))
+
+
+def missing(dry: bool) -> list[str]:
+    """What the steps need and is not here."""
+    needed = dict.fromkeys(name for step in STEPS for name in step.needs)
+    return [name for name in needed if not is_here(name, dry)]
+
+
+def is_here(name: str, dry: bool) -> bool:
+    if name == GPU:
+        import_torch = importlib.util.find_spec("torch") is not None
+        return dry or (import_torch and runs("import torch, sys; sys.exit(not torch.cuda.is_available())"))
+    if name == MPI:
+        return runs("from mpi4py import MPI")
+    if name == "mpiexec":
+        return any(map(shutil.which, ("mpiexec", "mpirun"))) or Path(sys.executable).with_name(name).exists()
+    if name == "compute-sanitizer":
+        return dry or shutil.which(name) is not None
+    return importlib.util.find_spec(name) is not None
+
+
+def runs(code: str) -> bool:
+    """Whether Python code ends well in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {code}")
+    return done.returncode == 0
+
+
+def nvidia_smi() -> dict:
+    """The driver, and how many devices the tool lists."""
+    if shutil.which("nvidia-smi") is None:
+        return {"driver": None, "num_smi": 0}
+    fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    values = [value.strip() for value in lines[0].split(",")] if lines else []
+    if len(values) != len(fields):
+        return {"driver": None, "num_smi": 0}
+    return {"driver": values[1], "num_smi": len(lines), "smi": dict(zip(fields, values, strict=True))}
+
+
+def of_gpu(properties) -> dict:
+    """What torch says of a device."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "cache_bytes": properties.L2_cache_size,
+        "free_bytes": free,
+        "total_bytes": total,
+    }
+
+
+def degraded() -> list[str]:
+    """What this torch lacks, and what happens instead."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return ["torch has no varlen_attn: packed sequences are attended to one by one"]
+    options = inspect.signature(varlen_attn).parameters
+    if "window_size" not in options:
+        return ["varlen_attn takes no window_size: packed sequences are attended to one by one"]
+    if "enable_gqa" not in options:
+        return ["varlen_attn takes no enable_gqa: grouped keys and values are repeated"]
+    return []

@@ -1,0 +1,322 @@
+"""The steps of `python -m bench first-light` that ask how fast it is. What they promise is a share of what the same
+process measures of the device, or a ratio to a peer in the same process; a dry run judges none of it."""
+
+# R requests, P prompt tokens, G response tokens, B sequences
+
+import gc
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bench.first_light.steps import FACTS, Found, Light, Missing
+from bench.speed.gpu_decode import Shape, captured
+from bench.speed.kernels import ROUNDS, gpu_cases, measure, measure_step, show
+from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling
+from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.generation import kvcache
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.random_streams import OFFLINE
+from rlhf_spmd.runtime.generation.requests import Sampling
+
+SAMPLE_SHARE = 0.60  # of the memory bandwidth
+MATRIX_SHARE = 0.40  # of the rate of bfloat16 products: a step of training
+CACHE_SHARE = 0.85  # of the free memory
+DRY_CEILINGS = {"memory_bytes_per_s": 1e10, "matrix_flops_per_s": {"float32": 1e11, "bfloat16": 1e11}}
+DRY = ModelConfig("llama", 300, 32, 48, 2, 4, 2, 8)
+DRY_HF = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+LLAMA_7B = ModelConfig("llama", 32000, 4096, 11008, 32, 32, 32, 128)
+LLAMA_1B = ModelConfig("llama", 32000, 2048, 5632, 22, 32, 4, 64)
+QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_embeddings=True, qk_norm=True)
+
+
+def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
+    """Of memory, and of products in these precisions. A dry run's are made up."""
+    if device.type == "cpu":
+        return DRY_CEILINGS
+    matrix = {str(dtype).removeprefix("torch."): matrix_ceiling(device, dtype) for dtype in dtypes}
+    return {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
+
+
+@torch.no_grad()
+def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    """A language model with random weights, drawn where they stay."""
+    model = Transformer(config, head="lm", dtype=dtype, device="meta").to_empty(device=device)
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, 0.02)
+    return model
+
+
+def bits_of(num: int, longest: int) -> Tensor:
+    """The random bits of responses, [R, G]."""
+    return torch.from_numpy(random_bits(1, OFFLINE, 0, range(num), [0] * num, longest))
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+def decode(light: Light) -> Found:
+    """Inside the engine: from one round to the next, with scheduling and sampling."""
+    from bench.speed import generate_peers as peers
+    from bench.speed.generate_gpu import CONTEXT, ROWS, STEP_SHARE, decode_step
+
+    device = light.device
+    sizes, rows, context = (DRY_HF, 3, 40) if light.dry else (peers.LLAMA_7B, ROWS, CONTEXT)
+    theirs = peers.random_model(sizes, torch.bfloat16, device)
+    mine = peers.same_weights(theirs, torch.bfloat16)
+    ceilings = measured_ceilings(device)
+    row = light.row(**decode_step(mine, ceilings, rows=rows, context=context) | ceilings)
+    told = f"{1e3 * row['step_s']:.2f} ms, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
+    return Found(light.dry or row["share_of_memory"] >= STEP_SHARE, told)
+
+
+def kernel_step(light: Light) -> Found:
+    """Without an engine: the kernels in one graph."""
+    shape, rows, context = (Shape(32, 48, 2, 2, 16, 300), 2, 32) if light.dry else (Shape(), 64, 1024)
+    ceilings = measured_ceilings(light.device)
+    row = light.row(**measure_step(light.device, ceilings, shape=shape, rows=rows, context=context))
+    print(show(row))
+    told = f"{1e3 * row['ours_s']:.2f} ms, {row['share_of_memory']:.0%} of {gigabytes(ceilings)} GB/s"
+    return Found(light.dry or row["ok"], told)
+
+
+def gigabytes(ceilings: Mapping) -> str:
+    return f"{ceilings['memory_bytes_per_s'] / 1e9:,.0f}"
+
+
+def sampling(light: Light) -> Found:
+    """By a graph's replay, which is the kernels alone; launched one by one for comparison."""
+    from bench.speed import kernel_cases as cases
+
+    device, told, ok = light.device, [], True
+    rows, vocab = (4, 3000) if light.dry else (256, 131072)
+    ceilings = measured_ceilings(device)
+    for dtype in (torch.bfloat16, torch.float32):
+        case = cases.sampling(device, rows, vocab, dtype, "plain")
+        ours = case.calls["ours"]
+        seconds = alternate({"graph": captured(ours, device), "launched": ours}, device, rounds=ROUNDS)
+        shares = {name: case.num_bytes / s / ceilings["memory_bytes_per_s"] for name, s in seconds.items()}
+        name = str(dtype).removeprefix("torch.")
+        light.row(kernel="sample", shape=case.shape, dtype=name, seconds=seconds, share_of_memory=shares, **ceilings)
+        told.append(f"{name} {1e6 * seconds['graph']:.0f} us, {shares['graph']:.0%} of memory")
+        ok &= shares["graph"] >= SAMPLE_SHARE
+    return Found(light.dry or ok, "; ".join(told))
+
+
+def kernel_speed(light: Light) -> Found:
+    from bench.speed import kernel_cases as cases
+
+    device, below, num = light.device, [], 0
+    ceilings = measured_ceilings(device, torch.float32, torch.bfloat16)
+    suite = [cases.gating(device, 4, 64, torch.float32)] if light.dry else gpu_cases(device)
+    for case in suite:
+        row = light.row(**measure(case, device, ceilings))
+        print(show(row), flush=True)
+        num += 1
+        below += [] if row["ok"] or light.dry else [f"{row['kernel']} {row['dtype']} {row['shape']}"]
+    return Found(not below, f"{num - len(below)} of {num} cases" + "".join(f"; below: {name}" for name in below))
+
+
+# ---- whole generations -----------------------------------------------------------------------------------------------
+
+
+def generate(light: Light) -> Found:
+    return against_transformers(light, {"transformers": {}})
+
+
+def generate_static(light: Light) -> Found:
+    """Apart, because compiling may take minutes."""
+    if light.dry:
+        raise Missing("a compiler of transformers' static cache, which a dry run leaves out")
+    return against_transformers(light, {"transformers, static cache": {"cache_implementation": "static"}})
+
+
+def against_transformers(light: Light, options: Mapping[str, dict]) -> Found:
+    """Responses of realistic lengths, which are judged, then some that all run to the limit."""
+    from bench.speed import generate_peers as peers
+    from bench.speed.generate_compare import compare
+    from bench.speed.generate_compare import show as show_ratio
+    from bench.speed.generate_gpu import LEAST, ROWS
+
+    sizes = DRY_HF if light.dry else peers.LLAMA_7B
+    theirs = peers.without_ends(peers.random_model(sizes, torch.bfloat16, light.device))
+    mine, vocab = peers.same_weights(theirs, torch.bfloat16), sizes["vocab_size"]
+    works = {
+        "spread": peers.spread(vocab, num=4, places=2, limit=5)
+        if light.dry
+        else peers.spread(vocab, num=4 * ROWS, places=ROWS, limit=256),
+        "limit": peers.to_the_limit(vocab, num=2, new=4) if light.dry else peers.to_the_limit(vocab, num=ROWS, new=128),
+    }
+    told, ok = [], True
+    for kind, work in works.items():
+        promised = LEAST if kind == "spread" else 1.0
+        row = compare(work, theirs, mine, repeats=1, options=options)
+        row |= {"model": "Llama 7B shape", "promised": promised, "ok": row["ratio"] >= promised}
+        show_ratio(light.row(**row))
+        gc.collect()
+        ok &= row["ok"]
+        told.append(f"{work.name}: {row['ours_tokens_per_s']:,.0f} tokens/s, {row['ratio']:.1f} times")
+    return Found(light.dry or ok, "; ".join(told))
+
+
+def nano_vllm_requests(num: int, least: int, most: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts and lengths of responses as nano-vllm's bench.py draws them; with 256, 100 and 1,024 these are 142,827
+    and 133,966 tokens."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(least, most))] for _ in range(num)]
+    return prompts, [rng.randint(least, most) for _ in range(num)]
+
+
+def nano_vllm(light: Light) -> Found:
+    """Graphs are captured before the clock starts, as there."""
+    num, least, most = (5, 2, 6) if light.dry else (256, 100, 1024)
+    model = random_model(DRY if light.dry else QWEN3_06B, light.device)
+    prompts, lengths = nano_vllm_requests(num, least, most)
+    prompts = [[token % model.config.vocab_size for token in prompt] for prompt in prompts]
+    free_bytes = CACHE_SHARE * kvcache.free_bytes(light.device, 1)
+    engine = Engine(model, longest=2 * most, max_sequences=num, free_bytes=free_bytes)
+
+    def run(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[float, Tensor]:
+        """Seconds, and how many tokens each response has."""
+        bits_RG = bits_of(len(prompts), max(lengths))
+        settings = [Sampling(length, temperature=0.6) for length in lengths]
+        started = time.perf_counter()
+        numbers = engine.submit(prompts, bits_RG, settings)
+        engine.run()
+        lengths_R = (engine.results(numbers)[0] >= 0).sum(1).cpu()
+        return time.perf_counter() - started, lengths_R
+
+    warm = min(20, most)
+    run([[1 + i % 7, 2] for i in range(num)], [1 + warm * i // num for i in range(num)])  # fewer and fewer rows
+    seconds, lengths_R = run(prompts, lengths)
+    tokens = int(lengths_R.sum())
+    row = light.row(
+        work=f"{num} sequences, in and out {least}-{most}",
+        model="Qwen3-0.6B shape",
+        dtype="bfloat16",
+        prompt_tokens=sum(map(len, prompts)),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+        num_preempted=engine.num_preempted,
+    )
+    told = f"{tokens:,} tokens in {seconds:.1f} s: {row['tokens_per_s']:,.0f} tokens/s"
+    return Found(lengths_R.tolist() == lengths, told + f", {engine.num_preempted} preempted")
+
+
+# ---- training, and a calibration -------------------------------------------------------------------------------------
+
+
+def train_step(light: Light) -> Found:
+    """Sequences of one length, without recomputation; AdamW with float32 masters."""
+    from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
+    from rlhf_spmd.runtime.engines.engine import make_engine
+    from rlhf_spmd.runtime.engines.flat_engine import Groups
+
+    num, prompt, response = (2, 3, 4) if light.dry else (8, 128, 896)
+    config, device = DRY if light.dry else LLAMA_1B, light.device
+    ceilings = measured_ceilings(device, torch.bfloat16)
+    model = random_model(config, device)
+    tokens_BT = torch.randint(config.vocab_size, (num, prompt + response), generator=torch.Generator().manual_seed(0))
+    batch = Sequences.join(*tokens_BT.to(device).split((prompt, response), 1))
+    engine = make_engine(model.train(), groups=Groups(), zero=0, dtype=torch.bfloat16)
+
+    def loss(model: Transformer, batch: Sequences) -> Tensor:
+        output = forward(model, batch)
+        return -response_logprobs(model, batch, output, temperature=1.0, eos_ids=(), min_new_tokens=0).mean()
+
+    def step() -> None:
+        engine.step([batch], loss, lr=1e-6)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    step()
+    step_s = statistics.median(timed(step) for _ in range(2 if light.dry else 7))
+    flops = training_flops(config, num, prompt, response)
+    share = flops / step_s / ceilings["matrix_flops_per_s"]["bfloat16"]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    light.row(
+        work=f"an optimizer step, {num} sequences of {prompt + response} tokens",
+        model="Llama 1.1B shape",
+        dtype="bfloat16",
+        step_s=step_s,
+        flops=flops,
+        share_of_matrix=share,
+        tokens_per_s=num * (prompt + response) / step_s,
+        peak_bytes=peak,
+        **ceilings,
+    )
+    rate = ceilings["matrix_flops_per_s"]["bfloat16"] / 1e12
+    return Found(light.dry or share >= MATRIX_SHARE, f"{1e3 * step_s:.0f} ms, {share:.0%} of {rate:.0f} TFLOP/s")
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def training_flops(config: ModelConfig, num: int, prompt: int, response: int) -> float:
+    """Of a forward and a backward pass: three times 2 for each weight and token that it multiplies, the head at the
+    response tokens only, and causal attention, in which half of the square counts."""
+    total, width = prompt + response, config.num_heads * config.head_dim
+    attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
+    layer = 2 * total * (attention + 3 * config.hidden_size * config.intermediate_size) + 2 * total**2 * width
+    head = 2 * response * config.hidden_size * config.vocab_size
+    return 3.0 * num * (config.num_layers * layer + head)
+
+
+def calibrate(light: Light) -> Found:
+    """What the profile verb does, with fewer repetitions: of the shape of LLaMA 7B on a GPU."""
+    from rlhf_spmd import config as configs
+    from rlhf_spmd.calibration_file import read_calibration, write_calibration
+    from rlhf_spmd.plan.cluster import DEVICE_BYTES, device_type_of
+    from rlhf_spmd.runtime.profile.profile import Grid, profile, summary
+    from rlhf_spmd.runtime.world.world import World
+
+    facts = json.loads((light.work / FACTS).read_text())
+    kind = None if light.dry else device_type_of(facts["device"], facts["total_bytes"])
+    if light.dry:
+        config = configs.load("tiny", ["device=cpu"])
+        grid = Grid(max_prompt=4, max_response=2, shares=(1.0,), most_rows=2, most_places=2, tps=(1,))
+    elif kind not in DEVICE_BYTES:
+        raise Missing(f"a device type for {facts['device']} in plan/cluster.py")
+    else:
+        config = configs.load("llama-7b", ["device=cuda", f"device_type={kind}"])
+        grid = Grid(max_prompt=256, max_response=64, shares=(0.5, 1.0), most_rows=8, most_places=64, tps=(1,))
+    world = World.discover()
+    world.use_device(config.device)
+    path = light.out / "calibration.json"
+    found = profile(world, config, name=path.stem, grid=grid, budget_s=0.001 if light.dry else 0.05)
+    write_calibration(found, str(path))
+    print(summary(found))
+    [(device_type, one)] = read_calibration(str(path)).devices.items()
+    light.row(
+        device_type=device_type,
+        matrix_flops=one.matrix_flops,
+        memory_bytes_per_s=one.memory_bytes_per_s,
+        host_bytes_per_s=one.host_bytes_per_s,
+        tables=len(one.measured),
+    )
+    world.shutdown()
+    world.finalize()
+    rates = f"{one.matrix_flops / 1e12:.3g} TFLOP/s, {one.memory_bytes_per_s / 1e9:,.0f} GB/s"
+    return Found(one.matrix_flops > 0 and len(one.measured) > 0, f"{device_type}: {rates}")

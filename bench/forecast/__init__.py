@@ -1,0 +1,1 @@
+"""Do forecasts come true? The simulator and the planner against measurements and published runs."""

@@ -1,0 +1,155 @@
+"""Do forecasts come true? Iterations of the embedded model on CPU ranks under four strategies, forecast and measured.
+
+The machine is calibrated once (`profile`, or a calibration that is given), and every case is forecast from that.
+Lengths of prompts and responses are what no planner can know: they are taken from one run of the first iterations,
+whose tokens are those of every case (numbers do not depend on the placement), and are the same for all. Measured is
+the median of five iterations after a warm-up. Run it on a machine with nothing else to do.
+
+Cost: six minutes on two cores. Command: python -m bench measure-cpu [--quick] [--calibration NAME|FILE.json]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from bench.rows import on_ranks, train, write
+from rlhf_spmd import config as configs
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.simulate import Forecast
+from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategy import load_strategy
+
+STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
+SIZES = (4, 8)
+TOLERANCE = 0.15  # of the measured seconds
+ITERATIONS = 6  # the first one is a warm-up
+WORDS = [f"iterations={ITERATIONS}", "num_samples=0"]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench measure-cpu", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="4 ranks only")
+    parser.add_argument("--calibration", default="cpu-2core", help="name or file (default: cpu-2core)")
+    parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    if parsed.on_ranks:
+        write_lengths(parsed.on_ranks)
+        return 0
+    calibration, rows = load_calibration(parsed.calibration), []
+    print("ranks  strategy        forecast s  measured s  error", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        on_ranks(1, ["measure-cpu", "--on-ranks", str(folder / "lengths.json")])
+        lengths = json.loads((folder / "lengths.json").read_text())
+        for size in SIZES[:1] if parsed.quick else SIZES:
+            for strategy in STRATEGIES:
+                rows.append(run_case(folder, calibration, lengths, size, strategy))
+                show(rows[-1])
+    if not parsed.quick:
+        write("measure_cpu", rows)
+    ok = all(row["ok"] for row in rows)
+    print(json.dumps({"bench": "measure-cpu", "worst_error": max(abs(row["error"]) for row in rows), "ok": ok}))
+    return 0 if ok else 1
+
+
+def workload_of(lengths: dict[str, list[int]]) -> Workload:
+    """The embedded model's iteration with lengths that have been seen."""
+    workload = make_workload(configs.load("tiny", WORDS))
+    return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
+
+
+def run_case(folder: Path, calibration: Calibration, lengths: dict, size: int, strategy: str) -> dict:
+    """The row of one strategy on so many ranks: its forecast, and one run of the program."""
+    from rlhf_spmd.runtime.observe.trace import read_chrome
+
+    config = configs.load("tiny", WORDS)
+    program = load_strategy(strategy).compile(workload_of(lengths), Cluster.parse(f"1x{size}"), config.strategy)
+    found = forecast(program, calibration)
+    result, metrics = train(size, ["--runs", str(folder), "--strategy", strategy, *WORDS])
+    measured_s = statistics.median(row["iteration_s"] for row in metrics[1:])
+    error = found.makespan_s / measured_s - 1
+    return {
+        "bench": "measure-cpu",
+        "ranks": size,
+        "strategy": strategy,
+        "calibration": calibration.name,
+        "forecast_s": found.makespan_s,
+        "measured_s": measured_s,
+        "error": error,
+        "calls_forecast_s": forecast_calls_s(found),
+        "calls_measured_s": measured_calls_s(read_chrome(Path(result["run_dir"]) / "timeline.json")),
+        "ok": abs(error) <= TOLERANCE,
+    }
+
+
+def forecast_calls_s(found: Forecast) -> dict[str, float]:
+    """Seconds of each call in an iteration on the rank that it holds longest, waiting for others in it included."""
+    total: Counter[tuple[str, int]] = Counter()
+    for rank, (steps, spans) in enumerate(zip(found.program.instructions, found.times, strict=True)):
+        for step, (begin_s, end_s) in zip(steps, spans, strict=True):
+            if isinstance(step, Run):
+                total[step.call, rank] += end_s - begin_s
+    return _largest(total)
+
+
+def measured_calls_s(records: list[dict]) -> dict[str, float]:
+    """The same of a timeline: the median of its iterations."""
+    by_iteration: dict[int, Counter] = defaultdict(Counter)
+    for record in records:
+        for name, category, begin_s, end_s, iteration, _ in record["spans"]:
+            if category == "compute":
+                by_iteration[iteration][name, record["rank"]] += end_s - begin_s
+    largest = [_largest(total) for total in by_iteration.values()]
+    return {call: statistics.median(one[call] for one in largest) for call in largest[0]}
+
+
+def _largest(total: Counter) -> dict[str, float]:
+    return {call: max(s for (name, _), s in total.items() if name == call) for call, _ in total}
+
+
+def show(row: dict) -> None:
+    """A case for people: the iteration, then its calls."""
+    seconds = f"{row['forecast_s']:10.2f}  {row['measured_s']:10.2f}"
+    print(f"{row['ranks']:5}  {row['strategy']:<14}  {seconds}  {row['error']:+5.0%}")
+    for call, measured_s in row["calls_measured_s"].items():
+        print(f"         {call:<20} {row['calls_forecast_s'].get(call, 0.0):7.3f}  {measured_s:10.3f}", flush=True)
+
+
+def write_lengths(file: Path) -> None:
+    """Tokens of every prompt and response of the measured iterations, from one rank that runs them."""
+    from rlhf_spmd.plan.cluster import Node
+    from rlhf_spmd.runtime.execute.call_handlers import State
+    from rlhf_spmd.runtime.execute.executor import Executor
+    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.run.report import summarize
+    from rlhf_spmd.runtime.run.train import make_iteration, prepare, update
+    from rlhf_spmd.runtime.world.world import World
+
+    world = World.discover()
+    world.use_device("cpu")
+    try:
+        config = configs.load("tiny", WORDS)
+        program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
+        world.start_torch(program.groups, program.pairs)
+        job = prepare(config, program, world)
+        executor = Executor(program, world, job.models, job.calls, Recorder())
+        state, lengths = State(kl_coef=config.ppo.kl_coef), {"prompts": [], "responses": []}
+        for number in range(config.iterations):
+            answers = executor.iteration(make_iteration(job, number), state)
+            update(state, config, summarize(job, answers, state.kl_coef), answers)
+            for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:
+                lengths["prompts"].append(len(job.prompts.prompts[prompt]))
+                lengths["responses"].append(length)
+        file.write_text(json.dumps(lengths))
+        world.shutdown()
+    except BaseException as error:
+        world.fail(error)

@@ -1,0 +1,88 @@
+"""How long planning takes on one core: programs of 1,024 ranks from layouts to forecast, searches for 8x8 and 128x8.
+
+LLaMA-2 70B models, calibration a100-80g, processor seconds. The search is exact in the call-level model, with a proof;
+compiling and simulating the best plans is shown apart.
+
+Cost: two minutes. Command: python -m bench plan-speed
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+
+from bench.rows import write
+from rlhf_spmd import config as configs
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.search.planner import search
+from rlhf_spmd.strategy import load_strategy
+
+DEVICE, PRESET = "a100-80g", "llama-70b"
+RANKS = "128x8"
+WORDS = ("rollout_batch=4096", "mini_batch=1024")  # a row in each mini-batch for each of 1,024 ranks
+STRATEGIES = {
+    "flattening": {"zero": 3},
+    "separation": {"generation_tp": 8, "training_tp": 8, "training_pp": 8, "zero": 1},
+    "reallocation": {"generation_tp": 4, "training_tp": 8, "training_pp": 4, "zero": 1},
+}
+PROGRAM_S = 5.0  # promised of a program of 1,024 ranks
+SEARCH_S = {"8x8": 2.0, RANKS: 30.0}  # promised of a search
+KEEP = {"8x8": 20, RANKS: 2}  # plans that are simulated, which is shown apart; of 1,024 ranks each takes ten seconds
+
+
+def timed(work: Callable) -> tuple[float, object]:
+    """Processor seconds, and what came out."""
+    began = time.process_time()
+    found = work()
+    return time.process_time() - began, found
+
+
+def program_row(strategy: str) -> dict:
+    """Seconds of a program from its layouts to its forecast."""
+    workload = make_workload(configs.load(PRESET, WORDS))
+    cluster, calibration = Cluster.parse(RANKS, DEVICE), load_calibration(DEVICE)
+    placement = load_strategy(strategy).place(workload, cluster, **STRATEGIES[strategy])
+    compile_s, program = timed(lambda: compile_program(workload, placement, cluster))
+    check_s, _ = timed(lambda: check(program))
+    simulate_s, found = timed(lambda: forecast(program, calibration))
+    whole_s = compile_s + check_s + simulate_s
+    row = {"what": f"program, {strategy}", "layout": RANKS, "compile_s": compile_s, "check_s": check_s}
+    row |= {"simulate_s": simulate_s, "seconds": whole_s, "promised_s": PROGRAM_S, "ok": whole_s <= PROGRAM_S}
+    return row | {"forecast_s": found.makespan_s}
+
+
+def search_row(layout: str) -> dict:
+    """Seconds of a search, and of simulating what it found."""
+    words = WORDS if layout == RANKS else ()
+    workload = make_workload(configs.load(PRESET, words))
+    cluster, calibration = Cluster.parse(layout, DEVICE), load_calibration(DEVICE)
+    found = search(workload, cluster, calibration, keep=KEEP[layout])
+    row = {"what": "search, exact", "layout": layout, "seconds": found.search_s, "simulate_s": found.simulate_s}
+    row |= {"gap": found.gap, "num_plans": len(found.plans), "forecast_s": found.plans[0].forecast.makespan_s}
+    return row | {"promised_s": SEARCH_S[layout], "ok": found.search_s <= SEARCH_S[layout]}
+
+
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(prog="bench plan-speed", description=__doc__).parse_args(arguments)
+    cases = [partial(program_row, name) for name in STRATEGIES] + [partial(search_row, name) for name in SEARCH_S]
+    rows = []
+    for case in cases:
+        rows.append({"bench": "plan-speed"} | case())
+        row = rows[-1]
+        print(
+            f"{row['what']:<22} {row['layout']:>6}  {row['seconds']:6.2f} s, promised {row['promised_s']:g}", flush=True
+        )
+    write("plan_speed", rows)
+    ok = all(row["ok"] for row in rows)
+    print(
+        json.dumps(
+            {"bench": "plan-speed", "seconds": {f"{r['what']} {r['layout']}": r["seconds"] for r in rows}, "ok": ok}
+        )
+    )
+    return 0 if ok else 1

@@ -1,0 +1,254 @@
+"""Forecasts of whole iterations on machines that are not here: strategies side by side over models and layouts.
+
+Each strategy has the best of its options (bench/forecast/tuning.py). --suite asks another question
+(bench/forecast/suites.py). With --measure, in an MPI world, the strategies run for real on its devices instead, with a
+preset that has weights.
+
+Cost: the whole scan takes ten minutes on one core, --quick one. Command: python -m bench scan [--quick | --suite NAME]
+mpirun -n 4 python -m bench scan --measure --preset tiny
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from bench import plots
+from bench.forecast import suites
+from bench.forecast.suites import SUITES, Case
+from bench.forecast.tuning import best_options
+from bench.rows import write
+from bench.tables import text_table
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.forecast import forecast, times_of
+from rlhf_spmd.plan.cost.memory import num_params, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.simulate import Forecast, simulate
+from rlhf_spmd.plan.cost.summary import PHASES, phase_s, runs
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.program.instructions import Message, Program
+from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.search.planner import search
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategy import load_strategy
+
+DEVICES_PER_NODE = 8
+BUDGET_S = 60.0  # of the planner's proof; its gap is in the row
+SHADOWS, FROZEN = ("actor", "critic"), ("reference", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a strategy comes to in one case. program, seen: None where nothing fits, and `why` says what is too much."""
+
+    options: Mapping[str, Any]
+    program: Program | None
+    seen: Forecast | None
+    why: str = ""
+    counts: Mapping[str, Any] | None = None
+
+
+def merged(first: Calibration, second: Calibration) -> Calibration:
+    """The devices of both, behind the slower links."""
+    links = {
+        name: min(getattr(first, name), getattr(second, name), key=lambda link: link.bytes_per_s)
+        for name in ("inside", "between")
+    }
+    about = f"{first.name}: {first.provenance} {second.name}: {second.provenance}"
+    devices = {**first.devices, **second.devices}
+    return replace(first, name=f"{first.name}+{second.name}", devices=devices, provenance=about, **links)
+
+
+def machine(case: Case) -> tuple[Cluster, Calibration]:
+    """The cluster of a case and its constants."""
+    if not case.nodes:
+        return Cluster.parse(case.layout, suites.DEVICE), load_calibration(suites.DEVICE)
+    nodes = tuple(Node(DEVICES_PER_NODE, device, DEVICE_BYTES[device]) for device in case.nodes)
+    return Cluster(nodes), merged(*(load_calibration(device) for device in (suites.DEVICE, suites.OTHER_DEVICE)))
+
+
+def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
+    """The forecast of a case."""
+    if case.strategy == "planner":
+        return planned(workload, cluster, calibration)
+    strategy = load_strategy(case.strategy)
+    if case.exact:
+        program = strategy.compile(workload, cluster, case.options)
+        why = "; ".join(finding.message for finding in memory(program))
+        return Found(case.options, program, None if why else forecast(program, calibration), why)
+    grid = suites.grid_of(case.strategy, cluster.num_devices)
+    grid |= {name: value if isinstance(value, tuple) else (value,) for name, value in case.options.items()}
+    best = best_options(strategy, workload, cluster, calibration, grid)
+    counts = {"num_points": best.num_points, "num_fit": best.num_fit, "num_forecasts": best.num_forecasts}
+    return Found(best.options, best.program, best.forecast, best.why, counts)
+
+
+def planned(workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
+    """The planner's first plan; its options are the layouts of the calls."""
+    try:
+        found = search(workload, cluster, calibration, budget_s=BUDGET_S)
+    except UserError as error:
+        return Found({}, None, None, str(error))
+    plan = found.plans[0]
+    options: dict[str, Any] = {"plan": plan.name, "stream": plan.placement.stream}
+    for call, layout in plan.placement.layouts.items():
+        micro_batch = "" if layout.micro_batch is None else f" micro_batch {layout.micro_batch}"
+        options[call] = f"{layout}{micro_batch} on {format_ranks(layout.ranks)}"
+    counts = {"num_scored": found.num_scored, "gap": found.gap}
+    return Found(options, plan.program, plan.forecast, counts=counts)
+
+
+def row_of(case: Case, found: Found, workload: Workload, calibration: Calibration) -> dict:
+    """A row: what, and how fast, and how full. Sizes are of the fullest device, in bytes."""
+    about = {
+        "bench": "scan",
+        "preset": case.preset,
+        "layout": case.layout,
+        "strategy": case.strategy,
+        "nodes": " + ".join(f"{case.nodes.count(device)} {device}" for device in dict.fromkeys(case.nodes)),
+        "calibration": calibration.name,
+        "options": dict(found.options),
+        "why_not": found.why,
+        "samples_per_s": None,
+        "iteration_s": None,
+        **(found.counts or {}),
+    }
+    if found.program is None:
+        return about
+    about |= sizes(found.program)
+    if found.seen is None:
+        return about
+    seconds = found.seen.makespan_s
+    about |= {"samples_per_s": workload.num_sequences / seconds, "iteration_s": seconds}
+    about |= {f"{phase}_s": value for phase, value in phase_s(found.seen).items()}
+    return about | {"device_s": device_s(found.seen)} | exposed(found.program, found.seen, calibration)
+
+
+def sizes(program: Program) -> dict[str, int]:
+    """Bytes of the fullest device: its peak, frozen replicas, shadow copies; bytes that an iteration moves."""
+    ranks = program.cluster.ranks
+    return {
+        "peak_bytes": max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in ranks),
+        "frozen_bytes": max(copy_bytes(program, rank, FROZEN) for rank in ranks),
+        "shadow_bytes": max(copy_bytes(program, rank, SHADOWS) for rank in ranks),
+        "data_bytes": sum(transfer.num_bytes for transfer in program.transfers if transfer.model is None),
+        "sync_bytes": sum(transfer.num_bytes for transfer in program.transfers if transfer.model is not None),
+    }
+
+
+def copy_bytes(program: Program, rank: int, models: Sequence[str]) -> int:
+    """Weights on a rank of copies that do not train."""
+    total, layouts = 0, program.placement.layouts
+    for (model, shard), calls in program.copies(rank).items():
+        layout, shape = layouts[calls[0]], program.workload.models[model]
+        if model in models and shape is not None and not layout.offload:
+            params = num_params(shape, shard)
+            total += program.workload.param_bytes * (-(-params // layout.dp) if layout.zero == 3 else params)
+    return total
+
+
+def device_s(seen: Forecast) -> dict[str, float]:
+    """Where an iteration goes, mean over devices: seconds in each phase, and the rest, which they wait. Sums to it."""
+    workflow, num = seen.program.workload.workflow, seen.program.cluster.num_devices
+    found = dict.fromkeys(PHASES.values(), 0.0)
+    for _, step, begin_s, end_s in runs(seen):
+        found[PHASES[workflow.call(step.call).kind]] += (end_s - begin_s) / num
+    return found | {"rest": max(0.0, seen.makespan_s - sum(found.values()))}  # rounding may leave less than nothing
+
+
+def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[str, float]:
+    """By how much an iteration is shorter where data keys, or new weights, move in no time."""
+    times, found = times_of(program, calibration), {}
+    for kind, weights in (("data", False), ("sync", True)):
+        moved = {
+            message
+            for transfer in program.transfers
+            if (transfer.model is not None) == weights
+            for message in transfer.messages
+        }
+
+        def message_s(message: Message, moved=moved) -> float:
+            return 0.0 if message in moved else times.message_s(message)
+
+        without_s = simulate(program, replace(times, message_s=message_s)).makespan_s if moved else seen.makespan_s
+        found[f"{kind}_exposed_s"] = seen.makespan_s - without_s
+    return found
+
+
+def with_speed_up(rows: Iterable[dict]) -> list[dict]:
+    """The rows with `speed_up`: over flattening in the same place; None where either does not fit."""
+    rows = list(rows)
+    place = ("preset", "layout", "nodes")
+    flat = {tuple(row[key] for key in place): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
+    for row in rows:
+        base_s = flat.get(tuple(row[key] for key in place))
+        row["speed_up"] = base_s / row["iteration_s"] if base_s and row["iteration_s"] else None
+    return rows
+
+
+def explained(plan: Mapping, rows: Sequence[Mapping]) -> str:
+    """Which plan the planner took, and where it saves what the strategies take, in lines."""
+    place = ("preset", "layout", "nodes")
+    alike = [row for row in rows if all(row[key] == plan[key] for key in place) and row["iteration_s"]]
+    lines = [f"{plan['preset']} on {plan['layout']}: the planner's plan is {plan['options']['plan']}"]
+    for row in sorted(alike, key=lambda row: row["iteration_s"]):
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["device_s"].items())
+        lines.append(f"  {row['strategy']:<14} {row['iteration_s']:6.1f} s: {phases}")
+    layouts = (f"  {call}: {layout}" for call, layout in plan["options"].items() if call not in ("plan", "stream"))
+    return "\n".join([*lines, *layouts])
+
+
+def run_suite(cases: Sequence[Case]) -> list[dict]:
+    """The rows of all cases, in order."""
+    rows = []
+    with tqdm(cases, unit="case", leave=False) as bar:
+        for case in bar:
+            bar.set_description(f"{case.preset} {case.layout} {case.strategy}")
+            workload, (cluster, calibration) = make_workload(load(case.preset)), machine(case)
+            found = solve(case, workload, cluster, calibration)
+            rows.append(row_of(case, found, workload, calibration))
+    return with_speed_up(rows)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench scan", description=__doc__.partition("\n")[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="7B on one and two nodes; writes nothing")
+    what.add_argument("--suite", choices=[name for name in SUITES if name not in ("all", "quick")])
+    what.add_argument("--measure", action="store_true", help="run the strategies on the devices of this MPI world")
+    parser.add_argument("--preset", default="tiny", help="of --measure; one that has weights")
+    parsed = parser.parse_args(arguments)
+    if parsed.measure:
+        from bench.forecast.measure import measure  # imports torch, which forecasts do without
+
+        return measure(parsed.preset)
+    name = parsed.suite or ("quick" if parsed.quick else "all")
+    suite = SUITES[name]
+    rows = run_suite(suite.cases)
+    file = "scan" if name in ("all", "quick") else name.replace("-", "_")
+    print(f"{suite.title}\n{text_table(file, rows)}")
+    for row in rows:
+        if row["strategy"] == "planner" and row["samples_per_s"]:
+            print(explained(row, rows))
+    claims = suite.claims(rows)
+    for claim, exceptions in claims.items():
+        words = (
+            "nothing to compare" if exceptions is None else "not for " + "; ".join(exceptions) if exceptions else "yes"
+        )
+        print(f"{claim}: {words}")
+    if not parsed.quick:
+        write(file, rows)
+    if name == "all":
+        plots.draw(rows)
+    ok = all(claims[claim] == [] for claim in suite.promised) and all(
+        row["samples_per_s"] or row["why_not"] for row in rows
+    )
+    holds = {claim: None if cases is None else not cases for claim, cases in claims.items()}
+    print(json.dumps({"bench": "scan", "suite": name, "cases": len(rows), **holds, "ok": ok}))
+    return 0 if ok else 1

@@ -1,0 +1,238 @@
+"""Suites as data: which presets, layouts and strategies are forecast, over which options, and what is claimed of them.
+
+`python -m bench scan --suite NAME` runs one. Every suite has the same rows (bench/forecast/scan.py) and shows other
+columns.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from bench.rows import STRATEGIES
+
+PRESETS = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")
+LAYOUTS = ("1x8", "2x8", "4x8", "8x8")
+INTERLEAVING = ("interleaving1", "interleaving2")
+DEVICE, OTHER_DEVICE = "a100-80g", "h100-80g"  # types, and the calibrations of these names
+SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
+LARGE_MODELS = ("llama-33b", "llama-65b")
+SHARES = ((), ("actor=1",))  # of the ranks that generate: models apart where there is room, or all of them everywhere
+NEAR = 1.005  # forecasts this near to each other count as equal
+Claims = dict[str, list[str] | None]  # name -> the cases in which it does not come out; None: no case decides it
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One forecast. nodes: device type of each node, of 8 devices; () : all are DEVICE, as many as the layout says.
+
+    options: of the strategy; a value that is a tuple is searched over, and so is what grid_of() says of the others.
+    exact: these options and no others, whether they fit or not.
+    """
+
+    preset: str
+    layout: str
+    strategy: str
+    options: Mapping[str, Any]
+    nodes: tuple[str, ...] = ()
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """claims(rows): what comes out. promised: the claims that make `ok`."""
+
+    title: str
+    cases: tuple[Case, ...]
+    claims: Callable[[Sequence[Mapping]], Claims]
+    promised: tuple[str, ...]
+
+
+def grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
+    """What is searched over: option -> values. Points that a strategy refuses cost nothing."""
+    zero, halves, recompute = (0, 1, 2, 3), (1, 2, 4, 8), (False, True)
+    if strategy in ("flattening", *INTERLEAVING):
+        return {"zero": zero, "micro_batch": (1, 2, 4, 8, 16, 32, 64)}
+    split = {"training_tp": halves, "training_pp": halves, "generation_tp": halves}
+    split |= {"zero": zero, "recompute": recompute, "micro_batch": (2, 8, 32)}
+    if strategy == "reallocation":
+        return split | {"offload": recompute}
+    split["ratios"] = SHARES
+    if strategy == "heterogeneous":
+        return split
+    return {"generation_ranks": tuple(num_devices * quarters // 4 for quarters in (1, 2, 3)), **split}
+
+
+# ---- claims: pure functions of rows ---------------------------------------------------------------------------------
+
+
+def rate(rows: Sequence[Mapping], preset: str, layout: str, *strategies: str) -> float:
+    """Samples per second of the best of some strategies; 0 where none fits."""
+    found = [row for row in rows if (row["preset"], row["layout"]) == (preset, layout)]
+    return max((row["samples_per_s"] or 0.0 for row in found if row["strategy"] in strategies), default=0.0)
+
+
+def exceptions(pairs: Mapping[str, tuple[float, float]]) -> list[str] | None:
+    """The cases whose first rate is not above the second one; None where there is nothing to compare."""
+    if not pairs:
+        return None
+    return [f"{where}: {first:.3g} against {second:.3g}" for where, (first, second) in pairs.items() if first <= second]
+
+
+def orders(rows: Sequence[Mapping]) -> Claims:
+    """The order that APP reports (arXiv 2312.11819), and that the planner is behind nothing."""
+    places = dict.fromkeys((row["preset"], row["layout"]) for row in rows)
+    small = {
+        f"{preset} {layout}": (rate(rows, preset, layout, *INTERLEAVING), rate(rows, preset, layout, "flattening"))
+        for preset, layout in places
+        if layout in SMALL and rate(rows, preset, layout, "flattening", *INTERLEAVING)
+    }
+    large = {
+        f"{preset} {layout}": (
+            rate(rows, preset, layout, "separation"),
+            rate(rows, preset, layout, "flattening", *INTERLEAVING),
+        )
+        for preset, layout in places
+        if layout in LARGE
+        and preset in LARGE_MODELS
+        and rate(rows, preset, layout, "separation", "flattening", *INTERLEAVING)
+    }
+    one_node = {
+        f"{preset} {layout}": (rate(rows, preset, layout, "flattening"), rate(rows, preset, layout, "separation"))
+        for preset, layout in places
+        if layout == "1x8" and rate(rows, preset, layout, "flattening", "separation")
+    }
+    found = {
+        "interleaving_ahead_on_small": exceptions(small),
+        "separation_ahead_on_large": exceptions(large),
+        "separation_behind_on_one_node": exceptions(one_node),
+    }
+    return found | planner_first(rows)
+
+
+def planner_first(rows: Sequence[Mapping]) -> Claims:
+    """The planner's plan is as fast as the best of the strategies, but for NEAR."""
+    places = dict.fromkeys((row["preset"], row["layout"]) for row in rows if row["strategy"] == "planner")
+    fixed = [strategy for strategy in STRATEGIES if strategy != "planner"]
+    pairs = {
+        f"{preset} {layout}": (NEAR * rate(rows, preset, layout, "planner"), rate(rows, preset, layout, *fixed))
+        for preset, layout in places
+        if rate(rows, preset, layout, "planner", *fixed)
+    }
+    return {"planner_first": exceptions(pairs)}
+
+
+def frozen_halved(rows: Sequence[Mapping]) -> Claims:
+    """Interleaving halves the replicas of reference and reward model; under ZeRO 3 they take what they took."""
+    found: dict[str, list[str]] = {"replicas_halved": [], "shards_unchanged": [], "shadows_cost": []}
+    for row in rows:
+        alike = [other for other in rows if other["preset"] == row["preset"] and other["options"] == row["options"]]
+        flat = next(other for other in alike if other["strategy"] == "flattening")
+        where = f"{row['preset']} {row['layout']} {row['strategy']} zero={row['options']['zero']}"
+        if row["strategy"] in INTERLEAVING:
+            zero = row["options"]["zero"]
+            wanted = flat["frozen_bytes"] / (1 if zero == 3 else 2)
+            if abs(row["frozen_bytes"] - wanted) > 0.01 * wanted:
+                found["shards_unchanged" if zero == 3 else "replicas_halved"].append(where)
+        if row["strategy"] == "separation" and row["shadow_bytes"] == 0:
+            found["shadows_cost"].append(where)
+    return found
+
+
+def traffic_small(rows: Sequence[Mapping]) -> Claims:
+    """What interleaving moves takes less than a hundredth of an iteration."""
+    late = [row for row in rows if row["samples_per_s"] and row["data_exposed_s"] >= 0.01 * row["iteration_s"]]
+    return {"traffic_below_1_percent": [f"{row['preset']} {row['layout']} {row['strategy']}" for row in late]}
+
+
+def overlapping(rows: Sequence[Mapping]) -> Claims:
+    """Under separation, generation and training lie over each other; the weights' way back is short."""
+    mine = [row for row in rows if row["strategy"] == "separation"]
+    fit = [row for row in mine if row["samples_per_s"]]
+    alone = [row for row in fit if row["generation_s"] + row["training_s"] <= row["iteration_s"]]
+    slow = [row for row in fit if row["sync_exposed_s"] >= 0.05 * row["iteration_s"]]
+    return {
+        "separation_fits": [f"{row['preset']} {row['layout']}" for row in mine if not row["samples_per_s"]],
+        "generation_and_training_overlap": [f"{row['preset']} {row['layout']}" for row in alone],
+        "sync_below_5_percent": [f"{row['preset']} {row['layout']}" for row in slow],
+    }
+
+
+def mixed_ahead(rows: Sequence[Mapping]) -> Claims:
+    """On mixed devices: one type generating and the other training, against everything on both types."""
+    pairs = {
+        f"{row['preset']} {row['nodes']}": (row["nodes"], row["preset"])
+        for row in rows
+        if row["strategy"] == "heterogeneous"
+    }
+    found = {}
+    for where, (nodes, preset) in pairs.items():
+        alike = [row for row in rows if (row["nodes"], row["preset"]) == (nodes, preset)]
+        best = {
+            name: max((row["samples_per_s"] or 0.0 for row in alike if row["strategy"] == name), default=0.0)
+            for name in ("heterogeneous", "flattening")
+        }
+        found[where] = best["heterogeneous"], best["flattening"]
+    return {"types_apart_ahead_of_flattening": exceptions(found)}
+
+
+# ---- the suites -----------------------------------------------------------------------------------------------------
+
+
+def tuned(presets: Sequence[str], layouts: Sequence[str], strategies: Sequence[str]) -> tuple[Case, ...]:
+    """All combinations, each with its best options."""
+    return tuple(Case(*names, options={}) for names in product(presets, layouts, strategies))
+
+
+MIXED = tuple((DEVICE,) * (4 - number) + (OTHER_DEVICE,) * number for number in (1, 2, 3))
+SUITES = {
+    "all": Suite(
+        "every strategy on every model and layout",
+        tuned(PRESETS, LAYOUTS, STRATEGIES),
+        orders,
+        ("planner_first",),
+    ),
+    "quick": Suite("the same for 7B on one and two nodes", tuned(PRESETS[:1], SMALL, STRATEGIES), orders, ()),
+    "app-memory": Suite(
+        "what each strategy holds on a device",
+        tuple(
+            Case(preset, layout, strategy, {"zero": zero, "micro_batch": 8}, exact=True)
+            for preset, layout in (("llama-7b", "1x8"), ("llama-13b", "4x8"))
+            for zero, strategy in product((0, 2, 3), ("flattening", "interleaving1", "separation"))
+        ),
+        frozen_halved,
+        ("replicas_halved", "shards_unchanged", "shadows_cost"),
+    ),
+    "app-communication": Suite(
+        "what interleaving moves between devices",
+        tuned(PRESETS[:2], ("1x8", "2x8", "4x8"), INTERLEAVING),
+        traffic_small,
+        ("traffic_below_1_percent",),
+    ),
+    "app-separation": Suite(
+        "separation of large models, against the strategies on all ranks",
+        tuned(("llama-33b",), ("4x8",), STRATEGIES[:-1]) + tuned(("llama-65b",), ("8x8",), STRATEGIES[:-1]),
+        overlapping,
+        ("separation_fits", "generation_and_training_overlap", "sync_below_5_percent"),
+    ),
+    "app-planner": Suite(
+        "which plan is best for 13B on two nodes",
+        tuned(("llama-13b",), ("2x8",), STRATEGIES),
+        planner_first,
+        ("planner_first",),
+    ),
+    "heterogeneous": Suite(
+        "two types of device: how many of each, and which of them generates",
+        tuple(
+            Case("llama-13b", "4x8", strategy, options, nodes)
+            for nodes in MIXED
+            for strategy, options in (
+                ("flattening", {}),
+                ("heterogeneous", {"generation_device": DEVICE}),
+                ("heterogeneous", {"generation_device": OTHER_DEVICE}),
+            )
+        ),
+        mixed_ahead,
+        (),  # what comes out is in the README
+    ),
+}

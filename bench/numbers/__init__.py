@@ -1,0 +1,1 @@
+"""Do numbers stay what they should be: invariance, bfloat16, convergence, learning."""

@@ -1,0 +1,193 @@
+"""Does the working tree compute what an earlier commit computed? Tokens, weights, metrics, programs, forecasts, plans.
+
+For refactorings, which may not change a bit. Thirteen small runs of the real program (six placements in float32 and in
+bfloat16, and one that is stopped and resumed) must leave the same hashes of responses, the same bits of weights and
+moments, and the same metrics; twenty programs must be the same instruction by instruction, with what `check` finds,
+bytes and simulated seconds; two searches must end with the same plans. What was renamed on purpose is in RENAMES
+(unchanged_compare.py). A worktree of the commit, made for this and removed afterwards, runs its own copy of this bench
+(`--write FOLDER --only PART`, which must go on to mean the same), so that each tree uses its own names. What a commit
+computed is kept in .cache/unchanged/ for the next time on the same machine.
+
+With --speed instead: does the working tree take more processor time for the same work (unchanged_speed.py)?
+
+Cost: on two cores three and a half minutes, half of it where the commit is in the cache; ten seconds for
+--only programs; with --speed half an hour. Command: python -m bench unchanged COMMIT [--only programs|runs] [--record]
+or python -m bench unchanged COMMIT --speed [--record]
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from bench.numbers.unchanged_compare import Golden, compare
+from bench.rows import REPOSITORY, add
+
+PARTS = ("programs", "runs")
+CACHE = REPOSITORY / ".cache" / "unchanged"
+LIMIT_S = 1800.0  # of one part in one tree
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench unchanged", description=__doc__.partition("\n")[0])
+    parser.add_argument("commit", nargs="?", help="what the working tree is compared with")
+    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    parser.add_argument("--record", action="store_true", help="append a row to bench/results/unchanged.jsonl")
+    parser.add_argument("--speed", action="store_true", help="compare processor time instead")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="write what this tree computes, and compare nothing"
+    )
+    parsed = parser.parse_args(arguments)
+    parts = PARTS if parsed.only is None else (parsed.only,)
+    if parsed.write:
+        return write(parsed.write, parts)
+    if parsed.commit is None:
+        parser.error("give the commit that the working tree is compared with, e.g. HEAD")
+    commit = sha_of(parsed.commit)
+    row = {"bench": "unchanged", "since": commit}
+    row |= speed(commit) if parsed.speed else bits(commit, parts)
+    if parsed.record:
+        add("unchanged", [row])
+    print(json.dumps(row))
+    return 0 if row["ok"] else 1
+
+
+def bits(commit: str, parts: tuple[str, ...]) -> dict:
+    """Compares what both trees compute; -> what the row says of it."""
+    differences = {}
+    for part in parts:
+        old, old_s = of_commit(commit, part)
+        new, new_s = of_tree(REPOSITORY, part)
+        print(f"{part}: {old_s:.0f} s for {commit[:10]}{'' if old_s else ' (cached)'}, {new_s:.0f} s for this tree")
+        found = compare(old, new)
+        for case, text in found.items():
+            print(f"  {case}: {'equal' if text is None else f'DIFFERENT: {text}'}", flush=True)
+        differences |= found
+    num = sum(text is not None for text in differences.values())
+    row = {"parts": list(parts), "cases": len(differences), "different": num}
+    return row | {"ok": bool(differences) and not num}
+
+
+def speed(commit: str) -> dict:
+    """Compares the processor time of both trees; -> what the row says of it."""
+    from bench.numbers import unchanged_speed
+
+    with worktree(commit) as tree:
+        works = unchanged_speed.compare(tree, REPOSITORY, run_in)
+    return {"works": works, "ok": all(work["ok"] for work in works)}
+
+
+# ---- what a tree computes --------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, parts: tuple[str, ...]) -> int:
+    """Writes FOLDER/PART.json for each part: what the tree computes in which this process runs."""
+    assert_from(REPOSITORY)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        if part == "programs":
+            from bench.numbers.unchanged_programs import goldens
+
+            found: Mapping[str, Golden] = goldens()
+        else:
+            from bench.numbers import unchanged_runs
+
+            with tempfile.TemporaryDirectory(prefix="unchanged_runs_") as runs:
+                found = unchanged_runs.goldens(Path(runs))
+        (folder / f"{part}.json").write_text(json.dumps(found, indent=0))
+    print(json.dumps({"bench": "unchanged", "written": str(folder), "ok": True}))
+    return 0
+
+
+def assert_from(tree: Path) -> None:
+    """The modules are those of a tree, not those of the checkout that is installed."""
+    import bench
+    import rlhf_spmd
+    import rlhf_spmd.kernels
+    import rlhf_spmd.strategies
+
+    wanted = os.environ.get("UNCHANGED_TREE", str(tree))
+    for module in (bench, rlhf_spmd, rlhf_spmd.kernels, rlhf_spmd.strategies):
+        assert Path(module.__file__).resolve().is_relative_to(Path(wanted).resolve()), (module.__file__, wanted)
+
+
+def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
+    """What a tree computes by its own copy of this bench, and the seconds that it took."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="unchanged_") as folder:
+        run_in(tree, ["unchanged", "--write", folder, "--only", part])
+        return json.loads((Path(folder) / f"{part}.json").read_text()), time.monotonic() - began
+
+
+def run_in(tree: Path, arguments: list[str]) -> str:
+    """`python -m bench ARGUMENTS` of a tree, by this interpreter -> its standard output. Raises if it fails."""
+    # a tree's own folder comes before the finder of an editable install, also in the ranks that it starts
+    environment = os.environ | {"PYTHONPATH": str(tree), "UNCHANGED_TREE": str(tree)}
+    command = [sys.executable, "-m", "bench", *arguments]
+    told = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
+    done = subprocess.run(command, cwd=tree, env=environment, **told)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} in {tree} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+# ---- an earlier commit -----------------------------------------------------------------------------------------------
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def sha_of(commit: str) -> str:
+    """The full hash of a commit that has this bench."""
+    try:
+        sha = git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+    except subprocess.CalledProcessError:
+        sys.exit(f"bench unchanged: {commit} is no commit of this repository")
+    if '"unchanged"' not in git("show", f"{sha}:bench/__main__.py"):
+        sys.exit(f"bench unchanged: {commit} does not have this bench; compare with a later commit")
+    return sha
+
+
+@contextmanager
+def worktree(commit: str) -> Iterator[Path]:
+    """The files of a commit in a folder of their own, for as long as they are needed."""
+    with tempfile.TemporaryDirectory(prefix="unchanged_tree_") as folder:
+        tree = Path(folder) / "tree"
+        git("worktree", "add", "--quiet", "--detach", str(tree), commit)
+        try:
+            yield tree
+        finally:
+            git("worktree", "remove", "--force", str(tree))
+            git("worktree", "prune")
+
+
+def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
+    """What a commit computes, and the seconds that it took: 0 where it comes from the cache."""
+    path = CACHE / commit / f"{part}.json"
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if kept["machine"] == machine():
+            return kept["goldens"], 0.0
+    with worktree(commit) as tree:
+        found, seconds = of_tree(tree, part)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), "goldens": found}))
+    return found, seconds
+
+
+def machine() -> dict[str, str]:
+    """What bits may depend on beside the code."""
+    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    told = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in info}
+    about = {name: told.get(name, "") for name in ("model name", "flags")}
+    versions = {name: version(name) for name in ("torch", "numpy", "deepspeed", "transformers")}
+    return about | versions | {"python": platform.python_version(), "cores": str(os.cpu_count())}

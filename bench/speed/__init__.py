@@ -1,0 +1,1 @@
+"""How fast it is: kernels, generation, iterations, and what guards cost."""

@@ -1,0 +1,88 @@
+"""The GPU's part of `python -m bench generate`: a decode step of 7B shape, and whole generations with that model."""
+
+import statistics
+import time
+
+import torch
+
+from bench.speed import generate_peers as peers
+from bench.speed.generate_costs import products_of
+from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.kvcache import token_bytes
+from rlhf_spmd.runtime.generation.random_streams import OFFLINE
+from rlhf_spmd.runtime.generation.requests import Sampling
+
+ROWS, CONTEXT, STEPS = 64, 1024, 48
+STEP_SHARE = 0.70  # promised share of the memory bandwidth
+LEAST = 4.0  # promised times faster than the faster of transformers' ways
+
+
+def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context: int = CONTEXT) -> dict:
+    """The row of a decode step inside the engine: the time from one round to the next, scheduling and sampling
+    included, once every prompt is in the cache."""
+    device, prompt = next(mine.parameters()).device, context - STEPS // 2
+    work = peers.to_the_limit(mine.config.vocab_size, num=rows, new=STEPS, prompt=prompt)
+    engine = Engine(mine, longest=work.longest, max_sequences=rows)
+    bits_RG = torch.from_numpy(random_bits(1, OFFLINE, 0, range(rows), [0] * rows, STEPS))
+    engine.submit(work.prompts_RP.tolist(), bits_RG, Sampling(STEPS))
+    rounds: list[tuple[float, int]] = []
+
+    def note(num_ended: int, num_tokens: int) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        rounds.append((time.perf_counter(), num_tokens))
+
+    engine.run(progress=note)
+    # a round with a prefill draws the first tokens of new rows besides; the first round without one may capture graphs
+    first = next(i for i, (_, num) in enumerate(rounds) if num == rows and i > 0) + 2
+    seconds = [rounds[i][0] - rounds[i - 1][0] for i in range(first, len(rounds)) if rounds[i][1] == rows]
+    num_bytes = sum(weight.nbytes for weight in products_of(mine)) + rows * context * token_bytes(mine)
+    step_s = statistics.median(seconds)
+    share = num_bytes / step_s / ceilings["memory_bytes_per_s"]
+    return {
+        "work": f"a decode step, {rows} rows, {context} tokens each",
+        "dtype": str(mine.dtype).removeprefix("torch."),
+        "step_s": step_s,
+        "steps": len(seconds),
+        "bytes": num_bytes,
+        "share_of_memory": share,
+        "promised": STEP_SHARE,
+        "ok": share >= STEP_SHARE,
+    }
+
+
+def ways(theirs) -> dict[str, dict]:
+    """How transformers can be asked on this device; a static cache compiles the model, where that works."""
+    found = {"transformers": {}}
+    brief = peers.to_the_limit(theirs.config.vocab_size, num=2, new=4)
+    try:
+        peers.by_transformers(theirs, brief, cache_implementation="static")
+    except Exception as error:  # whatever the compiler raises, the row says that this way does not work here
+        print(f"transformers with a static cache does not work here: {type(error).__name__}: {str(error)[:200]}")
+    else:
+        found["transformers, static cache"] = {"cache_implementation": "static"}
+    return found
+
+
+def on_gpu(device: torch.device, ceilings: dict, *, quick: bool, sizes: dict = peers.LLAMA_7B) -> list[dict]:
+    """Rows of the model of 7B shape in bfloat16."""
+    from bench.speed.generate_compare import compare, show
+
+    theirs = peers.without_ends(peers.random_model(sizes, torch.bfloat16, device))
+    mine, vocab_size = peers.same_weights(theirs, torch.bfloat16), sizes["vocab_size"]
+    row = {"model": "Llama 7B shape"} | decode_step(mine, ceilings)
+    told = f"{1e3 * row['step_s']:.2f} ms for {row['bytes'] / 1e9:.1f} GB: {row['share_of_memory']:.0%} of memory"
+    print(f"{row['model']}, {row['work']}: {told}{'' if row['ok'] else f'  BELOW {STEP_SHARE:.0%}'}", flush=True)
+    rows, options = [row], ways(theirs)
+    for work, least in (
+        (peers.to_the_limit(vocab_size, num=ROWS, new=128), 1.0),
+        (peers.spread(vocab_size, num=4 * ROWS, places=ROWS, limit=256), LEAST),
+    ):
+        row = compare(work, theirs, mine, repeats=1 if quick else 3, options=options)
+        row |= {"model": "Llama 7B shape", "promised": least}
+        row["ok"] = row["ratio"] >= least
+        show(row)
+        rows.append(row)
+    return rows

@@ -1,0 +1,123 @@
+"""What it costs that a run survives: iterations with and without what watches over them, and with checkpoints.
+
+Guarded iterations are as `train` runs them: flight recorder, positions on the board, the watch thread, a supervisor
+beside each rank. Bare ones have none of it: nothing is noted and the supervisors are stopped. Both do the same work
+(an iteration of one number has its prompts and random numbers) and take turns, within one world. Then iterations that
+begin with a checkpoint, while whose files are written the training goes on, against ones that do not.
+
+Cost: six minutes. Command: python -m bench guards
+"""
+
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.rows import write
+from bench.tables import measured_on_ranks
+from rlhf_spmd import config as configs
+from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
+from rlhf_spmd.plan.program.instructions import Program, communicators
+from rlhf_spmd.runtime.world.world import World
+from rlhf_spmd.strategy import load_strategy
+
+STRATEGIES = ("flattening", "separation")
+NUM_RANKS, NUM_PAIRS, NUM_WARM = 8, 24, 2
+MOST_GUARDS, MOST_STALL = 0.02, 0.05  # shares of an iteration
+
+
+def main(arguments: list[str]) -> int:
+    if arguments != ["--on-ranks"]:
+        assert not arguments, "guards takes no options"
+        return measured_on_ranks("guards", NUM_RANKS)
+    from rlhf_spmd.runtime.guard.supervise import supervised
+
+    world, rows = World.discover(flight=supervised()), []
+    try:
+        config = configs.load("tiny", ["num_samples=0"])
+        cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))
+        programs = {name: load_strategy(name).compile(make_workload(config), cluster, {}) for name in STRATEGIES}
+        world.start_torch(*communicators(programs.values()))
+        for name, program in programs.items():
+            rows.append({"bench": "guards", "strategy": name, "ranks": world.size, **measure(config, program, world)})
+        world.shutdown()
+    except BaseException as error:
+        world.fail(error)
+    if world.rank == 0:
+        write("guards", rows)
+    return 0
+
+
+def measure(config: Config, program: Program, world: World) -> dict:
+    """Shares of an iteration: medians over the pairs, of the slowest rank. The same on every rank."""
+    from rlhf_spmd.runtime.checkpoint.saving import Saver
+    from rlhf_spmd.runtime.execute.call_handlers import State
+    from rlhf_spmd.runtime.execute.executor import Executor
+    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.run.train import make_iteration, prepare
+
+    job = prepare(config, program, world)
+    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank))
+    state = State(kl_coef=config.ppo.kl_coef)
+
+    def iteration(number: int, before: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """Seconds of `before` and of both together, of the slowest rank."""
+        data = make_iteration(job, number)
+        world.barrier("the start of an iteration")
+        began = time.perf_counter()
+        before()
+        middle = time.perf_counter()
+        executor.iteration(data, state)
+        seconds = [middle - began, time.perf_counter() - began]
+        return tuple(map(max, zip(*world.allgather(seconds, "the seconds of an iteration"), strict=True)))
+
+    found: dict[str, list[float]] = {name: [] for name in ("bare", "guarded", "stall", "saved", "unsaved")}
+    for number in range(NUM_PAIRS + NUM_WARM):
+        for guarded in (True, False) if number % 2 else (False, True):
+            guard(world, on=guarded)
+            found["guarded" if guarded else "bare"].append(iteration(number)[1])
+    guard(world, on=True)
+    with tempfile.TemporaryDirectory(prefix="guards_") as folder:
+        run = Path(world.bcast(folder, what="the folder"))
+        saver = Saver(world, job.models, run, every=1, keep=1, texts={"config.json": "{}", "strategy.py": ""})
+        for number in range(NUM_PAIRS + NUM_WARM):
+            for saves in (True, False) if number % 2 else (False, True):
+                if not saves:
+                    found["unsaved"].append(iteration(number)[1])
+                    continue
+                stall_s, both_s = iteration(number, lambda done=number + 1: saver.save(done, {}))
+                found["stall"].append(stall_s)
+                found["saved"].append(both_s)
+                saver.finish()
+    found = {name: seconds[NUM_WARM:] for name, seconds in found.items()}
+    row = {"iteration_s": statistics.median(found["unsaved"])}
+    row |= shares("guards", found["guarded"], found["bare"]) | shares("saving", found["saved"], found["unsaved"])
+    row["stall"] = statistics.median(found["stall"]) / row["iteration_s"]
+    row["stall_worst"] = max(found["stall"]) / row["iteration_s"]
+    return row | {"ok": row["guards"] <= MOST_GUARDS and row["stall"] <= MOST_STALL}
+
+
+def guard(world: World, *, on: bool) -> None:
+    """Turns everything that watches over this rank on or off."""
+    os.kill(os.getppid(), signal.SIGCONT if on else signal.SIGSTOP)  # its supervisor
+    for owner, name, nothing in ((world, "progress", lambda *_: None), (world.watch, "_look", lambda: 0.0)):
+        if on:
+            vars(owner).pop(name, None)  # the class's own method again
+        else:
+            setattr(owner, name, nothing)
+
+
+def shares(name: str, with_it: list[float], without: list[float]) -> dict[str, float]:
+    """How much longer an iteration takes with something: the median of the pairs, and their quartiles."""
+    ratios = [a / b - 1 for a, b in zip(with_it, without, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {name: middle, f"{name}_low": low, f"{name}_high": high}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

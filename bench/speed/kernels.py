@@ -1,0 +1,181 @@
+"""How near are the kernels to what the device can do, and how much faster than their peers?
+
+Each kernel and its peers take turns in one run, on random data; shares are of the memory bandwidth and of the rate of
+matrix products that the run itself measures. With a GPU: sampling, logprobs (also peak memory), decode attention, the
+small kernels of a decode step, packed prompts, and a whole decode step of 7B shape. Without: what people meet on a
+CPU, sampling, logprobs and decode attention.
+
+Cost: two minutes on two cores, three on a GPU (which needs 60 GiB for all of it). Command: python -m bench kernels
+With --static nothing is timed: see static_kernels.py.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton  # noqa: F401  before the kernels, which load it by themselves on a GPU only
+
+from bench.rows import version_of, write
+from bench.speed import kernel_cases as cases
+from bench.speed.gpu_decode import DecodeBench, Shape
+from bench.speed.kernel_cases import Case
+from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling, name_of
+
+ROUNDS = 15
+SLOW_ROUNDS = 3  # of what takes seconds on a CPU
+GROUPED = (32, 8, 128)  # query heads, key-value heads, head dim of a model of 8B shape
+STEP_SHARE = 0.70  # of the memory bandwidth: a decode step of 7B shape
+PEAK_SHARE = 0.10  # of the bytes of full float32 logits: what logprobs take beside their gradients
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def cpu_cases(device: torch.device) -> Iterator[Case]:
+    for vocab in (8192, 49152):
+        for rule in cases.RULES:
+            promise = {"least_speedup": {"transformers": 1.5}}
+            yield cases.sampling(device, 32, vocab, torch.float32, rule, **promise)
+    for dtype in (torch.float32, torch.bfloat16):
+        for context, spread in ((128, False), (512, False), (512, True)):
+            small = (8, 4, 64)
+            promise = {"least_speedup": {"padded sdpa": 0.9}} if dtype == torch.float32 else {}
+            yield cases.attending(device, 32, context, small, dtype, block_size=context, spread=spread, **promise)
+        yield cases.attending(device, 32, 512, small, dtype, block_size=16, spread=True)
+    yield cases.projection(device, 4096, 49152, 576, torch.float32, least_speedup={"full logits": 1 / 1.15})
+
+
+def gpu_cases(device: torch.device) -> Iterator[Case]:
+    for dtype in (torch.bfloat16, torch.float32):
+        for rule in cases.RULES:
+            promise = {"least_share": 0.6} if rule == "plain" else {}
+            yield cases.sampling(device, 256, 131072, dtype, rule, **promise)
+    for rows in (1, 8, 64):
+        for context in (1024, 8192):
+            yield cases.attending(device, rows, context, GROUPED, torch.bfloat16, block_size=16)
+    yield cases.attending(device, 64, 8192, GROUPED, torch.bfloat16, block_size=16, spread=True)
+    for num in (64, 8192):
+        yield cases.normalising(device, num, 4096, torch.bfloat16)
+        yield cases.turning(device, num, GROUPED, torch.bfloat16)
+        yield cases.gating(device, num, 11008, torch.bfloat16)
+        yield cases.writing(device, num, GROUPED, torch.bfloat16)
+    yield cases.prefilling(device, [64 + 30 * i for i in range(32)], GROUPED, torch.bfloat16)
+    promise = {"least_speedup": {"full logits": 1 / 1.15}}
+    yield cases.projection(device, 8192, 131072, 4096, torch.bfloat16, **promise)
+
+
+def measure(case: Case, device: torch.device, ceilings: dict) -> dict:
+    """A row: seconds of all, ratios to ours, shares of the ceilings, and whether the promises held."""
+    rounds = SLOW_ROUNDS if case.kernel == "token_logprobs" else ROUNDS
+    with torch.no_grad():
+        seconds = alternate(case.calls, device, rounds=rounds)
+    ours_s = seconds.pop("ours")
+    ratios = {name: peer_s / ours_s for name, peer_s in seconds.items()}
+    row = {"kernel": case.kernel, "shape": case.shape, "dtype": str(case.dtype).removeprefix("torch.")}
+    row |= {"ours_s": ours_s, "peers_s": seconds, "times_faster": ratios}
+    ok = all(ratios[name] >= least for name, least in case.least_speedup.items())
+    if case.num_bytes:
+        row["share_of_memory"] = case.num_bytes / ours_s / ceilings["memory_bytes_per_s"]
+        ok &= row["share_of_memory"] >= case.least_share
+    if case.flops:
+        row["share_of_matrix"] = case.flops / ours_s / ceilings["matrix_flops_per_s"][row["dtype"]]
+    promised = {f"times faster than {name}": least for name, least in case.least_speedup.items()}
+    promised |= {"share of memory": case.least_share} if case.least_share else {}
+    if case.kernel == "token_logprobs":
+        row |= measure_peaks(case, device)
+        promised["peak share of full logits"] = PEAK_SHARE
+        ok &= row["peak_share"] is None or row["peak_share"] < PEAK_SHARE
+    return row | {"promised": promised, "ok": bool(ok)}
+
+
+def measure_peaks(case: Case, device: torch.device) -> dict:
+    """Bytes beyond inputs and gradients, against full logits in float32."""
+    num, vocab = map(int, case.shape.split("]")[0][1:].split(", "))
+    hidden = int(case.shape.split()[-1])
+    gradients = (num + vocab) * hidden * case.dtype.itemsize
+    peaks = {}
+    for name, call in case.calls.items():
+        case.forget()
+        peaks[name] = peak_bytes(call, device)
+    extra = {name: None if peak is None else max(peak - gradients, 0) for name, peak in peaks.items()}
+    share = None if extra["ours"] is None else extra["ours"] / (4 * num * vocab)
+    return {"extra_peak_bytes": extra, "peak_share": share}
+
+
+def peak_bytes(call: Callable, device: torch.device) -> int | None:
+    """How far memory rises during a call that begins without gradients; None where the system does not tell."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed is given back, so that using it anew counts
+        RESET.write_text("5")  # Linux: the peak is now what is resident
+        before = _status_bytes("VmRSS")
+        call()
+        return _status_bytes("VmHWM") - before
+    except OSError:
+        return None
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def measure_step(device: torch.device, ceilings: dict, *, shape: Shape, rows: int, context: int) -> dict:
+    """The row of a whole decode step."""
+    bench = DecodeBench(device, shape, rows=rows, context=context)
+    step_s = alternate({"step": bench.captured()}, device, rounds=ROUNDS)["step"]
+    share = bench.num_bytes / step_s / ceilings["memory_bytes_per_s"]
+    what = f"{rows} rows, {context} tokens, {shape.layers} layers of {shape.hidden}"
+    row = {"kernel": "decode step", "shape": what, "dtype": "bfloat16", "ours_s": step_s, "share_of_memory": share}
+    promised = {"share of memory": STEP_SHARE}
+    return row | {"peers_s": {}, "times_faster": {}, "promised": promised, "ok": share >= STEP_SHARE}
+
+
+def show(row: dict) -> str:
+    shares = [f"{row[f'share_of_{what}']:4.0%} of {what}" for what in ("memory", "matrix") if f"share_of_{what}" in row]
+    ratios = [f"{ratio:5.2f}x {name}" for name, ratio in row["times_faster"].items()]
+    peak = [f"peak {row['peak_share']:.1%} of full logits"] if row.get("peak_share") is not None else []
+    verdict = "" if row["ok"] else "  BELOW " + ", ".join(f"{name} {x:.2f}" for name, x in row["promised"].items())
+    measured = "  ".join(ratios + shares + peak)
+    return f"{row['kernel']:<17} {row['dtype']:<8}  {1e3 * row['ours_s']:9.3f} ms  {measured}   {row['shape']}{verdict}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
+    parser.add_argument("--only", default="", help="measure only the kernels whose name holds this; writes nothing")
+    parser.add_argument(
+        "--static", action="store_true", help="times nothing: registers, bytes and forecasts for an H100"
+    )
+    parsed = parser.parse_args(arguments)
+    if parsed.static:
+        from bench.speed import static_kernels  # needs Triton
+
+        return static_kernels.main()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    matrix = {str(d).removeprefix("torch."): matrix_ceiling(device, d) for d in (torch.float32, torch.bfloat16)}
+    ceilings = {"memory_bytes_per_s": memory_ceiling(device), "matrix_flops_per_s": matrix}
+    rates = ", ".join(f"{name} {flops / 1e12:.2f} TFLOP/s" for name, flops in matrix.items())
+    print(f"{name_of(device)}: memory {ceilings['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates}")
+    rows, suite = [], (gpu_cases if device.type == "cuda" else cpu_cases)(device)
+    for case in suite:
+        if parsed.only in case.kernel:
+            rows.append(measure(case, device, ceilings))
+            print(show(rows[-1]), flush=True)
+    if device.type == "cuda" and parsed.only in "decode step":
+        rows.append(measure_step(device, ceilings, shape=Shape(), rows=64, context=1024))
+        print(show(rows[-1]))
+    about = {"bench": "kernels", "device": name_of(device), "triton": version_of("triton"), **ceilings}
+    if not parsed.only:
+        write("kernels" if device.type == "cpu" else "kernels_gpu", [about | row for row in rows])
+    ok = all(row["ok"] for row in rows)
+    print(json.dumps({"bench": "kernels", "device": name_of(device), "ok": ok}))
+    return 0 if ok else 1

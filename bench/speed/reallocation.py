@@ -1,0 +1,336 @@
+"""Reallocation against gathering the whole model on one rank and broadcasting it; 220 MB of float32 weights.
+
+Five pairs of layouts. All ways take turns in the same run, on the same ranks, with groups and buffers made before; what
+each leaves behind is compared with the full model, bit by bit. Ranks of one machine move weights through shared memory;
+by sockets alone they move as between machines. The baseline gathers the shards of one copy of the
+model, which lie flat and need no packing, puts them together and broadcasts the flat model in buckets that are under
+way together; every destination slices out what it needs. Beside these, plans alone: the bytes of all pairs of a dozen
+layouts against the lower bound.
+
+Cost: a minute on two cores. Command: mpiexec -n 8 python -m bench reallocation
+(without mpiexec it starts eight ranks itself)
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from bench.rows import on_ranks, write
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
+from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.program.tensors import Holding, local_shapes, weights_of
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workload import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_RANKS = 8
+SHAPE = ModelShape(6, 768, 2048, 12, 12, 64, 8192)
+NUMBER_BYTES = 4
+BROADCAST_BYTES = 8 * 2**20  # of the baseline's broadcasts: the fastest of 2, 8, 32 MiB and all at once
+ROUNDS = 10  # the first is a warm-up
+MOST_BYTES = 1.05  # times the lower bound
+ONE_COPY, COPIES = 3.0, 2.0  # required speed-up where the destination keeps one copy of the model, or several
+
+Grid = tuple[tuple[int, ...], int, int, int]  # ranks, dp, pp, tp
+PAIRS: dict[str, tuple[Grid, Grid]] = {
+    "tp4 -> tp4 on other ranks": (((0, 1, 2, 3), 1, 1, 4), ((4, 5, 6, 7), 1, 1, 4)),
+    "tp4 -> dp4 on the same ranks": (((0, 1, 2, 3), 1, 1, 4), ((0, 1, 2, 3), 4, 1, 1)),
+    "dp4 -> tp4 on the same ranks": (((0, 1, 2, 3), 4, 1, 1), ((0, 1, 2, 3), 1, 1, 4)),
+    "dp2 pp2 tp2 -> dp4 tp2 in place": ((tuple(range(8)), 2, 2, 2), (tuple(range(8)), 4, 1, 2)),
+    "tp2 -> tp3 on one rank more": (((0, 1), 1, 1, 2), ((0, 1, 2), 1, 1, 3)),
+}
+# For the plans alone: layouts on eight ranks and on some of them.
+LAYOUTS: tuple[Grid, ...] = (
+    *(
+        (tuple(range(8)), dp, pp, tp)
+        for dp, pp, tp in [(8, 1, 1), (1, 1, 8), (1, 8, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4)]
+    ),
+    ((7, 5, 3, 1, 6, 4, 2, 0), 2, 1, 4),
+    ((0, 1, 2, 3), 1, 1, 4),
+    ((4, 5, 6, 7), 4, 1, 1),
+    ((1, 3, 5), 1, 1, 3),
+    ((2, 3, 4, 5, 6), 1, 5, 1),
+    ((0, 7), 1, 2, 1),
+    ((6,), 1, 1, 1),
+)
+
+
+def shards(grid: Grid) -> list[tuple[int, Shard]]:
+    """(rank, its shard), in grid order."""
+    ranks, dp, pp, tp = grid
+    places = product(range(dp), range(pp), range(tp))
+    return [(rank, Shard(stage, pp, index, tp)) for rank, (_, stage, index) in zip(ranks, places, strict=True)]
+
+
+def plan(before: Grid, after: Grid) -> Reallocation:
+    sources = {rank: Holding(shard) for rank, shard in shards(before)}
+    return plan_reallocation(SHAPE, sources, shards(after), bytes_per_number=NUMBER_BYTES, node_of=lambda rank: 0)
+
+
+def planned_ratios() -> list[float]:
+    """Bytes / lower bound of all pairs of LAYOUTS; 1 where nothing has to move."""
+    plans = [plan(before, after) for before, after in product(LAYOUTS, LAYOUTS) if before != after]
+    return [p.num_bytes / p.lower_bound_bytes if p.lower_bound_bytes else 1.0 + p.num_bytes for p in plans]
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Weights:
+    """The parameters of one shard: views of one flat tensor."""
+
+    shard: Shard
+    flat: "torch.Tensor"
+    tensors: "dict[str, torch.Tensor]"
+
+
+def empty_weights(shard: Shard, flat: "torch.Tensor | None" = None) -> Weights:
+    import torch
+
+    shapes = local_shapes(SHAPE, Holding(shard))
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    flat = torch.zeros(sum(sizes.values())) if flat is None else flat
+    pieces = flat.split(list(sizes.values()))
+    return Weights(shard, flat, {name: piece.view(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)})
+
+
+def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
+    """What a shard has of the full model, as views of it."""
+    found = {}
+    for weight in weights_of(SHAPE):
+        box = weight.box(shard)
+        if box is not None:
+            layers, rows, columns = box
+            where = (slice(*rows), slice(*columns))[: weight.num_dims]
+            found |= {name: full.tensors[name][where] for _, name in weight.parameters(layers)}
+    return found
+
+
+def full_model() -> Weights:
+    """Every number has bits of its own."""
+    import torch
+
+    numbers = torch.arange(SHAPE.num_params, dtype=torch.int32)
+    return empty_weights(Shard(), numbers.view(torch.float32))
+
+
+def fill(weights: Weights, full: Weights) -> Weights:
+    for name, piece in slices(full, weights.shard).items():
+        weights.tensors[name].copy_(piece)
+    return weights
+
+
+def same_bits(weights: Weights, full: Weights) -> bool:
+    import torch
+
+    pieces = slices(full, weights.shard)
+    assert pieces.keys() == weights.tensors.keys()
+    return all(
+        torch.equal(weights.tensors[name].view(torch.int32), piece.view(torch.int32)) for name, piece in pieces.items()
+    )
+
+
+# ---- the baseline ----------------------------------------------------------------------------------------------------
+
+
+class GatherBroadcast:
+    """One rank gathers a copy of the model and broadcasts it to all ranks that need some of it."""
+
+    def __init__(self, world, name: str, source: Weights | None, target: Weights | None):
+        import torch
+
+        self.rank, self.source, self.target = world.rank, source, target
+        before, after = PAIRS[name]
+        self.replica = shards(before)[: len(before[0]) // before[1]]
+        self.root = self.replica[0][0]
+        receivers = {self.root, *after[0]}
+        self.gathering = self.rank in dict(self.replica) and len(self.replica) > 1
+        self.broadcasting = self.rank in receivers
+        self.gather_group = world.group(f"{name}: gather") if self.gathering else None
+        self.broadcast_group = world.group(f"{name}: broadcast") if self.broadcasting else None
+        self.full: Weights | None = None
+        if self.broadcasting:
+            alone = self.rank == self.root and len(self.replica) == 1
+            self.full = source if alone else empty_weights(Shard())
+        if self.gathering:
+            sizes = [
+                sum(torch.Size(s).numel() for s in local_shapes(SHAPE, Holding(one)).values())
+                for _, one in self.replica
+            ]
+            self.padded = torch.zeros(max(sizes))
+            self.parts = [torch.zeros(max(sizes)) for _ in sizes] if self.rank == self.root else None
+
+    def run(self) -> None:
+        import torch.distributed as dist
+
+        if self.gathering:
+            flat = self.source.flat
+            if len(flat) < len(self.padded):
+                self.padded[: len(flat)] = flat
+                flat = self.padded
+            dist.gather(flat, self.parts, dst=self.root, group=self.gather_group)
+            if self.rank == self.root:
+                for (_, shard), part in zip(self.replica, self.parts, strict=True):
+                    places = slices(self.full, shard)
+                    start = 0
+                    for place in places.values():
+                        place.copy_(part[start : start + place.numel()].view(place.shape))
+                        start += place.numel()
+        if self.broadcasting:
+            buckets = self.full.flat.split(BROADCAST_BYTES // NUMBER_BYTES)
+            works = [dist.broadcast(b, src=self.root, group=self.broadcast_group, async_op=True) for b in buckets]
+            for work in works:
+                work.wait()
+        if self.target is not None:
+            for name, piece in slices(self.full, self.target.shard).items():
+                self.target.tensors[name].copy_(piece)
+
+
+def groups() -> dict[str, tuple[int, ...]]:
+    found = {}
+    for name, (before, after) in PAIRS.items():
+        replica = before[0][: len(before[0]) // before[1]]
+        found[f"{name}: gather"] = tuple(sorted(replica))
+        found[f"{name}: broadcast"] = tuple(sorted({replica[0], *after[0]}))
+    return found
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(world, name: str) -> dict:
+    """A row: bytes, seconds of both ways (medians of the slowest rank), whether the bits are right."""
+    from rlhf_spmd.runtime.weights.shared_memory import Arena
+    from rlhf_spmd.runtime.weights.weight_mover import Mover, slot_bytes
+
+    before, after = PAIRS[name]
+    one, rank, full = plan(before, after), world.rank, full_model()
+    held, wanted = dict(shards(before)).get(rank), dict(shards(after)).get(rank)
+    source = None if held is None else fill(empty_weights(held), full)
+    target = None if wanted is None else empty_weights(wanted)
+    baseline = GatherBroadcast(world, name, source, target)
+    extra, counted = [], []
+    shared = Arena.make(world, slot_bytes(one, rank, BUCKET_BYTES))
+
+    def ours(arena: Arena | None = shared) -> None:
+        if rank not in one.ranks:
+            return
+        tensors = source.tensors if source else None
+        targets = [target.tensors] if target else []
+        where = {"bucket_bytes": BUCKET_BYTES, "tag_base": 0, "device": "cpu", "arena": arena}
+        mover = Mover(one, rank, tensors, targets, **where)
+        mover.start()
+        mover.finish()
+        extra.append(mover.peak_extra_bytes)
+        counted.append([mover.num_bytes_sent, mover.num_messages_sent])
+
+    def by_sockets() -> None:
+        ours(None)
+
+    right = []
+    for way in (ours, by_sockets, baseline.run):
+        way()
+        right.append(target is None or same_bits(target, full))
+        if target is not None:
+            target.flat.zero_()
+    del full
+    gc.collect()
+    seconds: dict[Callable, list[float]] = {ours: [], by_sockets: [], baseline.run: []}
+    for _ in range(ROUNDS):
+        for way, found in seconds.items():
+            world.barrier("the start of a round")
+            began = time.perf_counter()
+            way()
+            found.append(max(world.allgather(time.perf_counter() - began)))
+    ours_s, sockets_s, baseline_s = (statistics.median(found[1:]) for found in seconds.values())
+    mine = [one.sent_bytes()[rank], one.num_messages(BUCKET_BYTES)[rank]] if rank in one.ranks else None
+    as_planned = all(world.allgather(all(count == mine for count in counted)))
+    row = {
+        "bench": "reallocation",
+        "pair": name,
+        "ranks": world.size,
+        "weight_bytes": SHAPE.num_params * NUMBER_BYTES,
+        "moved_bytes": one.num_bytes,
+        "lower_bound_bytes": one.lower_bound_bytes,
+        "ours_s": ours_s,
+        "sockets_s": sockets_s,
+        "baseline_s": baseline_s,
+        "speed_up": baseline_s / ours_s,
+        "required": ONE_COPY if after[1] == 1 else COPIES,
+        "bucket_bytes": BUCKET_BYTES,
+        "extra_bytes": max(world.allgather(max(extra, default=0))),
+        "same_bits": all(all(answers) for answers in world.allgather(right)),
+        "as_planned": as_planned,
+        "all_ours_s": seconds[ours],
+        "all_sockets_s": seconds[by_sockets],
+        "all_baseline_s": seconds[baseline.run],
+    }
+    row["ok"] = (
+        row["same_bits"]
+        and row["as_planned"]
+        and row["moved_bytes"] <= MOST_BYTES * row["lower_bound_bytes"]
+        and row["speed_up"] >= row["required"]
+        and row["extra_bytes"] <= 2 * BUCKET_BYTES
+    )
+    return row
+
+
+TITLES = ("moved MB", "lower bound MB", "ratio", "ours s", "by sockets s", "gather+broadcast s", "speed-up", "required")
+HEADER = "  ".join([f"{'pair':<32}", *TITLES, "extra MiB"])
+
+
+def show(row: dict) -> None:
+    moved, bound = row["moved_bytes"] / 1e6, row["lower_bound_bytes"] / 1e6
+    times = f"{row['ours_s']:6.3f}  {row['sockets_s']:12.3f}  {row['baseline_s']:18.3f}"
+    times += f"  {row['speed_up']:8.1f}  {row['required']:8.1f}"
+    ratio = moved / bound if bound else 1.0
+    extra = f"{row['extra_bytes'] / 2**20:9.1f}"
+    verdict = "ok" if row["ok"] else "NOT OK"
+    print(f"{row['pair']:<32}  {moved:8.1f}  {bound:14.1f}  {ratio:5.3f}  {times}  {extra}  {verdict}", flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(prog="bench reallocation", description=__doc__).parse_args(arguments)
+    from rlhf_spmd.runtime.guard.launcher import num_launched
+
+    if num_launched(os.environ) == 1:
+        try:
+            on_ranks(NUM_RANKS, ["reallocation"])
+        except subprocess.CalledProcessError:  # told by rank 0
+            return 1
+        return 0
+    from rlhf_spmd.runtime.world.world import World
+
+    world, rows = World.discover(), []
+    world.use_device("cpu")
+    try:
+        assert world.size == NUM_RANKS, f"start {NUM_RANKS} ranks, not {world.size}"
+        world.start_torch(groups(), threads=1)
+        for name in PAIRS:
+            rows.append(measure(world, name))
+            if world.rank == 0:
+                if len(rows) == 1:
+                    print(f"{SHAPE.num_params * NUMBER_BYTES / 1e6:.0f} MB of weights\n{HEADER}")
+                show(rows[-1])
+        world.shutdown()
+    except BaseException as error:
+        world.fail(error)
+    ok = True
+    if world.rank == 0:
+        ratios = planned_ratios()
+        print(f"{len(ratios)} pairs of layouts planned: bytes / lower bound at most {max(ratios):.3f}")
+        ok = all(row["ok"] for row in rows) and max(ratios) <= MOST_BYTES
+        write("reallocation", rows)
+        print(json.dumps({"bench": "reallocation", "ok": ok}), flush=True)
+    return 0 if ok else 1

@@ -1,0 +1,127 @@
+"""The embedded model under each strategy: seconds per iteration, bytes that move and that a rank holds, how busy the
+ranks are, the control plane's share.
+
+At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on two cores. Draws one iteration of some
+at 2 ranks to one scale.
+
+Cost: eight minutes on two cores; half a minute with --quick (three short cases, which judge and write nothing).
+Command: python -m bench strategies [--quick]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from bench.rows import RESULTS, train, write
+from bench.speed.shares import shares
+from rlhf_spmd import config as configs
+from rlhf_spmd.cluster_file import read_cluster
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import static_bytes
+from rlhf_spmd.strategy import load_strategy
+
+DRAWN = ("flattening", "interleaving1", "interleaving2", "separation")
+DRAWN_RANKS = 2
+TWO_TYPES = """[[nodes]]
+devices = 2
+device = "cpu"
+[[nodes]]
+devices = 2
+device = "other-cpu"
+[types.other-cpu]
+"""  # a cluster file: one machine stands in for two nodes
+CASES = [(2, name, ()) for name in DRAWN]
+CASES += [(4, name, ()) for name in DRAWN]
+CASES += [
+    (4, "separation", ("generation_tp=2", "training_tp=2")),
+    (4, "separation", ("training_pp=2",)),
+    (4, "heterogeneous", ()),
+    (4, "reallocation", ("training_tp=2",)),
+    (4, "reallocation", ("training_tp=2", "training_pp=2", "zero=1")),
+    (4, "reallocation", ("training_tp=2", "offload=true", "recompute=true", "tokens=256")),
+]
+QUICK = [(2, "separation", ()), (4, "interleaving1", ()), (4, "reallocation", ("training_tp=2",))]
+LARGEST_CONTROL = 0.05  # of an iteration
+ITERATIONS, NUM_QUICK = 8, 4
+
+
+def main(arguments: list[str]) -> int:
+    from rlhf_spmd.runtime.run.timeline import write_png
+
+    parser = argparse.ArgumentParser(prog="bench strategies", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
+    quick = parser.parse_args(arguments).quick
+    rows, drawn = [], {}
+    print("ranks  strategy        iteration s  computing  waiting  control")
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks, name, options in QUICK if quick else CASES:
+            row, records = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
+            if num_ranks == DRAWN_RANKS:
+                drawn[name] = records
+            rows.append(row)
+            parts = (row[f"{kind}_share"] for kind in KINDS)
+            words = "  ".join("       -" if share is None else f"{100 * share:7.1f}%" for share in parts)
+            print(f"{num_ranks:5}  {name:<14}  {row['iteration_s']:11.2f}  {words}  {' '.join(options)}", flush=True)
+    if quick:
+        print(json.dumps({"bench": "strategies", "ok": True}))
+        return 0
+    width_s = max(_length_s(records) for records in drawn.values())
+    for name, records in drawn.items():
+        title = f"{name} on {DRAWN_RANKS} ranks"
+        write_png(RESULTS / f"timeline_{name}.png", records, title=title, num_iterations=1, width_s=width_s)
+    write("strategies", rows)
+    ok = all(row["ok"] for row in rows)
+    print(json.dumps({"bench": "strategies", "ok": ok}))
+    return 0 if ok else 1
+
+
+KINDS = ("compute", "waiting", "control")
+
+
+def run_case(
+    folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
+) -> tuple[dict, list[dict]]:
+    """The row of one run of the program, and what its timeline recorded."""
+    from rlhf_spmd.runtime.observe.trace import lanes, read_chrome
+
+    words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
+    command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")
+    if name == "heterogeneous":
+        (folder / "cluster.toml").write_text(TWO_TYPES)
+        command += ["--cluster", str(folder / "cluster.toml")]
+        cluster = read_cluster(str(folder / "cluster.toml"))
+    result, metrics = train(num_ranks, [*command, *words])
+    records = read_chrome(Path(result["run_dir"]) / "timeline.json")
+    config = configs.load("tiny", words)
+    program = load_strategy(name).compile(make_workload(config), cluster, config.strategy)
+    split = any((layout.pp, layout.tp) != (1, 1) for layout in program.placement.layouts.values())
+    parts: dict[str, float | None] = dict.fromkeys(KINDS)
+    if not split:  # inside a call that several ranks share, the timeline does not tell computing from waiting
+        found = shares(lanes(records), program)
+        total_s = sum(row["total_s"] for row in found)
+        parts = {kind: sum(row[f"{kind}_s"] for row in found) / total_s for kind in KINDS}
+    static = [static_bytes(program, rank) for rank in cluster.ranks]
+    row = {
+        "bench": "strategies",
+        "ranks": num_ranks,
+        "strategy": name,
+        "options": " ".join(options),
+        "iteration_s": statistics.median(row["iteration_s"] for row in metrics[1:]),
+        "gen_tokens_per_s": statistics.median(row["gen_tokens_per_s"] for row in metrics[1:]),
+        "moved_bytes": metrics[-1]["moved_bytes"],
+        "moved_messages": metrics[-1]["moved_messages"],
+        "static_bytes": max(sum(kinds.values()) for kinds in static),
+        **{f"{kind}_share": share for kind, share in parts.items()},
+        "ok": split or parts["control"] <= LARGEST_CONTROL,
+    }
+    return row, records
+
+
+def _length_s(records: list[dict]) -> float:
+    """Seconds of the last iteration."""
+    last = max(span[4] for record in records for span in record["spans"])
+    spans = [span for record in records for span in record["spans"] if span[4] == last]
+    return max(span[3] for span in spans) - min(span[2] for span in spans)

@@ -1,0 +1,1 @@
+"""What a program costs: seconds and bytes by formulas, the simulator, forecasts."""

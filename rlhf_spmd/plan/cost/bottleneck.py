@@ -1,0 +1,78 @@
+"""What limits each call: the resource that it would gain most from, if there were no end of it.
+
+A call's own seconds are computed again with one constant of the calibration after the other made infinitely fast, as
+in a roofline (Williams et al., CACM 52(4), 2009). Instructions are costed one by one: nothing is simulated again.
+Tables of measured shapes, which do not say why something takes its time, are left aside.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link
+from rlhf_spmd.plan.cost.forecast import times_of
+from rlhf_spmd.plan.program.instructions import Load, Program, Run
+from rlhf_spmd.plan.program.pipeline import expand, usual_number
+
+NOTHING = "waiting"  # what is said of a call that no resource would make faster: it only waits for others
+
+
+def limits(program: Program, calibration: Calibration) -> dict[str, str]:
+    """By call of the workflow: "products", "memory", "kernel starts", "messages" (inside the call), "host memory", or
+    "waiting". Of the rank on which the call computes longest. Raises UserError as forecast() does."""
+    program = expand(program, lambda step: usual_number(program, step))
+    steps = _steps(program)
+    calibration = _of_devices(calibration, lambda one: replace(one, measured=()))
+    usual = _seconds_of(program, calibration)
+    busiest: dict[str, int] = {}
+    for call, ranks in steps.items():
+        busiest[call] = max(ranks, key=lambda rank, ranks=ranks: usual(rank, ranks[rank]))
+    least = {name: _seconds_of(program, changed) for name, changed in _endless(calibration).items()}
+    found = {}
+    for call in program.workload.workflow.calls:
+        rank = busiest[call.name]
+        mine = steps[call.name][rank]
+        whole_s = usual(rank, mine)
+        saved_s = {name: whole_s - seconds(rank, mine) for name, seconds in least.items()}
+        best = max(saved_s, key=saved_s.__getitem__)
+        found[call.name] = best if saved_s[best] > 0 else NOTHING
+    return found
+
+
+def _steps(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
+    """What each rank does for each call: its Runs, and bringing its model from host memory."""
+    workflow = program.workload.workflow
+    found: dict[str, dict[int, list[Run | Load]]] = {call.name: {} for call in workflow.calls}
+    users = {call.model: call.name for call in workflow.placed_calls}  # a frozen model has one call
+    for rank, steps in enumerate(program.instructions):
+        for step in steps:
+            if isinstance(step, Run | Load):
+                name = step.call if isinstance(step, Run) else users[step.model]
+                found[name].setdefault(rank, []).append(step)
+    return found
+
+
+def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, list[Run | Load]], float]:
+    """A function from a rank and some of its instructions to their seconds, without waiting."""
+    times = times_of(program, calibration)
+
+    def seconds(rank: int, steps: list[Run | Load]) -> float:
+        return sum((times.run_s if isinstance(step, Run) else times.load_s)(rank, step) for step in steps)
+
+    return seconds
+
+
+def _of_devices(calibration: Calibration, change: Callable[[Device], Device]) -> Calibration:
+    """The calibration with every type of device changed alike."""
+    return replace(calibration, devices={kind: change(one) for kind, one in calibration.devices.items()})
+
+
+def _endless(calibration: Calibration) -> dict[str, Calibration]:
+    """Calibrations in which one resource takes no time."""
+    return {
+        "products": _of_devices(calibration, lambda one: replace(one, matrix_flops=inf)),
+        "memory": _of_devices(calibration, lambda one: replace(one, memory_bytes_per_s=inf)),
+        "kernel starts": _of_devices(calibration, lambda one: replace(one, layer_s=0.0, decode_layer_s=0.0)),
+        "messages": replace(calibration, inside=Link(inf, 0.0), between=Link(inf, 0.0)),
+        "host memory": _of_devices(calibration, lambda one: replace(one, host_bytes_per_s=inf)),
+    }

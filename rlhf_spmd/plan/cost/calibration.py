@@ -1,0 +1,190 @@
+"""The measured constants of a machine: what seconds are computed from (seconds.py).
+
+Every constant is physical and is the same for all models, layouts and calls. Beside them a type of device may have
+tables: seconds of a layer, and of what is not a layer, of shapes that have been measured on it
+(runtime/profile/profile.py).
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workload import ModelShape
+
+VERSION = 1  # of the meaning of these constants; a file of another version is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds over an amount of something: straight between measured points and on beyond them, never negative.
+
+    amounts: ascending, two at least. seconds: at each.
+    """
+
+    amounts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.amounts) != len(self.seconds):
+            raise UserError(f"a curve has {len(self.amounts)} amounts, but {len(self.seconds)} seconds; give as many")
+        if len(self.amounts) < 2 or any(later <= earlier for earlier, later in pairwise(self.amounts)):
+            raise UserError(f"a curve needs at least two amounts that ascend, not {list(self.amounts)}")
+
+    def at(self, amount: float) -> float:
+        """Seconds at an amount."""
+        end = min(max(bisect_left(self.amounts, amount), 1), len(self.amounts) - 1)
+        (x, y), (next_x, next_y) = ((self.amounts[i], self.seconds[i]) for i in (end - 1, end))
+        return max(0.0, y + (amount - x) / (next_x - x) * (next_y - y))
+
+
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """Seconds of a model with any number of layers. layer: of one. rest: embedding, head, and what starts it all."""
+
+    layer: Curve
+    rest: Curve
+
+    def at(self, num_layers: int, amount: float, *, rest: bool = True) -> float:
+        """Seconds of so many layers, with the rest or, on a stage that is not the last one, without."""
+        return num_layers * self.layer.at(amount) + (self.rest.at(amount) if rest else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ByLength:
+    """Seconds over tokens, of sequences of several lengths: straight between two of them, and as at the first or the
+    last beyond. lengths: ascending."""
+
+    lengths: tuple[float, ...]
+    tables: tuple[Layered, ...]
+
+    def __post_init__(self) -> None:
+        ascending = all(earlier < later for earlier, later in pairwise(self.lengths))
+        if not self.lengths or len(self.lengths) != len(self.tables) or not ascending:
+            raise UserError(
+                f"{len(self.tables)} tables are for lengths {list(self.lengths)}; give one to each, ascending"
+            )
+
+    def at(self, num_layers: int, tokens: float, length: float, *, rest: bool = True) -> float:
+        """Seconds of a pass of so many tokens in sequences of one length; rest: as of Layered."""
+        length = min(max(length, self.lengths[0]), self.lengths[-1])
+        after = max(bisect_left(self.lengths, length), 1)
+        if after >= len(self.lengths):
+            return self.tables[-1].at(num_layers, tokens, rest=rest)
+        share = (length - self.lengths[after - 1]) / (self.lengths[after] - self.lengths[after - 1])
+        before_s, after_s = (self.tables[i].at(num_layers, tokens, rest=rest) for i in (after - 1, after))
+        return (1 - share) * before_s + share * after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tables of one shape on one type of device, of a rank that is one of `tp` slices; the slices' messages included.
+
+    shape: without its layers (num_layers 0). param_bytes: of a weight while computing. forward: from rows of tokens to
+    logprobs, values or scores, without gradients. train: a forward and a backward pass. prefill, decode: a pass over
+    the prompts with the first token drawn, and a further token for each of so many rows; None for a model that does
+    not generate. ends: what a step takes besides in which rows end, over the rows that began. update: clipping and the
+    optimizer, over the parameters that a rank has.
+    """
+
+    shape: ModelShape
+    tp: int
+    param_bytes: int
+    forward: ByLength
+    train: ByLength
+    update: Curve
+    prefill: ByLength | None = None
+    decode: Layered | None = None
+    ends: Curve | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One type of device.
+
+    matrix_flops: what large products reach per second in the compute precision. memory_bytes_per_s: what a long read
+    reaches. host_bytes_per_s: between host and device memory. layer_s: what a layer of a forward pass takes besides its
+    products and messages (starting its kernels). decode_layer_s: the least that a layer of a decode step takes.
+    num_workers: how many ranks of a node compute at full speed at the same time, because they share its cores (not
+    always whole: a container may have a core and a half); None: each rank has a device of its own. measured: tables of
+    shapes; they count more than the constants.
+    """
+
+    matrix_flops: float
+    memory_bytes_per_s: float
+    host_bytes_per_s: float
+    layer_s: float
+    decode_layer_s: float
+    num_workers: float | None = None
+    measured: tuple[Measured, ...] = ()
+
+    def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
+        """What has been measured of a shape, whatever its number of layers."""
+        wanted = replace(shape, num_layers=0), tp, param_bytes
+        return next((one for one in self.measured if (one.shape, one.tp, one.param_bytes) == wanted), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins two devices. bytes_per_s: of one device in one direction. latency_s: of one message."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What seconds depend on beside the program, on each node; where two are equal, a calibration of one is of the
+    other. processor: its name. details: what tells apart processors of one name, with the instructions that torch uses.
+    cores: that the ranks of a node may use; a quota may leave a part of one. threads: of each rank. torch: its version.
+    """
+
+    processor: str
+    details: str
+    cores: float
+    threads: int
+    torch: str
+
+    def __str__(self) -> str:
+        return f"{self.processor}, {self.cores:g} core{'s' if self.cores != 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """devices: by type. inside, between: links of devices of one node and of two. pipelined_prefill: whether a copy in
+    stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
+    provenance: where the numbers come from. machine: on which they were measured; None: not on one, or not known."""
+
+    name: str
+    devices: Mapping[str, Device]
+    inside: Link
+    between: Link
+    provenance: str
+    pipelined_prefill: bool = False
+    machine: Machine | None = None
+
+    def require(self, device: str) -> None:
+        """Raises UserError unless this type of device has been measured."""
+        if device not in self.devices:
+            known = ", ".join(self.devices)
+            raise UserError(
+                f"calibration {self.name} does not know devices of type {device}, only {known}; choose another one, "
+                "or measure this machine: python -m rlhf_spmd profile"
+            )
+
+
+def fit_link(times_s: Sequence[tuple[int, float, float]]) -> Link:
+    """The link on which all-gathers would take about as long as they did; times_s: ranks, bytes of the whole, seconds.
+
+    Least squares of the relative error of (n - 1) latency + (n - 1) / n bytes / bandwidth, the ring of seconds.py.
+    """
+    rows = [((n - 1) / s, (n - 1) / n * size / s) for n, size, s in times_s]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    det = aa * bb - ab * ab
+    latency_s, byte_s = ((a * bb - b * ab) / det, (aa * b - ab * a) / det) if det > 0 else (a / aa, 0.0)
+    if latency_s < 0 or byte_s <= 0:  # noise: the largest message tells the bandwidth, the smallest the latency
+        (few, _, least_s), (n, size, most_s) = (f(times_s, key=lambda one: one[1]) for f in (min, max))
+        latency_s, byte_s = least_s / (few - 1), most_s / ((n - 1) / n * size)
+    return Link(1 / byte_s, latency_s)

@@ -1,0 +1,154 @@
+"""A program's forecast: what each of its instructions costs on a calibrated machine, put together by simulate.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.seconds import Cost, Lengths
+from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import uses_home
+from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Load, Message, Program, Run
+from rlhf_spmd.plan.program.pipeline import usual_number
+from rlhf_spmd.plan.workflow import Call
+
+
+def forecast(program: Program, calibration: Calibration) -> Forecast:
+    """Seconds of one iteration of a program that `check` has no error about. Raises UserError if the calibration lacks
+    a type of device."""
+    return simulate(program, times_of(program, calibration))
+
+
+def times_of(program: Program, calibration: Calibration) -> Times:
+    """What simulate() asks of a program."""
+    for device in program.cluster.device_types:
+        calibration.require(device)
+    costs = _Costs(program, Cost(calibration, program.workload, program.cluster))
+    return Times(costs.run_s, costs.message_s, costs.load_s, costs.num_workers, costs.alike)
+
+
+@dataclass(slots=True)
+class _Costs:
+    """Seconds of instructions. Ranks that differ in nothing that costs share what was found once."""
+
+    program: Program
+    cost: Cost
+    known: dict[tuple, float] = field(default_factory=dict)
+    places: dict[tuple[str, int], tuple] = field(
+        default_factory=dict
+    )  # of calls on ranks: what their seconds depend on
+    done_s: dict[tuple, list[float]] = field(default_factory=dict)  # of the rows that a rank generates
+
+    def num_workers(self, node: int) -> float | None:
+        return self.cost.calibration.devices[self.program.cluster.nodes[node].device].num_workers
+
+    def message_s(self, message: Message) -> float:
+        return self.cost.message_s(message.source, message.destination, message.num_bytes, message.num_parts)
+
+    def load_s(self, rank: int, step: Load) -> float:
+        workload, layouts = self.program.workload, self.program.placement.layouts
+        calls = [call for call in workload.workflow.placed_calls if call.model == step.model]
+        layout = next(layouts[call.name] for call in calls if layouts[call.name].offload)
+        return self.cost.load_s(step.model, layout, rank)
+
+    def run_s(self, rank: int, step: Run) -> float:
+        """Seconds of a Run on a rank, its collectives included."""
+        workload = self.program.workload
+        call, layout = workload.workflow.call(step.call), self.program.layout_of(step)
+        if call.kind == "compute" or workload.models[call.model] is None or step.phase == "begin":
+            return 0.0
+        key = self.alike(rank, step)
+        if key not in self.known:
+            self.known[key] = self._run_s(call, layout, rank, step)
+        return self.known[key]
+
+    def alike(self, rank: int, step: Run) -> tuple:
+        """Equal for Runs that take equally long."""
+        layout = self.program.layout_of(step)
+        site = (step.reader or step.call, rank)
+        if site not in self.places:
+            groups = layout.tensor_ranks(rank), layout.data_ranks(rank)
+            device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
+            self.places[site] = layout.place(rank)[1], device, *map(self.cost.link, groups)
+        columns = self.program.columns_of(step, rank)
+        rows = columns if self.program.workload.lengths_differ else len(columns)
+        kind = self.program.workload.workflow.call(step.call).kind
+        alone = self.program.workload.lengths_differ or kind == "generate"  # no two mini-batches are alike
+        number = step.mini_batch if alone else step.mini_batch is None
+        return step.call, step.phase, number, rows, self.places[site]
+
+    def _run_s(self, call: Call, layout: Layout, rank: int, step: Run) -> float:
+        cost = self.cost
+        if call.kind == "generate":
+            return cost.gather_s(call.model, self._sharded(call, rank), rank) + self._generate_s(call, rank, step)
+        if step.phase == "update":
+            return cost.update_s(call.model, layout, rank)
+        passes = self._passes(rank, step, layout)
+        if step.phase:  # of a pipeline, of which this is one micro-batch
+            number = usual_number(self.program, step)
+            tokens, length = (sum(kind) / len(passes) for kind in zip(*passes, strict=True)) if passes else (0, 0)
+            tokens *= len(passes) / number
+            return cost.pass_s(call, layout, rank, tokens, length, backward=step.phase == "backward")
+        gather_s = cost.gather_s(call.model, self._sharded(call, rank), rank)
+        forward_s = sum(cost.pass_s(call, layout, rank, *one) for one in passes)
+        if call.kind != "train":
+            return gather_s + forward_s
+        backward_s = sum(cost.pass_s(call, layout, rank, *one, backward=True) for one in passes)
+        gathers_s = 2 * len(passes) * gather_s  # before each forward and each backward
+        return gathers_s + forward_s + backward_s + cost.update_s(call.model, layout, rank)
+
+    def _sharded(self, call: Call, rank: int) -> Layout:
+        """The layout over whose dp ZeRO 3 spreads the weights that a call uses."""
+        workload, placement = self.program.workload, self.program.placement
+        train = workload.workflow.train_call(call.model)
+        home = train is not None and uses_home(call, rank, workload, placement)
+        return placement.layouts[train.name if home else call.name]
+
+    def _rows(self, rank: int, step: Run) -> list[Lengths]:
+        """The lengths of the rows of a Run, by mini-batch."""
+        columns, workload = self.program.columns_of(step, rank), self.program.workload
+        return [
+            [workload.lengths(number * workload.mini_batch + column) for column in columns]
+            for number in self.program.mini_batches_of(step)
+        ]
+
+    def _passes(self, rank: int, step: Run, layout: Layout) -> list[tuple[float, float]]:
+        """Tokens, and mean length of the sequences, of every micro-batch."""
+        passes = []
+        for rows in self._rows(rank, step):
+            lengths = [prompt + response for prompt, response in rows]
+            for part in _cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
+                passes.append((sum(part), sum(part) / len(part)))
+        return passes
+
+    def _generate_s(self, call: Call, rank: int, step: Run) -> float:
+        """Streaming, the rows of all mini-batches are one queue, of which each Run waits for its part."""
+        workload, layout = self.program.workload, self.program.layout_of(step)
+        columns = self.program.columns_of(step, rank)
+        numbers = range(workload.num_mini_batches)
+        rows = [workload.lengths(number * workload.mini_batch + column) for number in numbers for column in columns]
+        if not rows:
+            return 0.0
+        places = workload.max_sequences
+        if step.mini_batch is not None:
+            places = min(places, MINI_BATCHES_AT_ONCE * len(columns))
+        key = (step.call, rank, columns)
+        if key not in self.done_s:
+            self.done_s[key] = self.cost.generate_s(call, layout, rank, rows, places)
+        done_s = self.done_s[key]
+        if step.mini_batch is None:
+            return max(done_s)
+        first = step.mini_batch * len(columns)
+        return max(done_s[: first + len(columns)]) - max(done_s[:first], default=0.0)
+
+
+def _cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[Sequence[int]]:
+    """Micro-batches as runtime/execute/micro_batches.py makes them."""
+    if layout.tokens is None:
+        return [lengths[start : start + micro_batch] for start in range(0, len(lengths), micro_batch)]
+    parts: list[list[int]] = []
+    for length in lengths:
+        if not parts or sum(parts[-1]) + length > layout.tokens:
+            parts.append([])
+        parts[-1].append(length)
+    return parts

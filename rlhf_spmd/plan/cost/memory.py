@@ -1,0 +1,169 @@
+"""Bytes that a rank needs: what it holds all through an iteration, and the most that a call takes besides.
+
+Mixed precision as runtime/engines/flat_engine.py and engine.py lay it out (ZeRO, arXiv 1910.02054, section 3): with p
+parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
+gradients that are accumulated in float32, the two AdamW moments in float32, and, where c < 4, float32 master weights.
+Stages 2 and 3 are DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any
+precision; stage 2 keeps no gradients between steps, stage 3 those of its part and the buffer that it reduces them in.
+"""
+
+import math
+from functools import lru_cache
+
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import uses_home
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
+from rlhf_spmd.plan.program.pipeline import pass_bytes
+from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
+from rlhf_spmd.plan.shard import Shard, split
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import ModelShape, Workload
+
+STATIC = ("weights", "gradients", "optimizer", "offloaded")
+WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
+REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
+CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # of kernels/token_logprobs.py
+LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
+
+
+@lru_cache(maxsize=65536)
+def num_params(shape: ModelShape, shard: Shard) -> int:
+    """Parameters of one shard of a model."""
+    return sum(numbers_in(box) for weight in weights_of(shape) if (box := weight.box(shard)))
+
+
+@lru_cache(maxsize=65536)
+def reduce_numel(shape: ModelShape, shard: Shard) -> int:
+    """Numbers in the buffer in which DeepSpeed reduces the gradients of a shard."""
+    sizes = [numbers_in(((0, 1), *box[1:])) for weight in weights_of(shape) if (box := weight.box(shard))]
+    return max(*sizes, min(num_params(shape, shard), REDUCE_NUMEL))
+
+
+def static_bytes(program: Program, rank: int) -> dict[str, int]:
+    """What a rank holds all the time; "offloaded" lies in host memory."""
+    total = dict.fromkeys(STATIC, 0)
+    workload, layouts = program.workload, program.placement.layouts
+    c = workload.param_bytes
+    for model in program.trained(rank):
+        home = layouts[workload.workflow.train_call(model).name]
+        params = num_params(workload.models[model], home.shard(rank))
+        part, zero = -(-params // home.dp), home.zero if home.dp > 1 else 0
+        total["weights"] += c * (part if zero == 3 else params)
+        if zero < 2:
+            total["gradients"] += 4 * params
+        elif zero == 3:
+            total["gradients"] += 4 * (part + reduce_numel(workload.models[model], home.shard(rank)))
+        total["optimizer"] += (12 if c < 4 or zero >= 2 else 8) * (part if zero >= 1 else params)
+    for (model, shard), calls in program.copies(rank).items():
+        if workload.models[model] is not None:
+            layout = layouts[calls[0]]
+            params = num_params(workload.models[model], shard)
+            kind = "offloaded" if layout.offload else "weights"
+            total[kind] += c * (-(-params // layout.dp) if layout.zero == 3 else params)
+    return total
+
+
+def working_bytes(program: Program, rank: int) -> dict[str, int]:
+    """The most that a rank needs at one time of each kind: weights that ZeRO 3 gathers or that come from host memory,
+    buckets of weights on their way, gradients that ZeRO 2 reduces, activations of a training call, keys and values of
+    generation."""
+    total = dict.fromkeys(WORKING, 0)
+    workload, layouts = program.workload, program.placement.layouts
+    for transfer in program.transfers:
+        if transfer.reallocation is not None and rank in transfer.ranks:
+            total["buckets"] += transfer.reallocation.extra_bytes(BUCKET_BYTES).get(rank, 0)
+    for call in workload.workflow.placed_calls:
+        layout, shape = layouts[call.name], workload.models[call.model]
+        if rank not in layout.ranks or shape is None:
+            continue
+        params = num_params(shape, layout.shard(rank))
+        train = workload.workflow.train_call(call.model)
+        home = layouts[train.name] if train and uses_home(call, rank, workload, program.placement) else layout
+        if (home.zero == 3 and home.dp > 1) or layout.offload:
+            live = min(params, LIVE_NUMEL) if call.kind == "train" else params
+            total["gathered"] = max(total["gathered"], workload.param_bytes * live)
+        if call.kind == "train" and layout.zero == 2 and layout.dp > 1:
+            part = -(-num_params(shape, layout.shard(rank)) // layout.dp)
+            total["reduced"] = max(total["reduced"], 4 * (part + reduce_numel(shape, layout.shard(rank))))
+        if call.kind == "train":
+            total["activations"] = max(total["activations"], activation_bytes(workload, call, layout, rank))
+        elif call.kind == "generate":
+            total["KV cache"] = max(total["KV cache"], cache_bytes(workload, call, layout, rank))
+    return total
+
+
+def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
+    """The most that a rank's device holds at one time: calls come one after another, buckets may lie beside them."""
+    besides = working["buckets"] + max(working["activations"] + working["reduced"], working["KV cache"])
+    return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
+
+
+def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """The most activations that training keeps for its backward passes on a rank.
+
+    Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
+    no scores): with sequence parallelism all is split by tp but what a block has gathered. Recomputation keeps a
+    layer's input alone, and works on one layer at a time. The last stage also holds what `logits_bytes` says.
+    """
+    shape, c = workload.models[call.model], workload.param_bytes
+    shard = layout.shard(rank)
+    num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
+    longest = workload.max_prompt + workload.max_response
+    tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
+    h, d = shape.hidden_size, shape.head_dim
+    # inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product: split by tp
+    kept = 2 * h + 2 * (shape.num_heads + shape.num_kv_heads) * d + 4 * shape.intermediate_size
+    gathered = 2 * h  # the norms' outputs, as all slices of q, k, v and of gate and up read them: whole on each
+    per_layer = h / layout.tp if layout.recompute else kept / layout.tp + gathered
+    passes = layout.pp - shard.stage  # micro-batches under way under 1F1B
+    once = kept / layout.tp + gathered if layout.recompute else 0.0
+    numbers = tokens * (per_layer * num_layers * passes + once)
+    logits = 0
+    if shard.stage == shard.pp - 1 and not shape.scalar_head:
+        responses = math.ceil(tokens * workload.max_response / longest)
+        logits = logits_bytes(responses, math.ceil(shape.vocab_size / layout.tp), h, c)
+    passed = 2 * pass_bytes(layout, workload, call) if layout.pp > 1 else 0
+    return int(numbers * c) + logits + passed
+
+
+def chunk_columns(num_rows: int, vocab_size: int) -> int:
+    """How many tokens of the vocabulary kernels/token_logprobs.py makes logits of at a time: its function of this name
+    (a test compares them), because nothing here imports torch."""
+    columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), -(-vocab_size // MOST_CHUNKS))
+    return min(-(-columns // 128) * 128, vocab_size)
+
+
+def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes: int) -> int:
+    """The most that the logprobs of so many response tokens take: the logits and their gradients where one chunk holds
+    them all, else one chunk and, in float32, the sum over chunks of the hidden states' gradients."""
+    columns = chunk_columns(num_rows, vocab_size)
+    if columns == vocab_size:
+        return 2 * number_bytes * num_rows * vocab_size
+    return num_rows * (number_bytes * columns + 4 * hidden_size)
+
+
+def cache_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """Keys and values of the rows that a rank decodes at the same time, each of full length."""
+    rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
+    return min(rows, workload.max_sequences) * sequence_bytes(workload, call, layout, rank)
+
+
+def sequence_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """Keys and values of one sequence of full length: the least that generation can do with."""
+    shape, shard = workload.models[call.model], layout.shard(rank)
+    heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
+    layers = len(split(shape.num_layers, shard.pp, shard.stage))
+    tokens = workload.max_prompt + workload.max_response
+    return 2 * tokens * layers * heads * shape.head_dim * workload.param_bytes
+
+
+def least_bytes(program: Program, rank: int) -> int:
+    """What a rank's device must hold at least: its peak with the smallest KV cache."""
+    workload, layouts = program.workload, program.placement.layouts
+    generating = [call for call in workload.workflow.placed_calls if call.kind == "generate"]
+    least = [
+        sequence_bytes(workload, call, layouts[call.name], rank)
+        for call in generating
+        if rank in layouts[call.name].ranks
+    ]
+    return peak_bytes(static_bytes(program, rank), working_bytes(program, rank) | {"KV cache": max(least, default=0)})

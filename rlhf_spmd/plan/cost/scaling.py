@@ -1,0 +1,112 @@
+"""A calibration made elsewhere, scaled to the machine at hand: a few of its numbers are measured again there.
+
+What is measured is what `profile` measured: passes, optimizer steps and generation of a small model of a shape that the
+calibration has tables of (runtime/profile/probe.py). How much longer these took than the tables say is the factor of
+all seconds of their kind. Kinds have factors of their own, because processors do not differ by one number: where a
+library may not use wide vectors, softmax and SwiGLU take six times as long and the interpreter as long as before.
+Seconds of messages are kept: ranks that share cores mostly wait for their turn in them, and `num_workers` is about
+that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Measured
+from rlhf_spmd.plan.cost.seconds import Lengths
+
+NUM_LAYERS = 3  # of the model that is measured again
+NUM_TOKENS = 8  # that it generates for each prompt
+NUM_ROWS = (16, 4, 1)  # the most that a round may take
+ROUND_S = 0.15  # of all pieces, as the calibration says
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Seconds of what is measured again. inference: a forward pass. training: forward, backward and update.
+    generation: NUM_TOKENS tokens for each row."""
+
+    inference: float
+    training: float
+    generation: float
+
+    @property
+    def sum(self) -> float:
+        """Seconds of a round."""
+        return self.inference + self.training + self.generation
+
+
+def expected(table: Measured, rows: Lengths) -> Pieces:
+    """Seconds that the pieces take by a table that has prefill and decode; rows: tokens of prompt and response."""
+    tokens, prompts = sum(map(sum, rows)), sum(prompt for prompt, _ in rows)
+    update_s = table.update.at(replace(table.shape, num_layers=NUM_LAYERS).num_params)
+    return Pieces(
+        table.forward.at(NUM_LAYERS, tokens, tokens / len(rows)),
+        table.train.at(NUM_LAYERS, tokens, tokens / len(rows)) + update_s,
+        table.prefill.at(NUM_LAYERS, prompts, prompts / len(rows))
+        + (NUM_TOKENS - 1) * table.decode.at(NUM_LAYERS, len(rows)),
+    )
+
+
+def probed_table(device: Device) -> Measured | None:
+    """The table whose numbers are measured again: of the smallest model that generates, whole; None: there is none."""
+    known = [one for one in device.measured if one.tp == 1 and one.prefill and one.decode]
+    return min(known, key=lambda one: replace(one.shape, num_layers=NUM_LAYERS).num_params, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What to multiply the seconds of a device with, by kind. num_workers: how many ranks of a node compute at full
+    speed at the same time, as measured."""
+
+    inference: float
+    training: float
+    generation: float
+    num_workers: float
+
+    @classmethod
+    def of(cls, measured: Sequence[Pieces], table_s: Pieces, num_workers: float) -> "Scale":
+        """From the seconds on every rank, and those of the table."""
+        kinds = {
+            name: sum(getattr(one, name) for one in measured) / len(measured) / seconds
+            for name, seconds in asdict(table_s).items()
+        }
+        return cls(**kinds, num_workers=num_workers)
+
+
+def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
+    """The calibration with the seconds of one type of device scaled."""
+    found = calibration.devices[device]
+    changed = replace(
+        found,
+        matrix_flops=found.matrix_flops / scale.inference,
+        memory_bytes_per_s=found.memory_bytes_per_s / scale.generation,
+        layer_s=found.layer_s * scale.inference,
+        decode_layer_s=found.decode_layer_s * scale.generation,
+        num_workers=scale.num_workers,
+        measured=tuple(_table(one, scale) for one in found.measured),
+    )
+    return replace(calibration, devices={**calibration.devices, device: changed})
+
+
+def _table(one: Measured, scale: Scale) -> Measured:
+    return replace(
+        one,
+        forward=_by_length(one.forward, scale.inference),
+        train=_by_length(one.train, scale.training),
+        update=_curve(one.update, scale.training),
+        prefill=one.prefill and _by_length(one.prefill, scale.generation),
+        decode=one.decode and _layered(one.decode, scale.generation),
+        ends=one.ends and _curve(one.ends, scale.generation),
+    )
+
+
+def _curve(curve: Curve, factor: float) -> Curve:
+    return Curve(curve.amounts, tuple(factor * seconds for seconds in curve.seconds))
+
+
+def _layered(table: Layered, factor: float) -> Layered:
+    return Layered(_curve(table.layer, factor), _curve(table.rest, factor))
+
+
+def _by_length(tables: ByLength, factor: float) -> ByLength:
+    return ByLength(tables.lengths, tuple(_layered(table, factor) for table in tables.tables))

@@ -1,0 +1,203 @@
+"""Seconds of what a rank does, from the constants of a machine: one-line formulas that forecast.py puts together.
+
+A layer's products take 2 FLOPs per weight and token, its causal attention 4 per pair of tokens and number of a head, of
+which half is masked. Under tensor parallelism with sequence parallelism each block gathers its tokens before and
+scatters their sum behind (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass,
+which no product hides, nor the time to start it. A backward pass takes two forwards, and one more where activations
+are computed again. A decode step reads all weights and all keys and values, but takes no less than starting its layers.
+
+Where the calibration has tables of a shape (Measured), seconds of passes, steps and updates come from these instead.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured
+from rlhf_spmd.plan.cost.memory import num_params, sequence_bytes
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.shard import split
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import ModelShape, Workload
+
+MOMENTS_BYTES = 24  # that the ranks of a train call sum before an optimizer step (runtime/execute/optimizer_step.py)
+STATE_BYTES = 28  # that AdamW reads and writes per weight: master weight, two moments, gradient, and the new weight
+
+
+def layer_flops(shape: ModelShape, tokens: float, context: float) -> float:
+    """FLOPs of one layer's forward pass; context: tokens that a token attends to, on average."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * shape.intermediate_size
+    return tokens * (2 * weights + 4 * q * context)
+
+
+def head_flops(shape: ModelShape, tokens: float) -> float:
+    """FLOPs of the logits, or of a scalar head."""
+    return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else shape.vocab_size)
+
+
+def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:
+    """Seconds in which each rank of a ring gets the parts of the others; num_bytes: of the whole. A reduce-scatter
+    takes as long, an all-reduce both."""
+    if num_ranks == 1:
+        return 0.0
+    return (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_s + (num_ranks - 1) * link.latency_s
+
+
+Lengths = Sequence[tuple[int, int]]  # of each row: tokens of the prompt, of the response
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of the parts of calls, in any layout on a cluster."""
+
+    calibration: Calibration
+    workload: Workload
+    cluster: Cluster
+    known: dict[tuple[int, ...], Link] = field(default_factory=dict, repr=False, compare=False)  # of groups
+
+    def device(self, rank: int) -> Device:
+        """The constants of a rank's device."""
+        return self.calibration.devices[self.cluster.nodes[self.cluster.node_of(rank)].device]
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """What a collective of a group goes through: inside a node its links; between nodes those of all its ranks on a
+        node at once, since as many rings share the work."""
+        first, last = (self.cluster.node_of(edge(ranks)) for edge in (min, max))
+        if first == last:
+            return self.calibration.inside
+        if ranks not in self.known:
+            inside, between = self.calibration.inside, self.calibration.between
+            fewest = min(Counter(map(self.cluster.node_of, ranks)).values())
+            rate = max(between.bytes_per_s, min(inside.bytes_per_s, fewest * between.bytes_per_s))
+            self.known[ranks] = Link(rate, between.latency_s)
+        return self.known[ranks]
+
+    def table(self, model: str, layout: Layout, rank: int) -> Measured | None:
+        """What has been measured of a model's shape in slices that stand in one node, as the measured ones do."""
+        if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside:
+            return None
+        return self.device(rank).table(self.workload.models[model], layout.tp, self.workload.param_bytes)
+
+    def message_s(self, source: int, destination: int, num_bytes: int, num_parts: int = 1) -> float:
+        """A message from rank to rank, in so many parts."""
+        same = self.cluster.node_of(source) == self.cluster.node_of(destination)
+        link = self.calibration.inside if same else self.calibration.between
+        return num_parts * link.latency_s + num_bytes / link.bytes_per_s
+
+    def load_s(self, model: str, layout: Layout, rank: int) -> float:
+        """The weights of a frozen model come from host memory."""
+        params = num_params(self.workload.models[model], layout.shard(rank))
+        return self.workload.param_bytes * params / self.device(rank).host_bytes_per_s
+
+    def pass_s(
+        self, call: Call, layout: Layout, rank: int, tokens: float, length: float, *, backward: bool = False
+    ) -> float:
+        """A forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
+        shape, shard, device = self.workload.models[call.model], layout.shard(rank), self.device(rank)
+        num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
+        if (table := self.table(call.model, layout, rank)) is not None:
+            forward_s = table.forward.at(num_layers, tokens, length, rest=is_last)
+            if not backward:
+                return forward_s
+            again_s = table.forward.at(num_layers, tokens, length, rest=False) if layout.recompute else 0.0
+            return max(0.0, table.train.at(num_layers, tokens, length, rest=is_last) - forward_s) + again_s
+        hidden_bytes = tokens * shape.hidden_size * self.workload.param_bytes
+        gather_s = all_gather_s(self.link(layout.tensor_ranks(rank)), layout.tp, hidden_bytes)
+        flops = layer_flops(shape, tokens, length / 2) / layout.tp
+        layer_s = flops / device.matrix_flops + 4 * gather_s + device.layer_s
+        head_s = head_flops(shape, tokens) / layout.tp / device.matrix_flops if is_last else 0.0
+        if backward:
+            return (2 + layout.recompute) * num_layers * layer_s + 2 * head_s
+        return num_layers * layer_s + head_s
+
+    def gather_s(self, model: str, layout: Layout, rank: int) -> float:
+        """What ZeRO 3 takes to gather a rank's shard of weights that are spread over the dp of a layout."""
+        if layout.zero < 3:
+            return 0.0
+        whole_bytes = self.workload.param_bytes * num_params(self.workload.models[model], layout.shard(rank))
+        return all_gather_s(self.link(layout.data_ranks(rank)), layout.dp, whole_bytes)
+
+    def update_s(self, model: str, layout: Layout, rank: int) -> float:
+        """The gradients' sum over dp (from ZeRO 2 on each rank gets its part of it alone), the optimizer's step, and
+        where only the optimizer's state or the gradients are spread, the new weights for everyone."""
+        params = num_params(self.workload.models[model], layout.shard(rank))
+        mine = params / layout.dp if layout.zero else params
+        link = self.link(layout.data_ranks(rank))
+        reduce_s = (2 if layout.zero < 2 else 1) * all_gather_s(link, layout.dp, 4 * params)
+        if layout.zero in (1, 2):
+            reduce_s += all_gather_s(link, layout.dp, self.workload.param_bytes * params)
+        if (table := self.table(model, layout, rank)) is not None:
+            moments_s = 2 * all_gather_s(self.link(layout.ranks), len(layout.ranks), MOMENTS_BYTES)
+            return moments_s + reduce_s + table.update.at(mine)
+        return reduce_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
+
+    def generate_s(self, call: Call, layout: Layout, rank: int, rows: Lengths, places: int) -> list[float]:
+        """When each row is done: the prompts first, then steps of as many rows as are decoded at the same time, through
+        all stages. The place of a row that has ended is taken by the next one, whose prompt comes then."""
+        stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
+        drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
+        begun = min(places, len(rows))
+        clock_s, done_s = self.prompts_s(call, layout, rank, rows[:begun]), [0.0] * len(rows)
+        for num_steps, active, ended in decode_steps([response - drawn for _, response in rows], places):
+            clock_s += num_steps * sum(self.decode_s(call, layout, other, active) for other in stages)
+            if table is not None and table.ends is not None:
+                clock_s += table.ends.at(min(len(rows), places))
+            for row in ended:
+                done_s[row] = clock_s
+            clock_s += self.prompts_s(call, layout, rank, rows[begun : begun + len(ended)])
+            begun += len(ended)
+        return done_s
+
+    def prompts_s(self, call: Call, layout: Layout, rank: int, rows: Lengths) -> float:
+        """The prompts of some rows through all stages."""
+        if not rows:
+            return 0.0
+        number = layout.pp if self.calibration.pipelined_prefill else 1
+        tokens = sum(prompt for prompt, _ in rows)
+        passes_s = [
+            self.prefill_s(call, layout, other, tokens / number, tokens / len(rows))
+            for other in layout.stage_ranks(rank)
+        ]
+        return sum(passes_s) + (number - 1) * max(passes_s)
+
+    def prefill_s(self, call: Call, layout: Layout, rank: int, tokens: float, length: float) -> float:
+        """The prompts through one stage."""
+        table = self.table(call.model, layout, rank)
+        if table is None or table.prefill is None:
+            return self.pass_s(call, layout, rank, tokens, length)
+        shard = layout.shard(rank)
+        num_layers = len(split(self.workload.models[call.model].num_layers, shard.pp, shard.stage))
+        return table.prefill.at(num_layers, tokens, length, rest=shard.stage == shard.pp - 1)
+
+    def decode_s(self, call: Call, layout: Layout, rank: int, places: int) -> float:
+        """A token for each of so many rows through one stage, half-way through their responses."""
+        workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
+        shape = workload.models[call.model]
+        num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
+        table = self.table(call.model, layout, rank)
+        if table is not None and table.decode is not None:
+            return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1)
+        least_s = num_layers * device.decode_layer_s
+        prompt, response = workload.max_prompt, workload.max_response
+        cached = places * (prompt + response / 2) / (prompt + response) * sequence_bytes(workload, call, layout, rank)
+        read = workload.param_bytes * num_params(shape, shard) + cached
+        return max(least_s, read / device.memory_bytes_per_s)
+
+
+def decode_steps(responses: Sequence[int], places: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Steps with the same rows under way: their number, how many rows, and which of them then end. The rows take their
+    turns in order, at most `places` at a time."""
+    ends: list[tuple[int, int]] = []  # step at which a row ends, row
+    step, waiting = 0, 0
+    while waiting < len(responses) or ends:
+        while waiting < len(responses) and len(ends) < places:
+            heapq.heappush(ends, (step + responses[waiting], waiting))
+            waiting += 1
+        active, end, ended = len(ends), ends[0][0], []
+        while ends and ends[0][0] == end:
+            ended.append(heapq.heappop(ends)[1])
+        yield end - step, active, ended
+        step = end

@@ -1,0 +1,1 @@
+"""From a placement to the instruction lists of all ranks."""

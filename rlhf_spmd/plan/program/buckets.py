@@ -1,0 +1,101 @@
+"""How what travels along a route is cut into buckets and messages. Sender and receiver cut alike, from the plan alone.
+
+A *block* is some rows of one parameter. A large one is a message by itself, so that it may leave from, and arrive in,
+the parameter's own memory; small ones are packed together. A bucket is what one step of a route carries.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rlhf_spmd.plan.program.tensors import Piece, Range
+
+DIRECT_BYTES = 256 * 2**10  # a block of this size is worth a message of its own: copying it costs more
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows and columns of one layer's parameter, counted in the whole model."""
+
+    weight: str
+    layer: int
+    rows: Range
+    columns: Range
+
+    @property
+    def num_numbers(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+Message = tuple[Block, ...]
+Bucket = tuple[Message, ...]
+
+
+def numbers_of(message: Message) -> int:
+    """How many numbers a message carries."""
+    return sum(block.num_numbers for block in message)
+
+
+def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> tuple[Bucket, ...]:
+    """Buckets of at most so many numbers. Blocks of direct_numbers or more are messages; smaller neighbours share one.
+
+    A block ends at the end of a row, but where a row is longer than a bucket.
+    """
+    buckets: list[list[list[Block]]] = []
+    room, open_message = 0, False
+    for block in _blocks(pieces, numbers):
+        while block is not None:
+            if buckets and room < min(block.num_numbers, max(direct_numbers, _width(block))):
+                room = 0  # what would fit is not worth a message
+            if room == 0:
+                buckets.append([])
+                room, open_message = numbers, False
+            block, rest = _first_rows(block, room // _width(block))
+            large = block.num_numbers >= direct_numbers
+            if open_message and not large:
+                buckets[-1][-1].append(block)
+            else:
+                buckets[-1].append([block])
+            open_message, room, block = not large, room - block.num_numbers, rest
+    return tuple(tuple(tuple(message) for message in bucket) for bucket in buckets)
+
+
+def num_messages(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> int:
+    """How many messages these pieces make; it follows from their sizes, which many routes have in common."""
+    sizes = tuple(tuple(last - first for first, last in piece.box) for piece in pieces)
+    return _num_messages(sizes, numbers, direct_numbers)
+
+
+@lru_cache(maxsize=4096)
+def _num_messages(sizes: tuple[tuple[int, ...], ...], numbers: int, direct_numbers: int) -> int:
+    pieces = [Piece("", tuple((0, size) for size in box)) for box in sizes]
+    return sum(map(len, cut_into_buckets(pieces, numbers=numbers, direct_numbers=direct_numbers)))
+
+
+def _blocks(pieces: Iterable[Piece], numbers: int) -> Iterator[Block]:
+    """The pieces layer by layer; rows longer than a bucket one by one and in parts."""
+    for piece in pieces:
+        layers, rows, (left, right) = piece.box
+        for layer in range(*layers):
+            if right - left <= numbers:
+                yield Block(piece.weight, layer, rows, (left, right))
+                continue
+            for row in range(*rows):
+                for start in range(left, right, numbers):
+                    yield Block(piece.weight, layer, (row, row + 1), (start, min(start + numbers, right)))
+
+
+def _width(block: Block) -> int:
+    return block.columns[1] - block.columns[0]
+
+
+def _first_rows(block: Block, num_rows: int) -> tuple[Block, Block | None]:
+    """A block as its first rows and the rest."""
+    first, last = block.rows
+    if num_rows >= last - first:
+        return block, None
+    middle = first + num_rows
+    return (
+        Block(block.weight, block.layer, (first, middle), block.columns),
+        Block(block.weight, block.layer, (middle, last), block.columns),
+    )

@@ -1,0 +1,245 @@
+"""Workload + placement -> program. Pure, deterministic, the same on every rank.
+
+All instructions are emitted in one global order, each to the ranks that take part: the calls before training as the
+algorithm states them (while streaming, once per mini-batch, with the first epoch of training on it), then training by
+epoch and model. Transfers are posted right after the calls that make their data and waited for right before the first
+call that reads it, so that whatever lies between overlaps with them.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
+from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.transfers import Move, data_moves, of_mini_batch, weight_moves
+from rlhf_spmd.plan.validate import validate
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
+
+
+def compile_program(workload: Workload, placement: Placement, cluster: Cluster) -> Program:
+    """Compiles one iteration. Raises UserError if the placement does not fit the workload or the cluster."""
+    validate(placement, workload, cluster)
+    compiler = _Compiler(workload, placement, cluster)
+    compiler.emit()
+    return Program(
+        workload,
+        placement,
+        cluster,
+        compiler.groups,
+        tuple(compiler.transfers),
+        tuple(tuple(instructions) for instructions in compiler.instructions),
+    )
+
+
+def layouts_of(call: Call, workload: Workload, placement: Placement) -> tuple[Layout, ...]:
+    """Where a call runs: its layout, or for a `compute` every distinct list of ranks that reads its results."""
+    return tuple(placement.layouts[site] for site in placement.sites(call, workload.workflow))
+
+
+@dataclass(slots=True)
+class _Compiler:
+    workload: Workload
+    placement: Placement
+    cluster: Cluster
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    transfers: list[Transfer] = field(default_factory=list)
+    instructions: list[list[Instruction]] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    posted: set[tuple[int, int]] = field(default_factory=set)  # rank, transfer
+    waited: set[tuple[int, int]] = field(default_factory=set)
+
+    def emit(self) -> None:
+        """Writes the instruction lists."""
+        self.instructions = [[] for _ in self.cluster.ranks]
+        self._inner_groups()
+        self.moves = data_moves(self.workload, self.placement, self.cluster)
+        num = self.workload.num_mini_batches
+        streams = self.placement.streams(self.workload)
+        pieces = range(num) if streams else (None,)
+        for piece in pieces:
+            self.transfers += [
+                move.transfer if piece is None else of_mini_batch(move.transfer, piece, num) for move in self.moves
+            ]
+        first_weights = len(self.transfers)
+        weights = weight_moves(self.workload, self.placement, self.cluster)
+        self.transfers += [move.transfer for move in weights]
+        after_training = {move.producers[0]: first_weights + index for index, move in enumerate(weights)}
+
+        trains = [call for call in self.workload.workflow.calls if call.kind == "train"]
+        for ahead in range(min(self.placement.in_flight, num) if streams else 0):
+            self._receive_early(ahead)
+        for piece in pieces:
+            for unit in self._units():
+                self._emit_unit(unit, piece)
+            if piece is not None:
+                for call in trains:
+                    self._emit_train(call, 0, piece, after_training)
+                if piece + self.placement.in_flight < num:
+                    self._receive_early(piece + self.placement.in_flight)
+        for epoch in range(1 if streams else 0, self.workload.epochs):
+            for call in trains:  # one model after the other: the first one's weights travel while the second one trains
+                for mini_batch in range(num):
+                    self._emit_train(call, epoch, mini_batch, after_training)
+        for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
+            for rank in transfer.ranks:
+                self._wait(rank, number)
+        self._emit_offloads()
+        self._emit(self.cluster.ranks, Agree("metrics"))
+
+    def _units(self) -> list[tuple[Call, ...]]:
+        """The calls before training, those that exchange together side by side."""
+        workflow = self.workload.workflow
+        names = [self.placement.unit(call.name) for call in workflow.calls if call.kind != "train"]
+        return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
+
+    def _emit(self, ranks: Iterable[int], instruction: Instruction) -> None:
+        for rank in ranks:
+            self.instructions[rank].append(instruction)
+
+    def _post(self, rank: int, number: int) -> None:
+        if (rank, number) not in self.posted:
+            self.posted.add((rank, number))
+            self.instructions[rank].append(Post(number))
+
+    def _wait(self, rank: int, number: int) -> None:
+        if (rank, number) not in self.waited:
+            self.waited.add((rank, number))
+            self.instructions[rank].append(Wait(number))
+
+    def _number(self, index: int, piece: int | None) -> int:
+        """The transfer of a move; the moves of one mini-batch stand together."""
+        return index + (piece or 0) * len(self.moves)
+
+    def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
+        """Waits, Runs and Posts of calls that exchange together."""
+        names = tuple(call.name for call in unit)
+        arriving: dict[int, list[int]] = {}  # rank -> moves that it waits for
+        for index, move in enumerate(self.moves):
+            if move.consumers == names:
+                for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
+                    arriving.setdefault(rank, []).append(index)
+        for call in unit:
+            for site in self.placement.sites(call, self.workload.workflow):
+                self._emit_call(call, site, piece, arriving)
+        for index, move in enumerate(self.moves):
+            if move.producers == names:
+                self._emit_posts(index, piece)
+
+    def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
+        layout = self.placement.layouts[site]
+        reader = site if call.kind == "compute" else None
+        for rank in ranks_of(call, layout):
+            group = self._group(call, layout, rank)
+            late = arriving.get(rank, [])
+            own, others = self._split(call, layout, rank, late, group)
+            steps = [Run(call.name, group, piece, reader=reader, columns=columns) for columns in (*own, *others)]
+            self.instructions[rank] += steps[: len(own)]
+            for index in late:
+                self._wait(rank, self._number(index, piece))
+            self.instructions[rank] += steps[len(own) :]
+
+    def _split(self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None) -> tuple[list, list]:
+        """The columns to compute before and after the late moves have arrived; None stands for all of them."""
+        if call.name not in self.placement.own_first or group is not None:
+            return [], [None]
+        messages = [message for index in late for message in self.moves[index].transfer.messages]
+        coming = {c for m in messages if m.destination == rank and set(m.keys) & set(call.inputs) for c in m.columns}
+        columns = layout.columns(rank, self.workload.mini_batch)
+        own = [c for c in columns if c not in coming]
+        if not own or len(own) == len(columns):
+            return [], [None]
+        return _ranges(own), _ranges([c for c in columns if c in coming])
+
+    def _emit_posts(self, index: int, piece: int | None) -> None:
+        """Starts a move; while streaming, only after the one that lies in_flight mini-batches back is done."""
+        number = self._number(index, piece)
+        sources = {message.source for message in self.transfers[number].messages}
+        for rank in self.transfers[number].ranks:
+            if rank in sources and piece is not None and piece >= self.placement.in_flight:
+                self._wait(rank, self._number(index, piece - self.placement.in_flight))
+            self._post(rank, number)
+
+    def _receive_early(self, piece: int) -> None:
+        """Ranks that only receive open their side of a mini-batch's moves before there is anything to receive."""
+        sending = {message.source for move in self.moves for message in move.transfer.messages}
+        for index, move in enumerate(self.moves):
+            for rank in move.transfer.ranks:
+                if rank not in sending:
+                    self._post(rank, self._number(index, piece))
+
+    def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
+        """One optimizer step; after a model's last one, its weights leave."""
+        layout = self.placement.layouts[call.name]
+        piece = mini_batch if self.placement.streams(self.workload) else None
+        for index, move in enumerate(self.moves):
+            if move.consumers == (call.name,):
+                for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
+                    self._wait(rank, self._number(index, piece))
+        group = self._group(call, layout, layout.ranks[0])
+        self._emit(layout.ranks, Run(call.name, group, mini_batch, epoch))
+        last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
+        if last and call.name in after_training:
+            number = after_training[call.name]
+            for rank in self.transfers[number].ranks:
+                self._post(rank, number)
+
+    def _group(self, call: Call, layout: Layout, rank: int) -> str | None:
+        """The group whose collectives a Run enters; None if it computes alone."""
+        return self._named(group_of(call, layout, self.workload, self.placement, rank))
+
+    def _named(self, ranks: tuple[int, ...] | None, purpose: str = COLLECTIVES) -> str | None:
+        """The name of a group, which is made if it is new."""
+        if ranks is None:
+            return None
+        name = group_name(ranks, purpose)
+        self.groups.setdefault(name, tuple(sorted(ranks)))
+        return name
+
+    def _inner_groups(self) -> None:
+        """The groups inside the layouts: slices of a stage, stages of a slice, and who holds the same shard."""
+        for name in dict.fromkeys(call.name for call in self.workload.workflow.placed_calls):
+            call, layout = self.workload.workflow.call(name), self.placement.layouts[name]
+            if self.workload.models[call.model] is None:
+                continue
+            for ranks, purpose in inner_groups(layout, shares=call.kind == "train" or layout.zero == 3):
+                self._named(ranks, purpose)
+
+    def _emit_offloads(self) -> None:
+        """Weights that wait in host memory come before a rank's first Run with them and leave after its last one."""
+        for rank, steps in enumerate(self.instructions):
+            for model, calls in offloaded(self.workload, self.placement, rank).items():
+                places = [i for i, step in enumerate(steps) if isinstance(step, Run) and step.call in calls]
+                if places:
+                    steps.insert(places[-1] + 1, Offload(model))
+                    steps.insert(places[0], Load(model))
+
+
+def inner_groups(layout: Layout, *, shares: bool) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The groups of more than one rank that a layout needs beside the whole, each with its purpose; shares: whether
+    ranks that hold the same shard of the weights sum gradients or gather them."""
+    for rank in layout.ranks:
+        groups = [layout.tensor_ranks(rank), layout.model_ranks(rank)]
+        groups += [layout.data_ranks(rank), layout.tied_ranks(rank)] if shares else []
+        yield from ((ranks, COLLECTIVES) for ranks in groups if len(ranks) > 1)
+        if layout.pp > 1:
+            yield layout.stage_ranks(rank), STAGES
+
+
+def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
+    """Models whose weights wait in host memory on a rank, and the calls that use them."""
+    found: dict[str, tuple[str, ...]] = {}
+    for call in workload.workflow.placed_calls:
+        layout = placement.layouts[call.name]
+        if layout.offload and rank in layout.ranks:
+            found[call.model] = (*found.get(call.model, ()), call.name)
+    return found
+
+
+def _ranges(columns: list[int]) -> list[range]:
+    """Ascending columns as runs."""
+    starts = [c for c in columns if c - 1 not in columns]
+    ends = [c + 1 for c in columns if c + 1 not in columns]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True)]

@@ -1,0 +1,285 @@
+"""The program: for every rank an ordered list of a few kinds of instruction. Executed, checked, simulated and drawn.
+
+Semantics that runtime/execute/executor.py and plan/proof/check.py share:
+
+Run       computes a call on this rank's columns (or some of them) of one mini-batch (or of all). If it names a group,
+          it contains collectives: every rank of the group must enter the same Run, in the same order.
+Post      starts this rank's part of a transfer (its sends and its receives) and goes on at once.
+Wait      blocks until this rank's part of a posted transfer is done, which needs every peer to have posted it. Weights
+          move in buckets along chains of ranks, of which Post starts the first: all their ranks meet at the Wait.
+Load      brings the weights of a frozen model from host memory to the device; Offload frees them there.
+Agree     a control message among all ranks (MPI), at the end of an iteration.
+
+A Run in a layout with stages (pp > 1) is one instruction here; pipeline.py compiles it further, into a Run for each
+forward and backward pass of a micro-batch (of generation: for each token) and the Posts and Waits of what the stages
+pass on, once it is known how many there are.
+
+Messages between calls go through one communicator, that of the world. Messages between the stages of a call go through
+communicators of their own, and so do collectives: one for each distinct set of ranks and purpose (layout.group_name).
+NCCL works off each communicator strictly in order, so a receive that is posted early would hold up a stage's send
+behind it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import STAGES, Layout, format_ranks, group_name
+from rlhf_spmd.plan.placement import Placement, uses_home
+from rlhf_spmd.plan.program.reallocate import Reallocation
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import TOKEN_KEYS, Call
+from rlhf_spmd.plan.workload import Workload
+
+MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side: steps of few rows cost little less than of more
+BUCKET_BYTES = 64 * 2**20  # weights travel in pieces of this size: large enough for bandwidth, small enough to overlap
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    call: str
+    group: str | None = None
+    mini_batch: int | None = None  # None: all mini-batches
+    epoch: int = 0
+    reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
+    columns: range | None = None  # None: all columns that this rank has in the layout
+    phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
+    micro_batch: int | None = None  # in generation the token
+
+    def __str__(self) -> str:
+        where = f" {self.phase}" if self.phase else ""
+        unit = " " if self.phase in ("token", "drawn") else " of micro-batch "
+        where += "" if self.micro_batch is None else f"{unit}{self.micro_batch}"
+        where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
+        where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"
+        where += f" for {self.reader}" if self.reader else ""
+        return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    transfer: int
+
+    def __str__(self) -> str:
+        return f"Post transfer {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    transfer: int
+
+    def __str__(self) -> str:
+        return f"Wait transfer {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    model: str
+
+    def __str__(self) -> str:
+        return f"Load {self.model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    model: str
+
+    def __str__(self) -> str:
+        return f"Offload {self.model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    what: str
+
+    def __str__(self) -> str:
+        return f"Agree on {self.what}"
+
+
+Instruction = Run | Post | Wait | Load | Offload | Agree
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Rows (some columns) of data keys, or a model's weights (no keys), from one rank to another."""
+
+    source: int
+    destination: int
+    keys: tuple[str, ...]
+    columns: range
+    num_bytes: int
+    num_parts: int = 1  # messages on the wire: weights travel in buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`, of which the
+    messages are the sums by pair of ranks."""
+
+    what: str
+    messages: tuple[Message, ...]
+    model: str | None = None
+    mini_batch: int | None = None
+    reallocation: Reallocation | None = None  # of weights
+    call: str | None = None  # between whose stages it goes, by groups of their own; None: between calls, by the world's
+    ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
+    _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
+    _received: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sent: dict[int, list[Message]] = {}
+        received: dict[int, list[Message]] = {}
+        for message in self.messages:
+            sent.setdefault(message.source, []).append(message)
+            received.setdefault(message.destination, []).append(message)
+        moved = self.reallocation
+        local = {moved.targets[copy.target][0] for copy in moved.local} if moved else set()
+        object.__setattr__(self, "ranks", tuple(sorted({*local, *sent, *received})))
+        object.__setattr__(self, "_sent", sent)
+        object.__setattr__(self, "_received", received)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that some message carries."""
+        return tuple(dict.fromkeys(key for message in self.messages for key in message.keys))
+
+    @property
+    def num_messages(self) -> int:
+        return sum(message.num_parts for message in self.messages)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(message.num_bytes for message in self.messages)
+
+    def peers(self, rank: int) -> set[int]:
+        """Ranks that this rank exchanges something with."""
+        return {m.source for m in self.received_by(rank)} | {m.destination for m in self.sent_by(rank)}
+
+    def sent_by(self, rank: int) -> Sequence[Message]:
+        """The messages that leave a rank."""
+        return self._sent.get(rank, ())
+
+    def received_by(self, rank: int) -> Sequence[Message]:
+        """The messages that come to a rank."""
+        return self._received.get(rank, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every rank executes in one iteration. The same object is computed on every rank."""
+
+    workload: Workload
+    placement: Placement
+    cluster: Cluster
+    groups: Mapping[str, tuple[int, ...]]  # created once, in this order, on every rank
+    transfers: tuple[Transfer, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]  # [rank][position]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that ranks must agree on before the first collective."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def layout_of(self, step: Run) -> Layout:
+        """Where the rows of a Run lie; a rank may run a compute once for each of several readers, on other columns."""
+        return self.placement.layouts[step.reader or step.call]
+
+    def columns_of(self, step: Run, rank: int) -> range:
+        """The columns that a Run computes on a rank."""
+        return self.layout_of(step).columns(rank, self.workload.mini_batch) if step.columns is None else step.columns
+
+    def reads(self, step: Run, rank: int) -> tuple[str, ...]:
+        """The data keys that a Run reads on a rank."""
+        return keys_read(self.workload.workflow.call(step.call), self.layout_of(step), rank)
+
+    def makes(self, step: Run, rank: int) -> tuple[str, ...]:
+        """The data keys that a Run leaves on a rank."""
+        return keys_made(self.workload.workflow.call(step.call), self.layout_of(step), rank)
+
+    def mini_batches_of(self, step: "Run | Transfer") -> range:
+        """The mini-batches that a Run computes or a transfer moves."""
+        one = step.mini_batch
+        return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
+
+    def held(self, rank: int) -> dict[str, tuple[range, ...]]:
+        """The columns of each data key that a rank reads, makes or receives in an iteration: ascending ranges that
+        neither meet nor overlap. Keys that it has nothing to do with are left out."""
+        found: dict[str, set[range]] = {}
+        for step in self.instructions[rank]:
+            if isinstance(step, Run):
+                for key in (*self.reads(step, rank), *self.makes(step, rank)):
+                    found.setdefault(key, set()).add(self.columns_of(step, rank))
+            elif isinstance(step, Wait):
+                for message in self.transfers[step.transfer].received_by(rank):
+                    for key in message.keys:
+                        found.setdefault(key, set()).add(message.columns)
+        return {key: merged(ranges) for key, ranges in found.items()}
+
+    def trained(self, rank: int) -> tuple[str, ...]:
+        """Models that train on a rank."""
+        calls = self.workload.workflow.placed_calls
+        return tuple(c.model for c in calls if c.kind == "train" and rank in self.placement.layouts[c.name].ranks)
+
+    def copies(self, rank: int) -> dict[tuple[str, Shard], tuple[str, ...]]:
+        """What a rank holds besides what it trains: model and shard -> the calls that use this copy."""
+        found: dict[tuple[str, Shard], tuple[str, ...]] = {}
+        for call in self.workload.workflow.placed_calls:
+            layout = self.placement.layouts[call.name]
+            if rank not in layout.ranks or uses_home(call, rank, self.workload, self.placement):
+                continue
+            key = call.model, layout.shard(rank)
+            found[key] = (*found.get(key, ()), call.name)
+        return found
+
+    @property
+    def pairs(self) -> dict[str | None, list[tuple[int, int]]]:
+        """Who exchanges messages in which group: pairs of ranks, ascending. None: between calls, in the world."""
+        between = {(m.source, m.destination) for transfer in self.transfers for m in transfer.messages}
+        found: dict[str | None, set[tuple[int, int]]] = {None: {(min(pair), max(pair)) for pair in between}}
+        for layout in dict.fromkeys(self.placement.layouts.values()):
+            for rank in layout.ranks if layout.pp > 1 else ():
+                stages = layout.stage_ranks(rank)
+                found.setdefault(group_name(stages, STAGES), set()).update(pairwise(stages))
+        return {name: sorted(pairs) for name, pairs in found.items()}
+
+    def describe(self, transfer: int) -> str:
+        """A transfer in words."""
+        move = self.transfers[transfer]
+        return f"{move.what} among ranks {format_ranks(move.ranks)}, {move.num_bytes:,} bytes"
+
+
+def communicators(
+    programs: Iterable[Program],
+) -> tuple[dict[str, tuple[int, ...]], dict[str | None, list[tuple[int, int]]]]:
+    """The groups and pairs of several programs that one job executes."""
+    groups: dict[str, tuple[int, ...]] = {}
+    pairs: dict[str | None, dict[tuple[int, int], None]] = {}
+    for program in programs:
+        groups |= program.groups
+        for name, some in program.pairs.items():
+            pairs.setdefault(name, {}).update(dict.fromkeys(some))
+    return groups, {name: list(some) for name, some in pairs.items()}
+
+
+def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
+    """The data keys that a call reads on a rank: a stage before the last one needs no more than the tokens."""
+    last = call.kind == "compute" or layout.place(rank)[1] == layout.pp - 1
+    return call.inputs if last else tuple(key for key in call.inputs if key in TOKEN_KEYS)
+
+
+def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
+    """The data keys that a call leaves on a rank: results come out of the last stage."""
+    return call.outputs if layout.place(rank)[1] == layout.pp - 1 else ()
+
+
+def merged(ranges: Iterable[range]) -> tuple[range, ...]:
+    """The same numbers as ascending ranges that neither meet nor overlap."""
+    found: list[range] = []
+    for one in sorted((one for one in ranges if one), key=lambda one: one.start):
+        if found and one.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
+        else:
+            found.append(one)
+    return tuple(found)

@@ -1,0 +1,252 @@
+"""Pipeline parallelism as instructions: what the stages of a layout do in one Run, micro-batch by micro-batch or, in
+generation, token by token.
+
+Training follows 1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473): stage s of p runs
+min(p - s - 1, m) forwards ahead, then one forward and one backward in turn, then the backwards that are left, so that
+no stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone. In generation a
+token goes through all stages, the last one draws, and all of them hear what was drawn.
+
+The number m of micro-batches follows from the data, so a program holds one Run and the body is compiled for each m: by
+the runtime for the m that the ranks have agreed on, by `check` for some (see `numbers`). A body ends for every m, also
+where a communicator carries out its transfers one after another: the passes of all stages are merged into one global
+order in which each comes after what it needs, and both ends post a transfer where its data is made in that order. So
+the queues of both ends hold their transfers in the same global order, and the earliest transfer that is left can always
+be carried out. `check` runs bodies all the same, as a check of this code. Generation has as many tokens as it happens
+to need: the engine (runtime/generation/engine.py) does not execute a body; its collectives and messages are those of
+`token_body`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from rlhf_spmd.plan.layout import STAGES, Layout, group_name
+from rlhf_spmd.plan.program.instructions import Instruction, Message, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
+
+Pass = tuple[str, int]  # "forward" or "backward", micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a Run becomes on the ranks of one data-parallel shard. Transfers are numbered from 0."""
+
+    instructions: dict[int, tuple[Instruction, ...]]  # by world rank
+    transfers: tuple[Transfer, ...]
+    passes: tuple[tuple[Pass, int], ...]  # of each transfer: the pass that makes its data, and on which stage
+
+
+def is_pipelined(call: Call, layout: Layout) -> bool:
+    """Whether a call's Runs have a body that the runtime executes."""
+    return layout.pp > 1 and call.kind in ("infer", "train")
+
+
+def has_token_body(call: Call, layout: Layout) -> bool:
+    """Whether a call goes through its stages token by token."""
+    return layout.pp > 1 and call.kind == "generate"
+
+
+def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
+    """The most micro-batches that a Run can have on one shard: a budget of tokens may leave one row to each."""
+    size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
+    return _number(layout, workload, call, size)
+
+
+def usual_number(program: Program, step: Run) -> int:
+    """Micro-batches of a Run, as if each had the usual number of rows where a budget of tokens decides."""
+    workload, layout = program.workload, program.layout_of(step)
+    return _number(layout, workload, workload.workflow.call(step.call), layout.micro_batch or workload.micro_batch)
+
+
+def _number(layout: Layout, workload: Workload, call: Call, size: int) -> int:
+    rows = -(-workload.mini_batch // layout.dp)
+    return max(1, -(-rows // size)) * (1 if call.kind == "train" else workload.num_mini_batches)
+
+
+def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, train: bool) -> list[Pass]:
+    """The passes of one stage in their order: 1F1B, or the forwards alone."""
+    forwards: list[Pass] = [("forward", index) for index in range(num_micro_batches)]
+    if not train:
+        return forwards
+    ahead = min(num_stages - stage - 1, num_micro_batches)
+    passes = forwards[:ahead]
+    for index, forward in enumerate(forwards[ahead:]):
+        passes += [forward, ("backward", index)]
+    return passes + [("backward", index) for index in range(num_micro_batches - ahead, num_micro_batches)]
+
+
+def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> list[tuple[int, Pass]]:
+    """The passes of all stages in one order in which each comes after what it needs: a forward after that of the stage
+    before, a backward after that of the stage behind."""
+    queues = [order_of_passes(s, num_stages, num_micro_batches, train=train) for s in range(num_stages)]
+    done: set[tuple[int, Pass]] = set()
+    order: list[tuple[int, Pass]] = []
+    while any(queues):
+        ready = []
+        for stage, queue in enumerate(queues):
+            if queue:
+                kind, index = queue[0]
+                before = stage - 1 if kind == "forward" else stage + 1
+                if not 0 <= before < num_stages or (before, (kind, index)) in done:
+                    ready.append((stage, queue.pop(0)))
+        assert ready, "1F1B never waits in a circle"
+        done.update(ready)
+        order += ready
+    return order
+
+
+@cache
+def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
+    """The instructions of one shard's ranks. pass_bytes: what a stage hands on for one micro-batch, on each slice."""
+    train, last = call.kind == "train", layout.pp - 1
+    ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
+    lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
+    waited: set[tuple[int, int]] = set()  # rank, transfer
+    transfers: list[Transfer] = []
+    makers: list[tuple[Pass, int]] = []
+    numbers: dict[tuple[str, int, int], int] = {}  # pass, and the stage that receives -> transfer
+    for stage, (kind, index) in global_order(layout.pp, num_micro_batches, train=train):
+        group = group_name(ranks[stage]) if layout.tp > 1 else None
+        number = numbers.get((kind, index, stage))
+        # what a backward receives proves that the stage behind is done with what this one sent it forward
+        sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
+        due = [n for n in (sent, number) if n is not None]
+        steps = [*map(Wait, due), replace(step, group=group, phase=kind, micro_batch=index)]  # the same on all slices
+        for rank in ranks[stage]:
+            waited.update((rank, n) for n in due)
+            lists[rank] += steps
+        to = stage + 1 if kind == "forward" else stage - 1
+        if not 0 <= to <= last:
+            continue
+        numbers[kind, index, to] = len(transfers)
+        pairs = zip(ranks[stage], ranks[to], strict=True)
+        what = "activations" if kind == "forward" else "gradients"
+        messages = tuple(Message(source, there, (what,), range(0), pass_bytes) for source, there in pairs)
+        post = Post(len(transfers))
+        for rank in (*ranks[stage], *ranks[to]):
+            lists[rank].append(post)
+        name = f"{what} of {call.name} to stage {to}"
+        transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
+        makers.append(((kind, index), stage))
+    for number, transfer in enumerate(transfers):  # what nothing has waited for yet on the side that sent it
+        for rank in transfer.ranks:
+            if (rank, number) not in waited:
+                lists[rank].append(Wait(number))
+    if train:
+        update = replace(step, phase="update")
+        for rank in lists:
+            lists[rank].append(update)
+    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
+
+
+@cache
+def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens: int) -> Body:
+    """The instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache; each
+    token of a batch is a forward of every stage, and then the last stage tells the others what it drew; at the end it
+    tells them the results. As in `body`, slices do the same side by side."""
+    ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
+    lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
+    transfers: list[Transfer] = []
+    makers: list[tuple[Pass, int]] = []
+
+    def all_stages(phase: str, token: int | None = None) -> None:
+        for rank in lists:
+            group = group_name(layout.stage_ranks(rank), STAGES)
+            lists[rank].append(replace(step, group=group, phase=phase, micro_batch=token))
+
+    all_stages("begin")
+    for token in range(num_tokens):
+        for stage, here in enumerate(ranks):
+            group = group_name(here) if layout.tp > 1 else None
+            for rank in here:
+                lists[rank].append(replace(step, group=group, phase="token", micro_batch=token))
+            if stage == layout.pp - 1:
+                continue
+            pairs = zip(here, ranks[stage + 1], strict=True)
+            messages = tuple(Message(source, there, ("activations",), range(0), 0) for source, there in pairs)
+            for rank in (*here, *ranks[stage + 1]):  # dist.send and dist.recv: both wait at once
+                lists[rank] += [Post(len(transfers)), Wait(len(transfers))]
+            name = f"a token's activations of {call.name} to stage {stage + 1}"
+            transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
+            makers.append((("token", token), stage))
+        all_stages("drawn", token)
+    all_stages("end")
+    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
+
+
+def expand(
+    program: Program, num_micro_batches: Callable[[Run], int], num_tokens: Callable[[Run], int] | None = None
+) -> Program:
+    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given, and
+    of tokens (None: generation stays as it is); an expanded program stays as it is."""
+    workload, transfers = program.workload, list(program.transfers)
+    offsets: dict[tuple[Run, int], int] = {}
+    lists: list[list[Instruction]] = []
+    for rank, steps in enumerate(program.instructions):
+        lists.append([])
+        for step in steps:
+            call = workload.workflow.call(step.call) if isinstance(step, Run) else None
+            layout = program.layout_of(step) if call is not None else None
+            generates = num_tokens is not None and call is not None and has_token_body(call, layout)
+            if call is None or step.phase or not (generates or is_pipelined(call, layout)):
+                lists[rank].append(step)
+                continue
+            dp_index = layout.dp_index(rank)
+            if generates:
+                inner = token_body(layout, call, step, dp_index, num_tokens(step))
+            else:
+                inner = body(layout, call, step, dp_index, num_micro_batches(step), pass_bytes(layout, workload, call))
+            if (step, dp_index) not in offsets:
+                offsets[step, dp_index] = len(transfers)
+                transfers += inner.transfers
+            if call.kind == "train":
+                lists[rank].append(replace(step, phase="begin"))
+            lists[rank] += [_shifted(s, offsets[step, dp_index]) for s in inner.instructions[rank]]
+    return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
+
+
+def numbers(layout: Layout, workload: Workload, call: Call) -> list[int]:
+    """The numbers of micro-batches (in generation, of tokens) that stand for all that a Run can have on one shard.
+
+    From pp + 1 on every stage has its cycle of one forward and one backward, which more micro-batches only repeat; of
+    these, 2 pp + 1 and the largest number are tried. Each token repeats the one before it.
+    """
+    if call.kind == "generate":
+        return [1, 2, 3]
+    largest = largest_number(layout, workload, call)
+    return sorted({min(number, largest) for number in (1, 2, layout.pp, layout.pp + 1, 2 * layout.pp + 1, largest)})
+
+
+def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
+    """Every call with stages and the numbers of micro-batches or tokens that stand for all: a program of one such Run.
+
+    One data-parallel shard of it, since the others only have other names.
+    """
+    for call in program.workload.workflow.placed_calls:
+        layout = program.placement.layouts[call.name]
+        if layout.pp == 1:
+            continue
+        ranks = layout.model_ranks(layout.ranks[0])
+        runs = (step for step in program.instructions[ranks[0]] if isinstance(step, Run) and step.call == call.name)
+        step = next(runs, None)
+        if step is None:  # `check` says so elsewhere
+            continue
+        alone = replace(step, group=group_name(ranks))
+        lists = [(alone,) if rank in ranks else () for rank in program.cluster.ranks]
+        groups = dict(program.groups) | {alone.group: tuple(sorted(ranks))}
+        one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
+        for number in numbers(layout, program.workload, call):
+            yield call, number, expand(one, lambda step, number=number: number, lambda step, number=number: number)
+
+
+def _shifted(step: Instruction, offset: int) -> Instruction:
+    return type(step)(step.transfer + offset) if isinstance(step, Post | Wait) else step
+
+
+def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:
+    """The most bytes that a stage hands on for one micro-batch, on each slice."""
+    longest = workload.max_prompt + workload.max_response
+    tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
+    tokens = max(tokens, longest)  # a sequence is never cut
+    return -(-tokens // layout.tp) * workload.models[call.model].hidden_size * workload.param_bytes

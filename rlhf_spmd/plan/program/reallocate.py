@@ -1,0 +1,372 @@
+"""Reallocation, planned: which boxes of a model's weights travel from where to where, so that a layout becomes another.
+
+Any layouts: tensor-parallel degrees need not divide one another, ranks may overlap, nest or be apart. A rank receives
+only what it lacks, once even if two of its copies need it. What several ranks lack travels along a *chain*, bucket by
+bucket: each link carries the bytes once, and a chain through the ranks of a node enters it once. What several ranks
+hold is cut, so that each sends its share, those on the receiver's node alone if there are any.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Bucket, cut_into_buckets, num_messages
+from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Weight, numbers_in, overlap, weights_of
+from rlhf_spmd.plan.shard import Shard, split
+from rlhf_spmd.plan.workload import ModelShape
+
+WHOLE_BYTES = 256 * 2**10  # a share below this is not worth a message of its own: latency outweighs bandwidth
+NUM_BUCKETS = 8  # of the longest route at least, so that packing, sending, forwarding and unpacking overlap,
+SMALL_BUCKET_BYTES = 2**20  # as long as its buckets are no smaller than this
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A piece that a rank holds and one of its targets (an index into Reallocation.targets) needs."""
+
+    target: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A chain: ranks[0] holds the pieces, every other rank receives them from the one before and keeps a copy."""
+
+    ranks: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    num_numbers: int  # in all pieces
+
+    @property
+    def hops(self) -> Iterator[tuple[int, int]]:
+        """(sender, receiver) along the chain."""
+        return pairwise(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Reallocation:
+    """Everything that travels, and what is copied where it is; the same on every rank.
+
+    lower_bound_bytes: what receiving ranks need and do not hold; no plan can move less.
+    """
+
+    shape: ModelShape
+    sources: tuple[tuple[int, Holding], ...]
+    targets: tuple[tuple[int, Shard], ...]
+    bytes_per_number: int
+    local: tuple[Copy, ...]
+    routes: tuple[Route, ...]
+    lower_bound_bytes: int
+    _extra: dict[int, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)  # what has been computed
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        """The table of weights by name."""
+        return {weight.name: weight for weight in weights_of(self.shape)}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that take part."""
+        return tuple(sorted({rank for rank, _ in (*self.sources, *self.targets)}))
+
+    def targets_of(self, rank: int) -> tuple[int, ...]:
+        """The targets of a rank, as indices into `targets`."""
+        return tuple(index for index, (owner, _) in enumerate(self.targets) if owner == rank)
+
+    def hop_bytes(self) -> dict[tuple[int, int], int]:
+        """(sender, receiver) -> bytes."""
+        found: dict[tuple[int, int], int] = {}
+        for route in self.routes:
+            for hop in route.hops:
+                found[hop] = found.get(hop, 0) + route.num_numbers * self.bytes_per_number
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes that travel."""
+        return sum(self.hop_bytes().values())
+
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that each rank sends, what it forwards included."""
+        return self._per_rank(0)
+
+    def received_bytes(self) -> dict[int, int]:
+        return self._per_rank(1)
+
+    def _per_rank(self, end: int) -> dict[int, int]:
+        found = dict.fromkeys(self.ranks, 0)
+        for hop, size in self.hop_bytes().items():
+            found[hop[end]] += size
+        return found
+
+    # What a given size of buckets makes of it.
+
+    def bucket_numbers(self, bucket_bytes: int) -> int:
+        """Numbers in a bucket of a route: the most at which no rank has more than bucket_bytes under way at once.
+
+        A rank that takes part in n routes has a bucket of each; routes shorter than their share leave it to others.
+        Fewer than that where a route would not have enough buckets for its ranks to work at the same time.
+        """
+        sizes: dict[int, list[int]] = {}
+        for route in self.routes:
+            for rank in route.ranks:
+                sizes.setdefault(rank, []).append(route.num_numbers)
+        longest = max((route.num_numbers for route in self.routes), default=1)
+        most = min(longest, max(-(-longest // NUM_BUCKETS), SMALL_BUCKET_BYTES // self.bytes_per_number))
+        for mine in sizes.values():
+            left = bucket_bytes // self.bytes_per_number
+            for index, size in enumerate(sorted(mine)):
+                share = max(1, left // (len(mine) - index))
+                if size > share:
+                    most = min(most, share)
+                    break
+                left -= size
+        return most
+
+    @staticmethod
+    def slot_numbers(route: Route, numbers: int) -> tuple[int, int]:
+        """Numbers in the two buffers of a route whose buckets hold so many at most; one is enough for one bucket."""
+        return (route.num_numbers, 0) if route.num_numbers <= numbers else (numbers, numbers)
+
+    def buckets(self, route: Route, bucket_bytes: int) -> tuple[Bucket, ...]:
+        """What a route carries, step by step."""
+        direct_numbers = DIRECT_BYTES // self.bytes_per_number
+        return cut_into_buckets(route.pieces, numbers=self.bucket_numbers(bucket_bytes), direct_numbers=direct_numbers)
+
+    def hop_messages(self, bucket_bytes: int) -> dict[tuple[int, int], int]:
+        """(sender, receiver) -> messages."""
+        found: dict[tuple[int, int], int] = {}
+        numbers, direct_numbers = self.bucket_numbers(bucket_bytes), DIRECT_BYTES // self.bytes_per_number
+        for route in self.routes:
+            count = num_messages(route.pieces, numbers=numbers, direct_numbers=direct_numbers)
+            for hop in route.hops:
+                found[hop] = found.get(hop, 0) + count
+        return found
+
+    def num_messages(self, bucket_bytes: int) -> dict[int, int]:
+        """Messages that each rank sends."""
+        found = dict.fromkeys(self.ranks, 0)
+        for (sender, _), count in self.hop_messages(bucket_bytes).items():
+            found[sender] += count
+        return found
+
+    def extra_bytes(self, bucket_bytes: int) -> dict[int, int]:
+        """The most memory that each rank may need for buckets: of each of its routes one that comes, one that goes."""
+        if bucket_bytes not in self._extra:  # every rank of a forecast asks
+            found, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
+            for route in self.routes:
+                for rank in route.ranks:
+                    found[rank] += sum(self.slot_numbers(route, numbers)) * self.bytes_per_number
+            self._extra[bucket_bytes] = found
+        return self._extra[bucket_bytes]
+
+
+def plan_reallocation(
+    shape: ModelShape,
+    sources: Mapping[int, Holding],
+    targets: Sequence[tuple[int, Shard]],
+    *,
+    bytes_per_number: int,
+    node_of: Callable[[int], int],
+    whole_bytes: int = WHOLE_BYTES,
+) -> Reallocation:
+    """How the ranks of `targets` get their shards of a model that the ranks of `sources` hold between them.
+
+    A rank may have several targets. node_of: the node of a rank. whole_bytes: what several ranks hold is cut only where
+    each share is as large; else the receivers are dealt out among the holders. Every needed number must be held.
+    """
+    targets = tuple(targets)
+    local: list[Copy] = []
+    found: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
+    for weight in weights_of(shape):
+        held = [(box, rank) for rank in sorted(sources) for box in sources[rank].boxes(weight)]
+        wanted = [(box, index) for index, (_, shard) in enumerate(targets) if (box := weight.box(shard))]
+        of_rank: dict[int, list[Box]] = {}
+        for own, rank in held:
+            of_rank.setdefault(rank, []).append(own)
+        for box, index in wanted:
+            common = [overlap(box, own) for own in of_rank.get(targets[index][0], ())]
+            local += [Copy(index, Piece(weight.name, part)) for part in common if part]
+        for key, boxes in _lacking(held, wanted, targets).items():
+            assert key[0], f"nobody holds {weight.name} {boxes[0]}"
+            found.setdefault(key, []).extend(Piece(weight.name, box) for box in boxes)
+    chains = _Chains(sources, [rank for rank, _ in targets], node_of)
+    routes: dict[tuple[int, ...], list[Piece]] = {}
+    for (holders, takers), pieces in found.items():
+        receivers = {targets[index][0] for index in _members(takers)}
+        size = bytes_per_number * sum(piece.num_numbers for piece in pieces)
+        for ranks, (index, parts) in chains.among(_members(holders), receivers, size, whole_bytes):
+            mine = [part for piece in pieces if (part := _part(piece, index, parts))]
+            routes.setdefault(ranks, []).extend(mine)
+    return Reallocation(
+        shape,
+        tuple(sorted(sources.items())),
+        targets,
+        bytes_per_number,
+        tuple(local),
+        tuple(
+            Route(ranks, tuple(pieces), sum(piece.num_numbers for piece in pieces))
+            for ranks, pieces in routes.items()
+            if pieces
+        ),
+        bytes_per_number * _lower_bound(shape, sources, targets),
+    )
+
+
+# ---- who holds what, who lacks what ----------------------------------------------------------------------------------
+
+
+def _lacking(held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets: Sequence[tuple[int, Shard]]) -> dict:
+    """Boxes of one weight by (mask of the ranks that hold them, mask of the targets whose ranks do not).
+
+    The weight is cut wherever a box begins or ends, first along the layers, then rows, then columns.
+    """
+    targets_of: dict[int, int] = {}
+    for index, (rank, _) in enumerate(targets):
+        targets_of[rank] = targets_of.get(rank, 0) | 1 << index
+    masks: dict[Box, list[int]] = {}  # ranks that hold it, their targets, targets that want it
+    for box, rank in held:
+        mask = masks.setdefault(box, [0, 0, 0])
+        mask[0] |= 1 << rank
+        mask[1] |= targets_of.get(rank, 0)
+    for box, index in wanted:
+        masks.setdefault(box, [0, 0, 0])[2] |= 1 << index
+    found: dict[tuple[int, int], list[Box]] = {}
+    for box, inside in _cells(list(masks.items()), 0):
+        holders = satisfied = wanting = 0
+        for ranks, of_ranks, wants in inside:
+            holders, satisfied, wanting = holders | ranks, satisfied | of_ranks, wanting | wants
+        if wanting & ~satisfied:
+            found.setdefault((holders, wanting & ~satisfied), []).append(box)
+    return {key: _joined(boxes) for key, boxes in found.items()}
+
+
+def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple, list[list[int]]]]:
+    """The cells that the boxes' edges cut, and the masks of the boxes around each, where somebody wants something."""
+    if dim == 3:
+        yield (), [mask for _, mask in boxes]
+        return
+    for first, last in pairwise(sorted({edge for box, _ in boxes for edge in box[dim]})):
+        inside = [entry for entry in boxes if entry[0][dim][0] <= first and last <= entry[0][dim][1]]
+        if any(mask[2] for _, mask in inside):
+            for rest, masks in _cells(inside, dim + 1):
+                yield ((first, last), *rest), masks
+
+
+def _joined(boxes: list[Box]) -> list[Box]:
+    """Boxes that touch along one dim and agree in the others as one."""
+    for dim in (2, 1, 0):
+        runs: dict[tuple, list[tuple[int, int]]] = {}
+        for box in boxes:
+            mine = runs.setdefault(box[:dim] + box[dim + 1 :], [])
+            if mine and mine[-1][1] == box[dim][0]:
+                mine[-1] = mine[-1][0], box[dim][1]
+            else:
+                mine.append(box[dim])
+        boxes = [(*rest[:dim], run, *rest[dim:]) for rest, mine in runs.items() for run in mine]
+    return boxes
+
+
+def _members(mask: int) -> list[int]:
+    """The numbers of the bits that are set."""
+    found = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return found
+
+
+def _lower_bound(shape: ModelShape, sources: Mapping[int, Holding], targets: Sequence[tuple[int, Shard]]) -> int:
+    """Numbers that ranks need and do not hold, from volumes alone (inclusion and exclusion over a rank's targets)."""
+    total = 0
+    shards_of: dict[int, list[Shard]] = {}
+    for rank, shard in targets:
+        shards_of.setdefault(rank, []).append(shard)
+    for weight in weights_of(shape):
+        for rank, shards in shards_of.items():
+            own = sources[rank].boxes(weight) if rank in sources else ()
+            boxes = [box for shard in dict.fromkeys(shards) if (box := weight.box(shard))]
+            for count in range(1, len(boxes) + 1):
+                for some in combinations(boxes, count):
+                    common = _common(some)
+                    if common:
+                        parts = [overlap(common, box) for box in own]
+                        missing = numbers_in(common) - sum(numbers_in(part) for part in parts if part)
+                        total += missing if count % 2 else -missing
+    return total
+
+
+def _common(boxes: Iterable[Box]) -> Box | None:
+    boxes = list(boxes)
+    common: Box | None = boxes[0]
+    for box in boxes[1:]:
+        common = common and overlap(common, box)
+    return common
+
+
+# ---- who sends -------------------------------------------------------------------------------------------------------
+
+
+class _Chains:
+    """Finds chains from holders through receivers. Ranks stand in a ring, node by node."""
+
+    def __init__(self, sources: Iterable[int], receivers: Iterable[int], node_of: Callable[[int], int]):
+        sources = sorted(sources)
+        self.nodes = {rank: node_of(rank) for rank in {*sources, *receivers}}
+        ring = sorted(self.nodes, key=lambda rank: (self.nodes[rank], rank))
+        self.place = {rank: place for place, rank in enumerate(ring)}
+        self.sources = sorted(self.place[rank] for rank in sources)
+
+    def among(
+        self, holders: Sequence[int], receivers: Iterable[int], num_bytes: int, whole_bytes: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+        """(ranks, (index, parts)): the chain, and which part of what the holders hold goes along it."""
+        eligible: dict[tuple[int, ...], list[int]] = {}
+        on_node: dict[int, list[int]] = {}
+        for holder in holders:
+            on_node.setdefault(self.nodes[holder], []).append(holder)
+        for rank in sorted(receivers, key=self.place.__getitem__):
+            near = on_node.get(self.nodes[rank], holders)
+            eligible.setdefault(tuple(near), []).append(rank)
+        for senders, takers in eligible.items():
+            senders = sorted(senders, key=self.place.__getitem__)
+            if num_bytes >= len(senders) * whole_bytes:
+                for index, sender in enumerate(senders):
+                    yield (sender, *self._order(sender, takers)), (index, len(senders))
+            else:  # dealt out in turn, so that slices of equal index on different stages share the chains of the rest
+                for index, sender in enumerate(senders):
+                    if mine := takers[index :: len(senders)]:
+                        yield (sender, *self._order(sender, mine)), (0, 1)
+
+    def _order(self, sender: int, takers: list[int]) -> list[int]:
+        """The takers in the order of a chain: node by node around the ring, beginning at the sender's.
+
+        Inside a node it begins behind the sender, and senders that stand in one gap between takers begin each one
+        further: so the chains of a whole layout load every link alike, and an all-gather becomes a ring.
+        """
+        by_node: dict[int, list[int]] = {}
+        for rank in takers:
+            by_node.setdefault(self.nodes[rank], []).append(rank)
+        order = []
+        for node in sorted(by_node, key=lambda node: (node < self.nodes[sender], node)):
+            ranks = by_node[node]
+            places = [self.place[rank] for rank in ranks]
+            next_one = bisect_left(places, self.place[sender])
+            before = bisect_right(self.sources, places[next_one - 1])
+            in_gap = (bisect_left(self.sources, self.place[sender]) - before) % len(self.sources)
+            start = (next_one + in_gap) % len(ranks)
+            order += ranks[start:] + ranks[:start]
+        return order
+
+
+def _part(piece: Piece, index: int, parts: int) -> Piece | None:
+    """One of `parts` nearly equal parts of a piece, by rows where there are enough, else by layers or columns."""
+    if parts == 1:
+        return piece
+    sizes = [last - first for first, last in piece.box]
+    dim = next((dim for dim in (1, 0, 2) if sizes[dim] >= parts), max((1, 0, 2), key=sizes.__getitem__))
+    mine, first = split(sizes[dim], parts, index), piece.box[dim][0]
+    if not mine:
+        return None
+    run = first + mine.start, first + mine.stop
+    return Piece(piece.weight, (*piece.box[:dim], run, *piece.box[dim + 1 :]))

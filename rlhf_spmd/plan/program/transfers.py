@@ -1,0 +1,153 @@
+"""What has to move between layouts: rows that a call reads where they are not, and new weights to shadow copies.
+
+Rows that are held somewhere are never sent there again; what one call (or a joint set of calls) makes and another one
+reads travels in one move; between two ranks there is one message per run of columns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout, format_ranks
+from rlhf_spmd.plan.placement import Placement, ranks_of, uses_home
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Transfer, keys_made, keys_read
+from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.program.tensors import Holding
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
+
+Run = tuple[int, int, int, int]  # source, destination, first column, last column + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer, the calls after which it starts, and the calls before which it must have ended."""
+
+    transfer: Transfer
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
+
+
+def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
+    """The moves of data keys in the order in which they start; of all mini-batches together."""
+    workflow = workload.workflow
+    held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns there by now
+    parts: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Run, list[str]]] = {}
+    for call in workflow.calls:
+        layouts = [placement.layouts[site] for site in placement.sites(call, workflow)]
+        for key in call.inputs:
+            producer = workflow.producer(key)
+            if producer is None:
+                continue  # given keys are on every rank
+            owners = _owners(producer, workload, placement)
+            units = placement.unit(producer.name), placement.unit(call.name)
+            for layout in layouts:
+                for rank in ranks_of(call, layout):
+                    if key in keys_read(call, layout, rank):
+                        columns = layout.columns(rank, workload.mini_batch)
+                        for run in _lacking(key, rank, columns, owners, held, cluster):
+                            keys = parts.setdefault(units, {}).setdefault(run, [])
+                            keys += [key] if key not in keys else []
+        for layout in layouts:  # what is made stays where it is made
+            for rank in ranks_of(call, layout):
+                for key in keys_made(call, layout, rank):
+                    held.setdefault((key, rank), set()).update(layout.columns(rank, workload.mini_batch))
+    moves = [Move(_transfer(runs, workload), *units) for units, runs in parts.items()]
+    position = {call.name: index for index, call in enumerate(workflow.calls)}
+    return sorted(moves, key=lambda move: max(position[name] for name in move.producers))
+
+
+def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[int, tuple[int, ...]]:
+    """Column -> ranks that make it, one for each tensor-parallel slice."""
+    source = placement.layouts[placement.sites(producer, workload.workflow)[0]]
+    owners: dict[int, tuple[int, ...]] = {}
+    for rank in source.last_stage:
+        for column in source.columns(rank, workload.mini_batch):
+            owners[column] = (*owners.get(column, ()), rank)
+    return owners
+
+
+def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[Run]:
+    """Runs of columns of a key that a rank lacks; from now on they count as held."""
+    here = held.setdefault((key, rank), set())
+    lacking = [c for c in columns if c not in here]
+    here.update(lacking)
+    source = {c: _nearest(owners[c], rank, cluster) for c in lacking}
+    start = 0
+    for stop in range(1, len(lacking) + 1):
+        first, last = lacking[start], lacking[stop - 1]
+        if stop < len(lacking) and lacking[stop] == last + 1 and source[lacking[stop]] == source[first]:
+            continue
+        yield source[first], rank, first, last + 1
+        start = stop
+
+
+def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
+    """Which of several ranks with the same rows sends them to `rank`: one on its node, and each to some."""
+    if len(owners) == 1:
+        return owners[0]
+    node = cluster.node_of(rank)
+    near = [owner for owner in owners if cluster.node_of(owner) == node] or owners
+    return near[rank % len(near)]
+
+
+def _transfer(runs: dict[Run, list[str]], workload: Workload) -> Transfer:
+    messages = []
+    for (source, destination, first, end), keys in runs.items():
+        size = (end - first) * workload.num_mini_batches * sum(workload.row_bytes(key) for key in keys)
+        messages.append(Message(source, destination, tuple(keys), range(first, end), size))
+    keys = dict.fromkeys(key for message in messages for key in message.keys)
+    there = format_ranks(tuple(sorted({message.destination for message in messages})))
+    return Transfer(f"{', '.join(keys)} to ranks {there}", tuple(messages))
+
+
+def of_mini_batch(transfer: Transfer, mini_batch: int, num_mini_batches: int) -> Transfer:
+    """The part of a transfer of all mini-batches that belongs to one of them."""
+    messages = [
+        Message(m.source, m.destination, m.keys, m.columns, m.num_bytes // num_mini_batches) for m in transfer.messages
+    ]
+    return Transfer(transfer.what, tuple(messages), mini_batch=mini_batch)
+
+
+def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
+    """New weights go from where a model trains to every copy of another shard or on another rank."""
+    moves = []
+    for call in workload.workflow.placed_calls:
+        if call.kind != "train":
+            continue
+        home = placement.layouts[call.name]
+        found: dict[tuple[int, Shard], None] = {}
+        for user in workload.workflow.placed_calls:
+            layout = placement.layouts[user.name]
+            if user.model == call.model:
+                away = (rank for rank in layout.ranks if not uses_home(user, rank, workload, placement))
+                found |= {(rank, layout.shard(rank)): None for rank in away}
+        if not found:
+            continue
+        targets = sorted(found, key=lambda target: (target[0], str(target[1])))
+        plan = plan_reallocation(
+            workload.models[call.model],
+            {rank: holding(home, rank) for rank in home.ranks},
+            targets,
+            bytes_per_number=workload.param_bytes,
+            node_of=cluster.node_of,
+        )
+        there = format_ranks(tuple(sorted({rank for rank, _ in targets})))
+        what = f"weights of {call.model} to ranks {there}"
+        moves.append(Move(Transfer(what, _hops(plan), model=call.model, reallocation=plan), (call.name,), ()))
+    return moves
+
+
+def holding(home: Layout, rank: int) -> Holding:
+    """What a rank of a train call holds between the steps; under ZeRO 3 a part of its shard."""
+    if home.zero < 3:
+        return Holding(home.shard(rank))
+    replicas = sorted(home.data_ranks(rank))
+    return Holding(home.shard(rank), replicas.index(rank), len(replicas))
+
+
+def _hops(plan: Reallocation) -> tuple[Message, ...]:
+    """One message for each pair of neighbours in some chain, counted as it goes in buckets."""
+    messages, sizes = plan.hop_messages(BUCKET_BYTES), plan.hop_bytes()
+    return tuple(Message(*hop, (), range(0), sizes[hop], messages[hop]) for hop in sizes)

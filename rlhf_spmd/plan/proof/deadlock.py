@@ -1,0 +1,261 @@
+"""Who waits for whom: runs the instruction lists of all ranks against *blocking* semantics.
+
+These are the strictest that any backend has: a Run with a group finishes only when every rank of the group stands at
+the same Run; a Wait finishes only when every peer of the transfer has posted it, and for weights, whose buckets travel
+along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and NCCL carries out what a
+rank gives to a communicator one after another, in the order of the posts, so that a transfer which waits for a peer
+holds up the next. There are two queues on each rank: the world's communicator carries the messages between calls,
+those of stages carry the messages inside calls. (A rank may have several of the latter; one queue for all is stricter.)
+
+The semantics are monotone: a condition that releases a rank stays true once it is true. Hence all orders of arrival
+lead to the same end, and if the lists run to their end in one order, they do in every order.
+
+That is also why a Run with stages is proved in two parts. Its body (pipeline.py) is run alone. In the program the Run
+is one step, which its ranks take together. If both end, so does the program in which each body stands in place of its
+Run: one order in which that ends is to run each body whole when all its ranks stand there. Then every communicator of
+the body is empty: those of stages carry nothing but bodies, and the collectives of one step are over before the next
+step of their ranks. pipeline.py says why a body ends for every number of micro-batches or tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
+
+Hang = tuple[int, int, str]  # rank, position of the instruction in its list, what is wrong with it
+
+
+def misorders(program: Program) -> list[Hang]:
+    """All ranks post the transfers between calls in one global order: taking away what stands first on all its ranks
+    must take away everything."""
+    queues = [
+        [
+            (position, step.transfer)
+            for position, step in enumerate(steps)
+            if isinstance(step, Post) and program.transfers[step.transfer].call is None
+        ]
+        for steps in program.instructions
+    ]
+    ranks_of = [transfer.ranks for transfer in program.transfers]
+    heads = [0] * len(queues)
+
+    def head(rank: int) -> int | None:
+        return queues[rank][heads[rank]][1] if heads[rank] < len(queues[rank]) else None
+
+    changed = set(range(len(queues)))
+    while changed:
+        number = head(changed.pop())
+        if number is not None and all(head(rank) == number for rank in ranks_of[number]):
+            for rank in ranks_of[number]:
+                heads[rank] += 1
+            changed.update(ranks_of[number])
+    found = []
+    for rank, queue in enumerate(queues):
+        number = head(rank)
+        if number is None:
+            continue
+        peer, other = next((peer, head(peer)) for peer in ranks_of[number] if head(peer) != number)
+        text = f"posts transfer {number} here, while rank {peer} posts transfer {other} first: the orders do not fit"
+        found.append((rank, queue[heads[rank]][0], text))
+    return found
+
+
+def hangs(program: Program) -> list[Hang]:
+    """Ranks left standing under in-order semantics, the strictest of any backend. Orders of posts that do not fit and
+    what would hang on any backend are reported first: what follows from them is harder to read."""
+    found = deadlocks(program, in_order=True)
+    return found and ([*misorders(program), *deadlocks(program)] or found)
+
+
+class _Transfers:
+    """What ranks have posted. in_order: a rank carries out the transfers of each communicator one after another.
+
+    The chains of a reallocation are two operations: what Post starts, the first link of each, and all that follows at
+    the Wait, which all ranks of the transfer do together. A rank begins the second when it stands at the Wait.
+    """
+
+    def __init__(self, program: Program, in_order: bool):
+        self.transfers, self.in_order = program.transfers, in_order
+        self.posted: list[set[int]] = [set() for _ in program.instructions]
+        self._known: dict[tuple[int, Operation], set[int]] = {}  # (rank, operation) -> peers
+        self._links: dict[int, dict[int, set[int]]] = {}  # transfer of weights -> rank -> peers in the first links
+        self._places: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> place in its queue
+        self._queues: dict[tuple[int, bool], list[Operation]] = {}  # of a rank and communicator
+        self._heads: dict[tuple[int, bool], int] = {}
+        self._come: set[tuple[int, Operation]] = set()  # (rank, operation) that it has come to, or finished
+        self._left: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> peers that have not come to it
+        self._absent: dict[Operation, int] = {}  # chains -> ranks that have not come to them
+
+    def post(self, rank: int, number: int) -> set[int]:
+        """-> the ranks for which something may have changed."""
+        self.posted[rank].add(number)
+        if not self.in_order or not self._peers(rank, (number, False)):
+            return {rank}
+        return self._queued(rank, (number, False))
+
+    def chain(self, number: int) -> set[int]:
+        """All ranks of a reallocation stand at its Wait -> the ranks for which something may have changed."""
+        chains = (number, True)
+        ranks = [rank for rank in self.transfers[number].ranks if (rank, chains) not in self._places]
+        return set().union(*(self._queued(rank, chains) for rank in ranks))
+
+    def before_chain(self, number: int) -> set[int]:
+        """Once all ranks of a reallocation stand at its Wait: whom they wait for in what stands before it."""
+        if not self._absent.get((number, True), 1):
+            return set()
+        late = [rank for rank in self.transfers[number].ranks if self._head(rank, False) != (number, True)]
+        return set().union(*(self.missing(rank, number, chained=True) for rank in late))
+
+    def _queued(self, rank: int, operation: "Operation") -> set[int]:
+        queue = rank, self.transfers[operation[0]].call is not None
+        mine = self._queues.setdefault(queue, [])
+        self._places.setdefault((rank, operation), len(mine))
+        mine.append(operation)
+        changed, arrived = {rank}, [(rank, operation)] if self._head(*queue) == operation else []
+        while arrived:  # ranks that have come to an operation
+            one, operation = arrived.pop()
+            again = (one, operation) in self._come  # posted twice
+            self._come.add((one, operation))
+            for candidate in self._released(one, operation, again=again):
+                queue = candidate, self.transfers[operation[0]].call is not None
+                if self._head(*queue) == operation:
+                    self._heads[queue] = self._heads.get(queue, 0) + 1
+                    changed.add(candidate)
+                    if (after := self._head(*queue)) is not None:
+                        arrived.append((candidate, after))
+        return changed
+
+    def _released(self, rank: int, operation: "Operation", *, again: bool) -> Sequence[int]:
+        """Of an operation's ranks those whose peers have all come to it, now that this one has (again)."""
+        number, chained = operation
+        if chained:  # each is the peer of all others: nobody before the last one has come
+            ranks = self.transfers[number].ranks
+            self._absent[operation] = self._absent.get(operation, len(ranks)) - (not again)
+            return () if self._absent[operation] else ranks
+        peers = self._peers(rank, operation)
+        for peer in peers if not again else ():
+            left = self._left.get((peer, operation), len(self._peers(peer, operation)))
+            self._left[peer, operation] = left - 1
+        candidates = (rank, *peers)
+        return [one for one in candidates if not self._left.get((one, operation), len(self._peers(one, operation)))]
+
+    def missing(self, rank: int, number: int, *, chained: bool = False) -> set[int]:
+        """Whom a posted transfer still waits for."""
+        operation = number, chained
+        if not self.in_order:
+            return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
+        queue = rank, self.transfers[number].call is not None
+        place, first = self._places.get((rank, operation)), self._head(*queue)  # what holds it up, or itself
+        if place is not None and place < self._heads.get(queue, 0):
+            return set()
+        if first is None:
+            return {rank}  # it waits for what it has not posted
+        return {peer for peer in self._peers(rank, first) if (peer, first) not in self._come}
+
+    def _head(self, rank: int, in_call: bool) -> "Operation | None":
+        queue, head = self._queues.get((rank, in_call), ()), self._heads.get((rank, in_call), 0)
+        return queue[head] if head < len(queue) else None
+
+    def _peers(self, rank: int, operation: "Operation") -> set[int]:
+        """Whom a rank needs for an operation."""
+        number, chained = operation
+        transfer = self.transfers[number]
+        if (rank, operation) not in self._known:
+            if chained or not self.in_order and transfer.reallocation is not None:
+                found = set(transfer.ranks) - {rank}
+            elif transfer.reallocation is not None:
+                found = self._first_links(number).get(rank, set())
+            else:
+                found = transfer.peers(rank)
+            self._known[rank, operation] = found
+        return self._known[rank, operation]
+
+    def _first_links(self, number: int) -> dict[int, set[int]]:
+        if number not in self._links:
+            found = self._links[number] = {}
+            for route in self.transfers[number].reallocation.routes:
+                first, second = route.ranks[:2]
+                found.setdefault(first, set()).add(second)
+                found.setdefault(second, set()).add(first)
+        return self._links[number]
+
+
+Operation = tuple[int, bool]  # a transfer, and whether its chains go on at the Wait
+
+
+def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
+    """Runs all lists under blocking semantics; whoever is left standing is a finding. in_order: transfers are carried
+    out one after another, as posted."""
+    lists = program.instructions
+    position = [0] * len(lists)
+    transfers = _Transfers(program, in_order)
+
+    def current(rank: int) -> Instruction | None:
+        return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
+
+    runnable = set(range(len(lists)))
+    standing: dict[Instruction, set[int]] = {}  # what ranks do together -> who stands at it
+    waiters: dict[int, set[int]] = {}  # rank -> ranks that it may release
+    while runnable:
+        rank = runnable.pop()
+        step = current(rank)
+        if step is None:
+            continue
+        together = _members(program, rank, step)
+        if len(together) > 1:
+            here = standing.setdefault(step, set())
+            here.add(rank)
+            if len(here) < len(together):
+                continue
+        if in_order and _moves_weights(program, step):
+            changed = transfers.chain(step.transfer)
+            runnable |= set().union(*(waiters.pop(one, ()) for one in changed))
+        late = _late(program, rank, step, current, transfers)
+        if late:
+            for peer in late:
+                waiters.setdefault(peer, set()).add(rank)
+            continue
+        standing.pop(step, None)
+        for member in together:
+            position[member] += 1
+            runnable.add(member)
+        if isinstance(step, Post):
+            changed = transfers.post(rank, step.transfer)
+            runnable |= changed.union(*(waiters.pop(one, ()) for one in changed | {rank}))
+    stuck = [rank for rank in range(len(lists)) if current(rank) is not None]
+    return [_deadlock(program, rank, current, position, transfers) for rank in stuck]
+
+
+def _members(program: Program, rank: int, step: Instruction) -> tuple[int, ...]:
+    """The ranks that pass an instruction together."""
+    if isinstance(step, Run) and step.group is not None:
+        return program.groups[step.group]
+    if isinstance(step, Agree):
+        return tuple(range(len(program.instructions)))
+    if _moves_weights(program, step):
+        return program.transfers[step.transfer].ranks
+    return (rank,)
+
+
+def _moves_weights(program: Program, step: Instruction) -> bool:
+    return isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None
+
+
+def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
+    """Ranks that `step` still waits for."""
+    weights = _moves_weights(program, step)
+    if isinstance(step, Wait) and not weights:
+        return transfers.missing(rank, step.transfer)
+    late = {member for member in _members(program, rank, step) if current(member) != step}
+    return late or (transfers.before_chain(step.transfer) if weights and transfers.in_order else set())
+
+
+def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:
+    """Says where a rank stands for ever and where those stand that it waits for."""
+    step = current(rank)
+    late = _late(program, rank, step, current, transfers)
+    culprit = min(late, key=lambda r: (current(r) is not None, r))
+    there = current(culprit)
+    where = f"stands at instruction {position[culprit]}: {there}" if there is not None else "has ended its list"
+    text = f"{step} waits for ever for ranks {format_ranks(tuple(sorted(late)))}; rank {culprit} {where}"
+    return rank, position[rank], text

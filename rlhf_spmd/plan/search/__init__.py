@@ -1,0 +1,1 @@
+"""The planner: finds placements by three methods."""

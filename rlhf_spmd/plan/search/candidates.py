@@ -1,0 +1,233 @@
+"""A call in a layout, in a few numbers: seconds by closed forms from seconds.py, bytes by the formulas of memory.py."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from rlhf_spmd.plan.cost.memory import LIVE_NUMEL, activation_bytes, cache_bytes, num_params, reduce_numel
+from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE
+from rlhf_spmd.plan.program.pipeline import pass_bytes
+from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import ModelShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A call in a layout. Bytes are of the rank that needs the most of each kind, seconds those of one iteration.
+
+    layout: how it is parallel, on some mesh of the same kind; ranks: those that it has; first, stop: places of its mesh
+    (candidates.Mesh). piece_s: of one mini-batch while streaming. gather_s: what it
+    takes to gather the weights, if training spreads them by ZeRO 3. whole_bytes: of the weights of one shard.
+    static_bytes: what training keeps, or a copy of the weights; the others are the kinds of memory.working_bytes.
+    """
+
+    layout: Layout
+    ranks: tuple[int, ...]
+    first: int
+    stop: int
+    seconds: float
+    piece_s: float
+    gather_s: float = 0.0
+    whole_bytes: int = 0
+    static_bytes: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    activation_bytes: int = 0
+    cache_bytes: int = 0
+    where: tuple[int, int, int, int] = field(init=False)  # mesh, stages, slices: what weights have to go to
+    copy: tuple[int, int, int] = field(init=False)  # equal for copies with the same shards on the ranks of both
+
+    def __post_init__(self) -> None:
+        pp, tp = self.layout.pp, self.layout.tp
+        object.__setattr__(self, "where", (self.first, self.stop, pp, tp))
+        object.__setattr__(self, "copy", (pp, tp, self.first % (pp * tp)))
+
+    @property
+    def placed(self) -> Layout:
+        """The layout on its own ranks."""
+        return replace(self.layout, ranks=self.ranks)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """What is better if it is less, in every combination."""
+        seconds = self.seconds, self.piece_s, self.gather_s
+        return (
+            *seconds,
+            self.static_bytes,
+            self.gathered_bytes,
+            self.reduced_bytes,
+            self.activation_bytes,
+            self.cache_bytes,
+        )
+
+
+class CallCosts:
+    """Candidates of calls with their costs. What is equal on meshes of one kind is computed once."""
+
+    def __init__(self, cost: Cost):
+        self.cost, self.workload = cost, cost.workload
+        rows = [
+            self.workload.lengths(row)
+            for row in range(self.workload.num_sequences if self.workload.lengths_differ else 1)
+        ]
+        self.row_tokens = sum(prompt + response for prompt, response in rows) / len(rows)
+        self.known: dict[tuple, float] = {}
+
+    def candidates(self, call: Call) -> tuple[Candidate, ...]:
+        """All candidates of a call that no other one beats in everything that matters, quick ones first."""
+        found: list[Candidate] = []
+        of_kind: dict[tuple, list[Candidate]] = {}
+        for mesh in meshes(self.cost.cluster):
+            if mesh.kind not in of_kind:
+                here = layouts(call, mesh, self.workload, self.cost.cluster)
+                of_kind[mesh.kind] = list(self._unbeaten(call, [self.candidate(call, mesh, layout) for layout in here]))
+            found += [moved(one, mesh) for one in of_kind[mesh.kind]]
+        return tuple(sorted(found, key=lambda one: one.seconds))
+
+    def _unbeaten(self, call: Call, found: list[Candidate]) -> Iterator[Candidate]:
+        """Among candidates on one mesh. Those whose weights others may share only compete with their like."""
+        alone = sum(other.model == call.model for other in self.workload.workflow.placed_calls) == 1
+        groups: dict[tuple, list[Candidate]] = {}
+        for one in found:
+            layout = one.layout
+            key = () if alone else (layout.pp, layout.tp, layout.zero == 3, layout.offload)
+            groups.setdefault(key, []).append(one)
+        for group in groups.values():
+            front: list[tuple[float, ...]] = []
+            for one in sorted(group, key=lambda one: one.costs):
+                costs = one.costs
+                if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other in front):
+                    front.append(costs)
+                    yield one
+
+    def candidate(self, call: Call, mesh: Mesh, layout: Layout) -> Candidate:
+        """A call in a layout on a mesh."""
+        seconds = {"generate": self._generate_s, "infer": self._infer_s, "train": self._train_s}[call.kind]
+        whole_s, piece_s = seconds(call, layout, mesh)
+        cost, workload = self.cost, self.workload
+        shape, c = workload.models[call.model], workload.param_bytes
+        params = max(shard_params(shape, layout.pp, layout.tp, stage) for stage in _ends(layout))
+        rank, part = layout.ranks[0], -(-params // layout.dp)
+        gather_s = all_gather_s(cost.link(layout.data_ranks(rank)), layout.dp, c * params)
+        options = {"gather_s": gather_s, "whole_bytes": c * params}
+        if call.kind == "train":
+            zero = layout.zero if layout.dp > 1 else 0
+            numel = max(shard_numel(shape, layout.pp, layout.tp, stage) for stage in _ends(layout)) if zero > 1 else 0
+            gradients = 4 * (params if zero < 2 else 0 if zero == 2 else part + numel)
+            moments = (12 if c < 4 or zero >= 2 else 8) * (part if zero else params)
+            options["static_bytes"] = c * (part if zero == 3 else params) + gradients + moments
+            options["gathered_bytes"] = c * min(params, LIVE_NUMEL) if zero == 3 else 0
+            options["reduced_bytes"] = 4 * (part + numel) if zero == 2 else 0
+            options["activation_bytes"] = self._activation_bytes(call, layout)
+        else:
+            away = layout.offload or (layout.zero == 3 and layout.dp > 1)
+            options["static_bytes"] = 0 if layout.offload else c * (part if layout.zero == 3 else params)
+            options["gathered_bytes"] = c * params if away else 0
+            if call.kind == "generate":
+                last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
+                options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
+        return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, **options)
+
+    def _activation_bytes(self, call: Call, layout: Layout) -> int:
+        key = "bytes", call.name, layout.pp, layout.tp, layout.micro_batch, layout.recompute
+        if key not in self.known:
+            ranks = layout.stage_ranks(layout.ranks[layout.tp - 1])
+            self.known[key] = max(activation_bytes(self.workload, call, layout, rank) for rank in ranks)
+        return self.known[key]
+
+    # ---- seconds: of all mini-batches, of one while streaming --------------------------------------------------------
+
+    def _pass_s(self, call: Call, layout: Layout, mesh: Mesh, stage: int, rows: float, backward: bool = False) -> float:
+        recompute = layout.recompute and backward
+        key = call.name, mesh.kind[0], layout.pp, layout.tp, stage, rows, backward, recompute
+        if key not in self.known:
+            rank = layout.rank_at(0, stage, 0)
+            tokens = rows * self.row_tokens
+            self.known[key] = self.cost.pass_s(call, layout, rank, tokens, self.row_tokens, backward=backward)
+        return self.known[key]
+
+    def _slowdown(self, mesh: Mesh) -> float:
+        """By how much ranks that share the cores of a node slow each other down."""
+        device, counts = mesh.kind
+        workers = self.cost.calibration.devices[device].num_workers
+        return max(1.0, max(counts) / workers) if workers else 1.0
+
+    def _passes_s(self, call: Call, layout: Layout, mesh: Mesh, num_mini_batches: int) -> tuple[float, int]:
+        """Seconds of the passes over some mini-batches, and how many there are without stages."""
+        rows = -(-self.workload.mini_batch // layout.dp)
+        size = min(rows, layout.micro_batch or self.workload.micro_batch)
+        number = -(-rows // size)
+        kinds = (False, True) if call.kind == "train" else (False,)
+        if layout.pp == 1:
+            parts = [size] * (rows // size) + [rows % size] * (rows % size > 0)
+            once_s = sum(self._pass_s(call, layout, mesh, 0, part, backward) for part in parts for backward in kinds)
+            return num_mini_batches * once_s * self._slowdown(mesh), num_mini_batches * number
+        stages_s = [
+            sum(self._pass_s(call, layout, mesh, stage, rows / number, backward) for backward in kinds)
+            for stage in range(layout.pp)
+        ]
+        first = layout.stage_ranks(layout.ranks[0])
+        num_bytes = pass_bytes(layout, self.workload, call)
+        hops_s = sum(self.cost.message_s(a, b, num_bytes) for a, b in zip(first, first[1:], strict=False))
+        once = number if call.kind == "train" else number * num_mini_batches  # a pipeline is filled once for them all
+        times = num_mini_batches if call.kind == "train" else 1
+        filled_s = sum(stages_s) + (once - 1) * max(stages_s)
+        return times * (filled_s * self._slowdown(mesh) + len(kinds) * hops_s), num_mini_batches * number
+
+    def _infer_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
+        num, first = self.workload.num_mini_batches, layout.ranks[0]
+        gather_s = self.cost.gather_s(call.model, layout, first)
+        load_s = self.cost.load_s(call.model, layout, first) if layout.offload else 0.0
+        whole_s, piece_s = (gather_s + self._passes_s(call, layout, mesh, number)[0] for number in (num, 1))
+        return load_s + whole_s, load_s / num + piece_s
+
+    def _train_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
+        passes_s, number = self._passes_s(call, layout, mesh, 1)
+        key = "update", call.name, mesh.kind, layout.pp, layout.tp, layout.zero
+        if key not in self.known:
+            ranks = [layout.rank_at(0, stage, layout.tp - 1) for stage in _ends(layout)]
+            gather_s = self.cost.gather_s(call.model, layout, ranks[0])
+            self.known[key] = gather_s, max(self.cost.update_s(call.model, layout, rank) for rank in ranks)
+        gather_s, update_s = self.known[key]
+        step_s = passes_s + 2 * number * gather_s + update_s * self._slowdown(mesh)
+        return self.workload.epochs * self.workload.num_mini_batches * step_s, step_s
+
+    def _generate_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
+        workload, num = self.workload, self.workload.num_mini_batches
+        last = layout.rank_at(layout.dp - 1, 0, 0)
+        columns = layout.columns(last, workload.mini_batch)
+        rows = [workload.lengths(number * workload.mini_batch + column) for number in range(num) for column in columns]
+        slow = self._slowdown(mesh)
+        few = min(workload.max_sequences, MINI_BATCHES_AT_ONCE * len(columns))
+        gather_s = self.cost.gather_s(call.model, layout, last)
+        whole_s, pieces_s = (
+            gather_s + slow * max(self.cost.generate_s(call, layout, last, rows, places))
+            for places in (workload.max_sequences, few)
+        )
+        return whole_s, pieces_s / num
+
+
+def moved(one: Candidate, mesh: Mesh) -> Candidate:
+    """The same on another mesh of the same kind."""
+    return replace(one, ranks=mesh.ranks, first=mesh.first, stop=mesh.first + mesh.size)
+
+
+def _ends(layout: Layout) -> tuple[int, ...]:
+    """The stages that may hold the most: the first with the embeddings, the last with the head."""
+    return (0, layout.pp - 1) if layout.pp > 1 else (0,)
+
+
+@cache
+def shard_params(shape: ModelShape, pp: int, tp: int, stage: int) -> int:
+    """Parameters of the largest slice of a stage."""
+    return num_params(shape, Shard(stage, pp, tp - 1, tp))
+
+
+@cache
+def shard_numel(shape: ModelShape, pp: int, tp: int, stage: int) -> int:
+    """Numbers in the buffer in which DeepSpeed reduces the gradients of the largest slice of a stage."""
+    return reduce_numel(shape, Shard(stage, pp, tp - 1, tp))

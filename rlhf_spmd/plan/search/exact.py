@@ -1,0 +1,343 @@
+"""The best placement in the call-level model, with a proof: branch and bound over the candidates of every call.
+
+Calls are chosen one after the other, those that train first; a partial choice is dropped as soon as no completion can
+be faster than the best one known, or its ranks are too full. The bound is a sum over phases (iteration_model.py): all
+of a phase needs all of the phases before it. Two calls of one phase either share a rank, and take as long as both
+together, or share none, and the second one has to do with the ranks that the first one leaves. While streaming, phases
+overlap: then one of them is seen whole, and one mini-batch of each of the others.
+
+Two things make it quick. The calls that only infer are chosen last and together (inference_phase.py), and not at all
+where that has failed before with at least as much memory and time. And at first only what is nearly as fast as the
+bounds is looked for, then by steps more: far from them little can be dropped.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
+from rlhf_spmd.plan.search.iteration_model import CallModel
+
+Choice = tuple[Candidate, ...]
+CHECK_EVERY = 256  # nodes between two looks at the clock
+FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: looked for at first, then twice as much, up to
+MORE_LAST = 1.15  # by which the seconds grow within which the last phase is looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen: candidates of each call of a model of the iteration, quick ones first."""
+
+    model: CallModel
+    candidates: tuple[tuple[Candidate, ...], ...]
+
+    @classmethod
+    def of(cls, model: CallModel) -> "Space":
+        """All candidates; those that no device can hold alone are left out, where there are others."""
+        found = []
+        for index, call in enumerate(model.calls):
+            every = model.costs.candidates(call)
+            alone: list[Candidate | None] = [None] * len(model.calls)
+            fits: dict[int, bool] = {}  # candidates that differ in their mesh alone share a layout
+            for one in every:
+                if id(one.layout) not in fits:
+                    alone[index] = one
+                    fits[id(one.layout)] = model.excess_bytes(alone) <= 0
+            found.append(tuple(one for one in every if fits[id(one.layout)]) or every)
+        return cls(model, tuple(found))
+
+
+@dataclass(slots=True)
+class Best:
+    """The best choices that were scored, at most `keep`, best first; those with equal meshes and grids count once.
+    most_s: what is slower than this is not looked for."""
+
+    keep: int
+    most_s: float = inf
+    found: dict[tuple, tuple[float, Choice]] = field(default_factory=dict)
+    seconds: float = inf
+    num_scored: int = 0
+
+    @property
+    def goal_s(self) -> float:
+        """What is not faster than this is not looked for."""
+        return min(self.seconds, self.most_s)
+
+    def offer(self, seconds: float, chosen: Sequence[Candidate]) -> None:
+        """Notes a choice that fits."""
+        key = tuple(one.where for one in chosen)
+        if key not in self.found or seconds < self.found[key][0]:
+            self.found[key] = seconds, tuple(chosen)
+        self.seconds = min(self.seconds, seconds)
+        if len(self.found) > 8 * self.keep:
+            self.found = dict(sorted(self.found.items(), key=lambda item: item[1][0])[: self.keep])
+
+    @property
+    def choices(self) -> list[tuple[float, Choice]]:
+        return sorted(self.found.values(), key=lambda one: one[0])[: self.keep]
+
+
+def exact(space: Space, best: Best, budget_s: float = inf) -> float:
+    """Searches until nothing better than `best` can be left, or the budget is spent. Returns seconds that nothing in
+    the space is faster than: those of `best`, if the search has finished."""
+    deadline = time.perf_counter() + budget_s
+    bounds_s = [alone_s(space, phase, deadline) for phase in space.model.phases]
+    excess = FIRST_EXCESS
+    while True:  # little is worth a look as long as only what is almost as fast as the bounds counts
+        best.most_s = (1 + excess) * sum(bounds_s) if excess < LAST_EXCESS else inf
+        open_s = _Branches(space, best, deadline, bounds_s).search()
+        if space.model.can_stream:
+            open_s = min(open_s, _Branches(space, best, deadline, [0.0, 0.0], streaming=True).search())
+        if open_s < inf or best.seconds <= best.most_s:
+            break
+        excess *= 2
+    open_s, best.most_s = min(open_s, best.goal_s), inf
+    return open_s
+
+
+def alone_s(space: Space, phase: list[int], deadline: float) -> float:
+    """A phase takes no less, even if nothing else needs memory."""
+    best = Best(1)
+    branches = _Branches(space, best, deadline, [0.0] * len(space.model.phases), only=phase)
+    return min(branches.search(), best.seconds)
+
+
+class _Branches:
+    """One search, either of iterations that do not stream or of those that do."""
+
+    def __init__(
+        self,
+        space: Space,
+        best: Best,
+        deadline: float,
+        bounds_s: Sequence[float],
+        *,
+        streaming: bool = False,
+        only: Sequence[int] | None = None,
+    ):
+        """bounds_s: of each phase what it takes at least. only: the calls to choose for; None: all."""
+        self.model, self.best, self.deadline, self.streaming = space.model, best, deadline, streaming
+        model = space.model
+        self.chosen: list[Candidate | None] = [None] * len(model.calls)
+        phases = [model.others, model.trains] if streaming else model.phases
+        self.phases = [[index for index in phase if only is None or index in only] for phase in phases]
+        self.phase_of = {index: number for number, phase in enumerate(self.phases) for index in phase}
+        last = self._last_phase()
+        models = sorted(model.models, key=lambda of: (of[0] is None, of[1]))
+        order = [index for train, users in models for index in ([] if train is None else [train]) + users]
+        self.order = [index for index in order if index in self.phase_of and index not in last]
+        self.order.sort(key=lambda index: index not in model.trains)
+        self.last = LastPhase(model, space.candidates, last) if last else None
+        self.begun: list[tuple[list[float], list[Candidate | None]]] = []  # bounds, choices of all other calls
+        self.failed: list[Left] = []
+        self.late = {self.phase_of[index] for index in model.trains if index in self.phase_of}
+        self.calls = sorted(self.phase_of)
+        self.users = {user for train, users in model.models if train is not None for user in users}
+        epochs, num = model.workload.epochs, model.workload.num_mini_batches
+        self.times = [num * (epochs if i in model.trains else 1) for i in range(len(model.calls))]  # pieces of each
+        self.room = len(model.limits)  # ranks that calls before training may have
+        self.groups = [self._by_mesh(index, of) for index, of in enumerate(space.candidates)]
+        self.quickest = [self._by_size(index) for index in range(len(model.calls))]
+        self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
+        self.nodes, self.open_s, self.expired = 0, inf, False
+
+    def _by_mesh(self, index: int, candidates: Sequence[Candidate]) -> list[tuple[int, int, list]]:
+        """(first, stop, [(seconds, candidate)]) of each mesh, quick meshes and candidates first."""
+        found: dict[tuple[int, int], list[tuple[float, Candidate]]] = {}
+        for one in candidates:
+            length_s = one.piece_s * self.times[index] if self.streaming else one.seconds
+            found.setdefault((one.first, one.stop), []).append((length_s, one))
+        groups = [(*span, sorted(group, key=lambda pair: pair[0])) for span, group in found.items()]
+        return sorted(groups, key=lambda group: group[2][0][0])
+
+    def _by_size(self, index: int) -> tuple[list[int], list[float]]:
+        """Sizes of meshes, and the fewest seconds of a call on meshes no larger than that."""
+        least: dict[int, float] = {}
+        for first, stop, group in self.groups[index]:
+            least[stop - first] = min(least.get(stop - first, inf), group[0][0])
+        sizes = sorted(least)
+        seconds = [min(least[size] for size in sizes[: at + 1]) for at in range(len(sizes))]
+        return sizes, seconds
+
+    def _within_s(self, index: int, size: int) -> float:
+        """The fewest seconds of a call on so many ranks at most."""
+        sizes, seconds = self.quickest[index]
+        at = bisect_right(sizes, size)
+        return seconds[at - 1] if at else inf
+
+    def search(self) -> float:
+        """Returns the least bound among what was left out because the time was up; infinity if nothing was."""
+        self._visit(0)
+        for bounds, chosen in sorted(self.begun, key=lambda one: sum(one[0])):
+            self.bounds, self.chosen = bounds, chosen
+            if self._bound_s() < self.best.goal_s:
+                self._finish()
+        return self.open_s
+
+    def _last_phase(self) -> list[int]:
+        """The calls that are chosen last: of the largest phase of which the others change nothing but the memory that
+        is left (call by call if two of them use the same model)."""
+
+        def is_last(phase: Sequence[int]) -> bool:
+            calls = [self.model.calls[index] for index in phase]
+            return all(call.kind == "infer" for call in calls) and len({call.model for call in calls}) == len(phase) > 1
+
+        return [] if self.streaming else max(filter(is_last, self.phases), key=len, default=[])
+
+    def _finish(self) -> None:
+        """Chooses for the last phase, unless that was in vain already with as much memory and time."""
+        if time.perf_counter() > self.deadline:
+            self.open_s = min(self.open_s, self._bound_s())
+            return
+        phase_s = self.bounds[self.phase_of[self.last.calls[0]]]
+        others_s = self._bound_s() - phase_s
+        left = Left.by(self.model, self.chosen, self.last.calls)
+        if any(one.covers(left, self.best.goal_s - others_s) for one in self.failed):
+            return
+        left.least_s, seen_s = inf, 0.0
+        while seen_s < min(self.best.goal_s - others_s, self.last.slowest_s):
+            phase_s *= MORE_LAST  # few are that quick, so they are looked at first
+            self._choose_last(left, seen_s, phase_s, others_s)
+            seen_s = phase_s
+        left.least_s = min(left.least_s, self.best.goal_s - others_s)
+        self.failed.append(left)
+        for index in self.last.calls:
+            self.chosen[index] = None
+
+    def _choose_last(self, left: Left, least_s: float, most_s: float, others_s: float) -> None:
+        """All choices for the last phase that take at least so many seconds, and less than so many."""
+        most_s = min(most_s, self.best.goal_s - others_s)
+        for phase_s, picked in self.last.combinations(self.chosen, left, most_s):
+            if others_s + phase_s >= self.best.goal_s:
+                break
+            if phase_s >= least_s:
+                for index, one in zip(self.last.calls, picked, strict=True):
+                    self.chosen[index] = one
+                if self.model.excess_bytes(self.chosen) <= 0:
+                    left.least_s = min(left.least_s, phase_s)  # weights on their way may have made it slower
+                    self._leaf()
+
+    def _visit(self, depth: int) -> None:
+        if depth == len(self.order):
+            if self.last is None:
+                self._leaf()
+            else:
+                self.begun.append((list(self.bounds), list(self.chosen)))
+            return
+        index = self.order[depth]
+        phase, saved, room = self.phase_of[index], list(self.bounds), self.room
+        least_s: dict[tuple, float] = {}  # bound with the quickest candidate on meshes that relate alike to the others
+        for first, stop, group in self.groups[index]:
+            self.chosen[index], self.room = None, room
+            self.bounds[phase] = max(saved[phase], group[0][0])
+            if self._bound_s() >= self.best.goal_s:
+                break  # so are all slower meshes
+            alike = stop - first, group[0][0], *(o and o.first < stop and first < o.stop for o in self.chosen)
+            if least_s.get(alike, 0.0) >= self.best.goal_s:
+                continue
+            for length_s, one in group:
+                self.nodes += 1
+                if self.nodes % CHECK_EVERY == 0 and time.perf_counter() > self.deadline:
+                    self.expired = True
+                self.chosen[index] = one
+                self.bounds[phase] = max(saved[phase], length_s, self._phase_s(phase))
+                if self.streaming and index in self.model.trains:
+                    self.room = self._room()
+                    self.bounds[0] = max(saved[0], self._phase_s(0))
+                bound_s = self._bound_s()
+                if self.streaming and bound_s < self.best.goal_s:
+                    bound_s = max(bound_s, self._streamed_s())
+                if bound_s >= self.best.goal_s:
+                    if index in self.users:  # others may not have to gather the weights that they share
+                        continue
+                    if one is group[0][1]:
+                        least_s.setdefault(alike, bound_s)
+                    break  # so are the slower candidates on this mesh
+                if self.expired:
+                    self.open_s = min(self.open_s, bound_s)
+                    break
+                self._go_on(depth, index)
+                self.bounds = list(saved)
+            self.bounds = list(saved)
+        self.chosen[index], self.bounds, self.room = None, saved, room
+
+    def _go_on(self, depth: int, index: int) -> None:
+        """Visits the next call, unless the last choice has made that pointless."""
+        if index in self.users and not self.streaming:
+            for late in self.late:
+                self.bounds[late] = max(self.bounds[late], self._phase_s(late))
+            if self._bound_s() >= self.best.goal_s:
+                return
+        if self.model.excess_bytes(self.chosen) <= 0:
+            self._visit(depth + 1)
+
+    def _leaf(self) -> None:
+        model, full = self.model, None not in self.chosen
+        seconds = model.streamed_s(self.chosen) if self.streaming else model.schedule_s(self.chosen, self.calls)
+        if not full:
+            self.best.seconds = min(self.best.seconds, seconds)
+            return
+        self.best.num_scored += 1
+        self.best.offer(seconds, self.chosen)
+
+    def _bound_s(self) -> float:
+        """No completion of what is chosen is faster."""
+        if not self.streaming:
+            return sum(self.bounds)
+        num, model = self.model.workload.num_mini_batches, self.model
+        piece_s = [
+            length_s / times for length_s, times in zip(map(self._length_s, self.calls), self.times, strict=True)
+        ]
+        before_s = sum(max((piece_s[i] for i in phase if i in model.others), default=0.0) for phase in model.phases)
+        after_s = max(piece_s[i] * (1 + self.times[i] - num) for i in model.trains)  # one mini-batch, and later epochs
+        return max(self.bounds[0] + after_s, self.bounds[1] + before_s)
+
+    def _streamed_s(self) -> float:
+        """No completion of what is chosen is faster; infinity if it does not stream."""
+        if not self.model.streams(self.chosen):
+            return inf
+        return self.model.streamed_s(self.chosen, [self._length_s(i) / self.times[i] for i in self.calls])
+
+    def _room(self) -> int:
+        """Ranks that what trains leaves to the others."""
+        taken = {place for i in self.model.trains if (one := self.chosen[i]) for place in range(one.first, one.stop)}
+        return len(self.model.limits) - len(taken)
+
+    def _length_s(self, index: int) -> float:
+        one = self.chosen[index]
+        if one is None:
+            room = self.room if self.streaming and index in self.model.others else len(self.model.limits)
+            return self._within_s(index, room)
+        return one.piece_s * self.times[index] if self.streaming else one.seconds
+
+    def _phase_s(self, number: int) -> float:
+        """A phase takes no less, whatever is chosen for its other calls."""
+        phase, size = self.phases[number], len(self.model.limits)
+        if not phase:
+            return 0.0
+        if self.streaming and number == 0:
+            size = self.room
+        chosen = [self.chosen[index] for index in phase]
+        lengths = [self._length_s(index) for index in phase]
+        longest_s = max(lengths)
+        if not self.streaming and any(chosen):
+            longest_s = max(longest_s, self.model.schedule_s(self.chosen, phase))
+        for a, one in enumerate(chosen):
+            for b, other in enumerate(chosen):
+                if one is None and other is None and b > a:
+                    longest_s = max(longest_s, self._apart_s(phase[a], phase[b], size))
+                elif one is not None and other is None:
+                    left_s = self._within_s(phase[b], size - (one.stop - one.first))
+                    longest_s = max(longest_s, min(lengths[a] + lengths[b], left_s))
+        return longest_s
+
+    def _apart_s(self, a: int, b: int, size: int) -> float:
+        """Two calls that are not chosen: one after the other, or at the same time on meshes that fit side by side."""
+        together_s = self._length_s(a) + self._length_s(b)
+        for mine, mine_s in zip(*self.quickest[a], strict=True):
+            if mine < size:
+                together_s = min(together_s, max(mine_s, self._within_s(b, size - mine)))
+        return together_s

@@ -1,0 +1,224 @@
+"""The calls that the exact search chooses last, all together: a phase of several calls that only infer, with arrays.
+
+Once everything else is chosen, only what is left of the memory matters to them, and where the weights are that they may
+share. Every combination that is quick enough is looked at: one call after the other, candidates by combinations of
+those before, and of these all that neither take too long nor need too much on a rank that they share.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from operator import ge
+
+import numpy as np
+
+from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.iteration_model import Assignment, CallModel
+
+MOST_PRODUCTS = 1 << 20  # combinations that are looked at together
+Segment = tuple[int, int, float, float]  # first place, last + 1, bytes free, and those with what is there to gather
+
+
+@dataclass(slots=True)
+class Left:
+    """What a choice for all other calls leaves to these.
+
+    shared: where the weights are that they may share; free_bytes, gathered_bytes: at each place, what is free and what
+    is there for weights that are gathered for a while. least_s: these calls were found to take no less.
+    """
+
+    shared: tuple
+    free_bytes: list[float]
+    gathered_bytes: list[float]
+    segments: list[Segment]
+    least_s: float = 0.0
+
+    @classmethod
+    def by(cls, model: CallModel, chosen: Assignment, last: Sequence[int]) -> "Left":
+        """last: the calls that are not chosen."""
+        shared = []
+        for train, users in model.models:
+            calls = users if train is None else [train, *users]
+            if not set(calls).isdisjoint(last):
+                here = [one for index in calls if (one := chosen[index])]
+                shared.append(tuple((one.where, one.layout.zero, one.layout.offload) for one in here))
+        edges = {edge for one in chosen if one for edge in (one.first, one.stop)}
+        edges |= {at for at in range(1, len(model.limits)) if model.limits[at] != model.limits[at - 1]}
+        edges = sorted(edges | {0, len(model.limits)})
+        free_bytes: list[float] = []
+        gathered_bytes: list[float] = []
+        segments = []
+        for first, stop in zip(edges, edges[1:], strict=False):
+            free = model.limits[first] - model.bytes_at(chosen, first)
+            gathered = model.parts_at(chosen, first)[1]
+            free_bytes += [free] * (stop - first)
+            gathered_bytes += [gathered] * (stop - first)
+            segments.append((first, stop, free, free + gathered))
+        return cls(tuple(shared), free_bytes, gathered_bytes, segments)
+
+    def covers(self, other: "Left", seconds: float) -> bool:
+        """Whether it is known from here that with less, too, these calls take no less than some seconds."""
+        return (
+            self.least_s >= seconds
+            and self.shared == other.shared
+            and all(map(ge, self.free_bytes, other.free_bytes))
+            and all(map(ge, self.gathered_bytes, other.gathered_bytes))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Candidates of one call as arrays [C]: seconds, mesh, and the bytes that they add."""
+
+    candidates: tuple[Candidate, ...]
+    seconds_C: np.ndarray
+    first_C: np.ndarray
+    stop_C: np.ndarray
+    static_C: np.ndarray
+    gathered_C: np.ndarray
+
+    def take(self, at: np.ndarray) -> "_Options":
+        arrays = (self.seconds_C, self.first_C, self.stop_C, self.static_C, self.gathered_C)
+        return _Options(tuple(self.candidates[i] for i in at.tolist()), *(array[at] for array in arrays))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Combinations [R] of the calls so far. at_RK: their candidates; end_RK: when each call ends. sets: of every set of
+    these calls, what the ranks that they share have to hold: first place, last + 1, static bytes, most gathered."""
+
+    at_RK: np.ndarray
+    end_RK: np.ndarray
+    sets: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+
+
+class LastPhase:
+    """last: the calls, in the order of the workflow. candidates: of all calls."""
+
+    def __init__(self, model: CallModel, candidates: Sequence[Sequence[Candidate]], last: Sequence[int]):
+        self.model, self.calls = model, tuple(last)
+        self.candidates = [candidates[index] for index in last]
+        self.known: dict[tuple, list[_Options]] = {}
+        self.slowest_s = 1 + sum(max(one.seconds + one.gather_s for one in of) for of in self.candidates)
+
+    def combinations(
+        self, chosen: Assignment, left: Left, within_s: float
+    ) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
+        """(seconds of the phase, candidates) of all that take less than within_s, quick ones first. None that fits is
+        left out unless another one is no worse; not all of them fit."""
+        if left.shared not in self.known:
+            self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
+        options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
+        if all(one.candidates for one in options):
+            found = [(rows.end_RK.max(1), rows.at_RK) for rows in _extend(_start(), options, left.segments, within_s)]
+            if found:
+                seconds_R, at_RK = (np.concatenate(parts) for parts in zip(*found, strict=True))
+                for row in np.argsort(seconds_R, kind="stable").tolist():
+                    picked = (one.candidates[at] for one, at in zip(options, at_RK[row].tolist(), strict=True))
+                    yield float(seconds_R[row]), tuple(picked)
+
+    def _options(self, chosen: Assignment, place: int) -> _Options:
+        """The candidates of a call, given where the weights are that it may share: then it adds none. (Where some of
+        its ranks lack them, it adds some after all: that is left to the model's own count.)"""
+        model, index, found = self.model, self.calls[place], self.candidates[place]
+        train, users = next(of for of in model.models if index in of[1])
+        home = None if train is None else chosen[train]
+        copies = {one.copy for user in users if (one := chosen[user])}
+        rows = []
+        for one in found:
+            shares = home is not None and model.pair(one, home)[0]
+            spread = shares and home.layout.zero == 3
+            static = 0 if shares or one.copy in copies else one.static_bytes
+            gathered = (one.whole_bytes if spread else 0) if shares else one.gathered_bytes
+            rows.append((one.seconds + one.gather_s * spread, one.first, one.stop, static, gathered))
+        return _Options(tuple(found), *(np.array(column) for column in zip(*rows, strict=True)))
+
+
+def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) -> _Options:
+    """Those that are quick enough and fit alone."""
+    keep_C = options.seconds_C < within_s
+    keep_C &= _fits(options.first_C, options.stop_C, options.static_C, options.gathered_C, segments)
+    return options.take(np.nonzero(keep_C)[0])
+
+
+def _unbeaten(options: _Options) -> _Options:
+    """Of candidates with the same mesh, stages and slices, those that no other one beats in seconds and bytes: where
+    weights have to go afterwards is then the same."""
+    groups: dict[tuple, list[int]] = {}
+    for at, one in enumerate(options.candidates):
+        groups.setdefault(one.where, []).append(at)
+    kept = []
+    for group in groups.values():
+        costs = [(options.seconds_C[at], options.static_C[at], options.gathered_C[at], at) for at in group]
+        front: list[tuple] = []
+        for cost in sorted(costs):
+            if not any(a[1] <= cost[1] and a[2] <= cost[2] for a in front):
+                front.append(cost)
+        kept += [cost[3] for cost in front]
+    return options.take(np.array(sorted(kept), dtype=int))
+
+
+def _start() -> _Rows:
+    return _Rows(np.zeros((1, 0), dtype=int), np.zeros((1, 0)), [])
+
+
+def _extend(rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment], within_s: float) -> Iterator[_Rows]:
+    """Combinations with a candidate of every call, in parts."""
+    depth = rows.at_RK.shape[1]
+    if depth == len(options):
+        yield rows
+        return
+    one = options[depth]
+    size = max(1, MOST_PRODUCTS // max(1, len(one.candidates)))
+    for start in range(0, len(rows.at_RK), size):
+        part = slice(start, start + size)
+        some = _Rows(rows.at_RK[part], rows.end_RK[part], [tuple(x[part] for x in of) for of in rows.sets])
+        longer = _joined(some, one, segments, within_s, options[:depth])
+        if len(longer.at_RK):
+            yield from _extend(longer, options, segments, within_s)
+
+
+def _joined(
+    rows: _Rows, one: _Options, segments: Sequence[Segment], within_s: float, before: Sequence[_Options]
+) -> _Rows:
+    """Every combination with every candidate of the next call that is quick enough and fits."""
+    begin_RC = np.zeros((len(rows.at_RK), len(one.candidates)))
+    for call, options in enumerate(before):
+        first_R1, stop_R1 = options.first_C[rows.at_RK[:, call], None], options.stop_C[rows.at_RK[:, call], None]
+        meet_RC = (first_R1 < one.stop_C) & (one.first_C < stop_R1)
+        begin_RC = np.maximum(begin_RC, meet_RC * rows.end_RK[:, call, None])
+    row_N, at_N = np.nonzero(begin_RC + one.seconds_C < within_s)
+    mine = one.first_C[at_N], one.stop_C[at_N], one.static_C[at_N], one.gathered_C[at_N]
+    keep_N, sets = np.ones(len(row_N), dtype=bool), []
+    for first_R, stop_R, static_R, gathered_R in rows.sets:
+        both = (
+            np.maximum(first_R[row_N], mine[0]),
+            np.minimum(stop_R[row_N], mine[1]),
+            static_R[row_N] + mine[2],
+            np.maximum(gathered_R[row_N], mine[3]),
+        )
+        keep_N &= _fits(*both, segments)
+        sets.append(both)
+    row_N, at_N = row_N[keep_N], at_N[keep_N]
+    old = [tuple(x[row_N] for x in of) for of in rows.sets]
+    new = [tuple(x[keep_N] for x in of) for of in (*sets, mine)]
+    end_N = begin_RC[row_N, at_N] + one.seconds_C[at_N]
+    at_NK = np.concatenate([rows.at_RK[row_N], at_N[:, None]], 1)
+    return _Rows(at_NK, np.concatenate([rows.end_RK[row_N], end_N[:, None]], 1), old + new)
+
+
+def _fits(
+    first_N: np.ndarray,
+    stop_N: np.ndarray,
+    static_N: np.ndarray,
+    gathered_N: np.ndarray,
+    segments: Sequence[Segment],
+) -> np.ndarray:
+    """Whether the places from `first` to `stop` (if any) all have so many bytes to spare."""
+    fits_N = np.ones(len(first_N), dtype=bool)
+    for first, stop, free, free_and_gathered in segments:
+        if free < inf:
+            here_N = (first_N < stop) & (first < stop_N) & (first_N < stop_N)
+            enough_N = (static_N <= free) & (static_N + gathered_N <= free_and_gathered)
+            fits_N &= enough_N | ~here_N
+    return fits_N

@@ -1,0 +1,303 @@
+"""Iterations at the level of calls: seconds and bytes of a placement without compiling it. What the search scores.
+
+A call occupies all ranks of its mesh from when its inputs are there and they are free, in the order of the workflow,
+for as long as candidates.py says; weights then go to the copies that lack them. A trained model's other calls need no
+copy where they split the model as its training does, over the same partners. Memory is a hard limit: bytes are those
+of memory.py, of the rank of each layout that needs the most of each kind.
+"""
+
+from collections.abc import Sequence
+from math import inf, lcm
+
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
+from rlhf_spmd.plan.search.candidates import CallCosts, Candidate
+
+Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
+
+
+class CallModel:
+    """The searched calls of a workload on a cluster (all that have weights), and what a choice for each comes to.
+
+    phases: indices of calls; those of one phase all need, directly or not, everything of the phases before.
+    """
+
+    def __init__(self, cost: Cost):
+        self.cost, self.workload, self.cluster = cost, cost.workload, cost.cluster
+        workflow, models = self.workload.workflow, self.workload.models
+        self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
+        self.costs = CallCosts(cost)
+        self.needs = self._needs()
+        self.phases = self._phases()
+        names = [call.name for call in self.calls]
+        self.models: list[tuple[int | None, list[int]]] = []  # of each model: its train call, its other calls
+        for model in dict.fromkeys(call.model for call in self.calls):
+            train = workflow.train_call(model)
+            users = [i for i, call in enumerate(self.calls) if call.model == model and call is not train]
+            self.models.append((names.index(train.name) if train else None, users))
+        self.trains = [index for index, call in enumerate(self.calls) if call.kind == "train"]
+        self.others = [index for index, call in enumerate(self.calls) if call.kind != "train"]
+        self.can_stream = self.workload.whiten != "batch" and self.workload.num_mini_batches > 1 and bool(self.trains)
+        self.limits = self._limits()
+        self.weight_bytes = [self.workload.weight_bytes(call.model) for call in self.calls]
+        self._pairs: dict[tuple, tuple[bool, float]] = {}
+
+    def _needs(self) -> list[frozenset[int]]:
+        """Of each searched call those that make what it reads, or what a computation between them reads."""
+        workflow, index = self.workload.workflow, {call.name: i for i, call in enumerate(self.calls)}
+        made: dict[str, frozenset[int]] = {}
+        found = {}
+        for call in workflow.calls:
+            inputs = frozenset().union(*(made.get(key, frozenset()) for key in call.inputs))
+            found[call.name] = inputs
+            mine = frozenset({index[call.name]}) if call.name in index else inputs
+            made |= dict.fromkeys(call.outputs, mine)
+        return [found[call.name] for call in self.calls]
+
+    def _phases(self) -> list[list[int]]:
+        """Cuts the calls wherever all that follow need all that come before."""
+        num, needs = len(self.calls), []
+        for direct in self.needs:
+            needs.append(direct.union(*(needs[i] for i in direct)))
+        edges = [at for at in range(num) if all(set(range(at)) <= needs[i] for i in range(at, num))]
+        return [list(range(first, stop)) for first, stop in zip(edges, [*edges[1:], num], strict=True)]
+
+    def trained_by(self, index: int) -> int | None:
+        """The call that trains the model of a call; None if it is frozen."""
+        return next((train for train, users in self.models if index in users or index == train), None)
+
+    def _limits(self) -> list[float]:
+        """Bytes of the device at each place (see Mesh.first): the least of its type."""
+        limits: list[float] = []
+        for device in self.cluster.device_types:
+            ranks = self.cluster.ranks_of(device)
+            sizes = [size for rank in ranks if (size := self.cluster.device_bytes(rank)) is not None]
+            limits += [min(sizes, default=inf)] * len(ranks)
+        return limits
+
+    # ---- two layouts of one model ------------------------------------------------------------------------------------
+
+    def pair(self, user: Candidate, home: Candidate) -> tuple[bool, float]:
+        """Whether a call uses the weights that its model trains, where it runs on their ranks, and the seconds in which
+        new weights reach the ranks that lack them."""
+        key = user.where, home.where, home.layout.zero == 3, user.whole_bytes
+        if key not in self._pairs:
+            self._pairs[key] = self._pair(user, home)
+        return self._pairs[key]
+
+    def _pair(self, user: Candidate, home: Candidate) -> tuple[bool, float]:
+        size = user.layout.pp * user.layout.tp
+        alike = (user.layout.pp, user.layout.tp) == (home.layout.pp, home.layout.tp)
+        shares = alike and (user.first - home.first) % size == 0 and user.first < home.stop and home.first < user.stop
+        inside = home.first <= user.first and user.stop <= home.stop
+        if home.layout.zero == 3:
+            shares = shares and (user.first, user.stop) == (home.first, home.stop)
+        if shares and inside:
+            return True, 0.0
+        held = self._least_held(user, home) if inside and home.layout.zero < 3 else 0.0
+        nodes = {self.cluster.node_of(rank) for rank in (*user.ranks, *home.ranks)}
+        home_size = home.layout.pp * home.layout.tp
+        copies = {self.cluster.node_of(rank) for rank in home.ranks[::home_size]}
+        home_nodes = {self.cluster.node_of(rank) for rank in home.ranks[:home_size]}
+        near = len(nodes) == 1 or (inside and len(home_nodes) == 1 and home.layout.zero < 3 and nodes == copies)
+        link = self.cost.calibration.inside if near else self.cost.calibration.between
+        return shares, user.whole_bytes * (1 - held) / link.bytes_per_s
+
+    def _least_held(self, user: Candidate, home: Candidate) -> float:
+        """The share of its new shard that a rank holds already, of the rank that holds the least."""
+        least = 1.0
+        mine, theirs = user.layout, home.layout
+        size, other_size = mine.pp * mine.tp, theirs.pp * theirs.tp
+        for at in range(min(len(user.ranks), lcm(size, other_size))):
+            stage, slice_ = divmod(at % size, mine.tp)
+            other_stage, other_slice = divmod((user.first - home.first + at) % other_size, theirs.tp)
+            layers = _common(stage, mine.pp, other_stage, theirs.pp) * mine.pp
+            least = min(least, layers * _common(slice_, mine.tp, other_slice, theirs.tp) * mine.tp)
+        return least
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    def plain_s(self, chosen: Assignment) -> float:
+        """Seconds of an iteration in which everything before training is done before training begins."""
+        return self.schedule_s(chosen, range(len(self.calls)))
+
+    def schedule_s(self, chosen: Assignment, indices: Sequence[int]) -> float:
+        """Seconds of some calls, in this order, and of the weights of those among them that train; calls that are not
+        chosen are left out."""
+        ends: dict[int, float] = {}
+        busy: list[tuple[int, int, float]] = []  # first place, last + 1, busy until
+        for index in indices:
+            one = chosen[index]
+            if one is None:
+                continue
+            begin_s = max((ends.get(i, 0.0) for i in self.needs[index]), default=0.0)
+            for first, stop, end_s in busy:
+                if end_s > begin_s and first < one.stop and one.first < stop:
+                    begin_s = end_s
+            ends[index] = begin_s + one.seconds + self.gather_s(chosen, index)
+            busy.append((one.first, one.stop, ends[index]))
+        self._reallocate(chosen, ends, busy)
+        return max((end_s for _, _, end_s in busy), default=0.0)
+
+    def gather_s(self, chosen: Assignment, index: int) -> float:
+        """What a call takes more because its model's training spreads the weights that it uses (ZeRO 3)."""
+        one = chosen[index]
+        for train, users in self.models:
+            if train is not None and index in users and chosen[train] is not None:
+                home = chosen[train]
+                if home.layout.zero == 3 and self.pair(one, home)[0]:
+                    return one.gather_s
+        return 0.0
+
+    def _reallocate(self, chosen: Assignment, ends: dict[int, float], busy: list[tuple[int, int, float]]) -> None:
+        """New weights leave once the ranks of both layouts have nothing else to do."""
+        for train, users in self.models:
+            if train not in ends:
+                continue
+            home, seen = chosen[train], set()
+            for user in users:
+                one = chosen[user]
+                if one is None or one.where in seen:
+                    continue
+                seen.add(one.where)
+                took_s = self.pair(one, home)[1]
+                if took_s:
+                    begin_s = ends[train]
+                    for first, stop, end_s in busy:
+                        at_home = first < home.stop and home.first < stop
+                        if end_s > begin_s and (at_home or (first < one.stop and one.first < stop)):
+                            begin_s = end_s
+                    busy += [(c.first, c.stop, begin_s + took_s) for c in (home, one)]
+
+    def streams(self, chosen: Assignment) -> bool:
+        """Whether what trains shares no rank with anything else (as far as chosen), so that an iteration may stream."""
+        if not self.can_stream:
+            return False
+        trains = [one for i in self.trains if (one := chosen[i])]
+        others = [one for i in self.others if (one := chosen[i])]
+        return all(a.stop <= b.first or b.stop <= a.first for a in trains for b in others)
+
+    def streamed_s(self, chosen: Assignment, least_s: Sequence[float] = ()) -> float:
+        """Seconds of an iteration that streams: mini-batch by mini-batch, the first epoch of training included.
+
+        least_s: of each call that is not chosen what a mini-batch takes at least, on ranks of its own."""
+        num, epochs = self.workload.num_mini_batches, self.workload.epochs
+        free = [0.0] * len(self.calls)  # when the ranks of each call have no more work
+        piece_s = [one.piece_s if one else least_s[index] for index, one in enumerate(chosen)]
+        same_ranks = [
+            [j for j, b in enumerate(chosen) if i == j or (a and b and a.first < b.stop and b.first < a.stop)]
+            for i, a in enumerate(chosen)
+        ]
+        for _ in range(num):
+            now: list[float] = []
+            for index, needs in enumerate(self.needs):
+                begin_s = max([free[j] for j in same_ranks[index]] + [now[i] for i in needs])
+                free[index] = begin_s + piece_s[index]
+                now.append(free[index])
+        for index in self.trains:
+            free[index] = max(free[j] for j in same_ranks[index]) + (epochs - 1) * num * piece_s[index]
+        busy = [(one.first, one.stop, end_s) for one, end_s in zip(chosen, free, strict=True) if one]
+        self._reallocate(chosen, {index: free[index] for index in self.trains if chosen[index]}, busy)
+        return max(max(free), *(end_s for _, _, end_s in busy))
+
+    def score(self, chosen: Assignment) -> tuple[float, bool]:
+        """Seconds of an iteration, and whether memory holds it."""
+        return self.score_s(chosen), self.excess_bytes(chosen) <= 0
+
+    def score_s(self, chosen: Assignment) -> float:
+        """Seconds of an iteration, streaming if that is possible and faster."""
+        seconds = self.plain_s(chosen)
+        return min(seconds, self.streamed_s(chosen)) if self.streams(chosen) else seconds
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def excess_bytes(self, chosen: Assignment) -> float:
+        """By how much the rank with the least room misses its device's memory; negative: what is left of it. Calls that
+        are not chosen need nothing, so that more choices never need less."""
+        worst = -inf
+        if not self._consistent(chosen):
+            return inf
+        for place in self.places(chosen):
+            limit = self.limits[place]
+            if limit < inf:
+                worst = max(worst, self.bytes_at(chosen, place) - limit)
+        return worst
+
+    def overflow_bytes(self, chosen: Assignment) -> float:
+        """The bytes that do not fit, summed over places, and so less with every rank that is less too full."""
+        if not self._consistent(chosen):
+            return inf
+        return sum(max(0.0, self.bytes_at(chosen, place) - self.limits[place]) for place in self.places(chosen))
+
+    def places(self, chosen: Assignment) -> set[int]:
+        """Places one of which is the fullest: where a mesh begins, or one ends whose weights others use, too."""
+        homes = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
+        return homes.union(one.first for one in chosen if one is not None)
+
+    def bytes_at(self, chosen: Assignment, place: int) -> float:
+        """The most that a rank needs at one time, as memory.peak_bytes adds it up."""
+        static, gathered, reduced, activations, cache = self.parts_at(chosen, place)
+        return static + gathered + max(activations + reduced, cache)
+
+    def parts_at(self, chosen: Assignment, place: int) -> tuple[float, float, float, float, float]:
+        """Bytes at a place: what stays (buckets included), and the most that is gathered, reduced, kept for a backward
+        pass, kept of keys and values."""
+        static = gathered = reduced = activations = cache = 0
+        for train, users in self.models:
+            home = chosen[train] if train is not None else None
+            at_home = home is not None and home.first <= place < home.stop
+            if at_home:
+                static += home.static_bytes
+                gathered, reduced = max(gathered, home.gathered_bytes), max(reduced, home.reduced_bytes)
+                activations = max(activations, home.activation_bytes)
+            copies, buckets = set(), 0
+            for user in users:
+                one = chosen[user]
+                if one is None:
+                    continue
+                here = one.first <= place < one.stop
+                shares, took_s = (False, 0.0) if home is None else self.pair(one, home)
+                if took_s and (here or at_home):
+                    buckets = min(2 * BUCKET_BYTES, 4 * self.weight_bytes[user])
+                if not here:
+                    continue
+                cache = max(cache, one.cache_bytes)
+                if shares and at_home:
+                    gathered = max(gathered, one.whole_bytes if home.layout.zero == 3 else 0)
+                    continue
+                gathered = max(gathered, one.gathered_bytes)
+                if one.copy not in copies:
+                    copies.add(one.copy)
+                    static += one.static_bytes
+            static += buckets
+        return static, gathered, reduced, activations, cache
+
+    def _consistent(self, chosen: Assignment) -> bool:
+        """Whether the calls of each frozen model keep its weights in one way (validate.py)."""
+        for train, users in self.models:
+            ways = [one for user in users if train is None and (one := chosen[user])]
+            for one in ways[1:]:
+                if (one.layout.zero, one.layout.offload) != (ways[0].layout.zero, ways[0].layout.offload):
+                    return False
+                if one.layout.zero and one.ranks != ways[0].ranks:
+                    return False
+        return True
+
+    # ---- placements --------------------------------------------------------------------------------------------------
+
+    def placement(self, chosen: Assignment, **overlap) -> Placement:
+        """The placement of a full choice; a reward function runs where its rows are made. overlap: further fields."""
+        layouts = {call.name: one.placed for call, one in zip(self.calls, chosen, strict=True)}
+        first = next((c for c in self.calls if c.kind == "generate"), self.calls[0])
+        ranks = layouts[first.name].ranks[: self.workload.mini_batch]
+        for call in self.workload.workflow.placed_calls:
+            layouts.setdefault(call.name, Layout.data_parallel(ranks))
+        order = [call.name for call in self.workload.workflow.placed_calls]
+        return Placement({name: layouts[name] for name in order}, **overlap)
+
+
+def _common(index: int, parts: int, other: int, others: int) -> float:
+    """What part `index` of `parts` and part `other` of `others` of one whole have in common."""
+    return max(0.0, min((index + 1) / parts, (other + 1) / others) - max(index / parts, other / others))

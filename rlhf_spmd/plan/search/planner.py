@@ -1,0 +1,366 @@
+"""Finds placements: three methods over one space of candidates and one score, then a simulation of the best ones.
+
+exact: branch and bound (exact.py). two_phase, after APP's planner (arXiv 2312.11819): placements in the style of
+its strategies first, then a grid around the best of them. mcmc, after ReaL (arXiv 2406.14088): Metropolis-Hastings over
+the candidates of each call, here with a temperature that falls. The order that the user sees is that of the forecasts
+of the compiled programs.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, cycle, product
+from math import exp, inf
+from random import Random
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.cost.simulate import Forecast
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.workload import Workload
+
+METHODS = ("exact", "two_phase", "mcmc")
+BUDGET_S = 20.0  # of the exact search; what it has not proved by then is in the gap
+NUM_PRIORS = 5  # around which the grid is searched
+NUM_CHAINS, NUM_STEPS = 2, 60_000  # Markov chains, and the steps of each: one in eight ends 10% or more above the best
+NUM_CANDIDATES = 1_000  # per call in the Markov chain, the quickest (ReaL's cap)
+HOT, COLD = 0.1, 0.0005  # its first and last temperature, as a share of the seconds of an iteration
+PENALTY = 3.0  # of a choice that does not fit, on its seconds (ReaL's)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement that the search proposes. call_level_s: what the call-level model says of an iteration; the forecast
+    is that of the compiled program."""
+
+    name: str
+    placement: Placement
+    program: Program
+    forecast: Forecast
+    call_level_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Plans, best first. gap: by which fraction a placement that was not looked at might be faster in the call-level
+    model; 0.0 if the exact search finished, and None where the method proves nothing."""
+
+    plans: tuple[Plan, ...]
+    gap: float | None
+    num_scored: int
+    search_s: float
+    simulate_s: float
+
+
+def search(
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    method: str = "exact",
+    seed: int = 0,
+    keep: int = 20,
+    budget_s: float = BUDGET_S,
+) -> Found:
+    """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
+    budget_s: seconds after which the exact search stops; what it then has left out is the gap.
+
+    Raises UserError if no placement fits the devices, the method is unknown, or the calibration lacks a device type.
+    """
+    if method not in METHODS:
+        raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
+    for device in cluster.device_types:
+        calibration.require(device)
+    begin_s = time.perf_counter()
+    space = Space.of(CallModel(Cost(calibration, workload, cluster)))
+    best, gap = choose(space, method, seed, Best(keep), budget_s)
+    search_s = time.perf_counter() - begin_s
+    if not best.found:
+        raise UserError(_misfit(space))
+    plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
+    plans.sort(key=lambda plan: plan.forecast.makespan_s)
+    return Found(tuple(plans), gap, best.num_scored, search_s, time.perf_counter() - begin_s - search_s)
+
+
+def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) -> tuple[Best, float | None]:
+    """The best choices of a method, and the optimality gap."""
+    if method == "mcmc":
+        mcmc(space, best, seed)
+        return best, None
+    if method == "two_phase":
+        two_phase(space, best)
+        return best, None
+    least_s = exact(space, best, budget_s)
+    for prior in dict.fromkeys(priors(space)):  # what else there is; the best of it if the budget was spent too early
+        filled(space, prior, best)
+    return best, max(0.0, 1 - least_s / best.seconds) if best.found else 1.0
+
+
+def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
+    """The quickest of the programs that a choice makes: streaming or not and, in the two phases, with the exchanges of
+    interleaving."""
+    name = name_of(model.placement(chosen), model.workload, model.cluster)
+    frozen = tuple(call.name for i, call in enumerate(model.calls) if model.trained_by(i) is None)
+    variants: list[dict] = [{}]
+    if model.streams(chosen):
+        variants.append({"stream": True})
+    if method == "two_phase" and name == "interleaving":
+        variants += [{"own_first": frozen}, {"joint": (frozen,)}]
+    plans = []
+    for overlap in variants:
+        placement = model.placement(chosen, **overlap)
+        program = compile_program(model.workload, placement, model.cluster)
+        plans.append(Plan(name, placement, program, forecast(program, calibration), call_level_s))
+    return min(plans, key=lambda plan: plan.forecast.makespan_s)
+
+
+def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
+    """The strategy that a placement equals in spirit.
+
+    separation: what trains shares no rank with anything else. flattening: everything on all ranks in one grid.
+    reallocation: everything on all ranks in several. interleaving: so do the models that train, and the frozen ones
+    share the ranks among them. mixed: anything else.
+    """
+    calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
+    layouts = {call.name: placement.layouts[call.name] for call in calls}
+    trains = [set(layouts[call.name].ranks) for call in calls if call.kind == "train"]
+    others = [set(layouts[call.name].ranks) for call in calls if call.kind != "train"]
+    if trains and all(a.isdisjoint(b) for a in trains for b in others):
+        return "separation"
+    everyone = set(cluster.ranks)
+    if all(set(layout.ranks) == everyone for layout in layouts.values()):
+        grids = {(layout.pp, layout.tp) for layout in layouts.values()}
+        return "flattening" if len(grids) == 1 else "reallocation"
+    frozen = [call.name for call in calls if workload.workflow.train_call(call.model) is None]
+    apart = [set(layouts[name].ranks) for name in frozen]
+    rest = all(set(layout.ranks) == everyone for name, layout in layouts.items() if name not in frozen)
+    if rest and sum(map(len, apart)) == len(set().union(*apart)):
+        return "interleaving"
+    return "mixed"
+
+
+def _misfit(space: Space) -> str:
+    """Why nothing fits, by how much, and what would help."""
+    model, workload = space.model, space.model.workload
+    least = inf
+    for prior in dict.fromkeys(priors(space)):
+        grid = _grid(space, prior)
+        if all(grid):
+            chosen, _ = least_full(model, tuple(min(of, key=least_memory) for of in grid), grid)
+            least = min(least, model.excess_bytes(chosen))
+    lengths = f"generation.max_new_tokens {workload.max_response}"
+    return (
+        f"no placement of this workload fits {model.cluster}: the least that a rank misses is {least / 2**30:.1f} GiB "
+        f"({least:,.0f} bytes), with ZeRO, recomputation, offloading and any micro_batch tried; use more devices or "
+        f"devices with more memory, smaller models, or lower {lengths} and generation.max_sequences "
+        f"{workload.max_sequences}"
+    )
+
+
+# ---- two phases ------------------------------------------------------------------------------------------------------
+
+Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
+
+
+def two_phase(space: Space, best: Best) -> None:
+    """The best choice on the meshes of each prior; then the grid around the best few of them."""
+    found = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
+    for chosen in sorted(found, key=space.model.score_s)[:NUM_PRIORS]:
+        refine(space, chosen, best)
+
+
+def refine(space: Space, chosen: Choice, best: Best) -> None:
+    """Improves a choice until nothing near it is better: every call in turn on any mesh that some call has, or on a
+    half of one; a model's calls together there, in one grid; any two calls with other layouts on their meshes."""
+    before = None
+    while before != chosen:
+        before = chosen
+        around = [_around(space, chosen, of) for of in space.candidates]
+        chosen = descend(space, chosen, around, best)
+        for train, users in space.model.models:
+            for user in users if train is not None else ():
+                pairs = _alike(around[user], around[train])
+                chosen = descend_some(space, chosen, (user, train), pairs, best)
+        grid = _grid(space, tuple((one.first, one.stop) for one in chosen))
+        for i, j in combinations(range(len(grid)), 2):
+            chosen = descend_some(space, chosen, (i, j), product(grid[i], grid[j]), best)
+
+
+def _alike(users: Sequence[Candidate], homes: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """Where a call may use the weights that its model trains."""
+    at: dict[tuple, list[Candidate]] = {}
+    for one in users:
+        at.setdefault(one.where, []).append(one)
+    return ((one, home) for home in homes for one in at.get(home.where, ()))
+
+
+def _around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates on meshes that some call has, on all ranks, and on halves of these."""
+    used = {(one.first, one.stop) for one in chosen} | {(0, len(space.model.limits))}
+    halves = {part for mesh in used for part in ((mesh[0], _half(mesh)[1]), (_half(mesh)[1], mesh[1]))}
+    return [one for one in candidates if (one.first, one.stop) in used | halves]
+
+
+def _half(mesh: tuple[int, int]) -> tuple[int, int]:
+    return mesh[0], sum(mesh) // 2
+
+
+def priors(space: Space) -> Iterator[Meshes]:
+    """Meshes in the style of the strategies: everything everywhere (flattening, reallocation); each frozen model, each
+    training, or both of these on halves of their own (interleaving), and with each training its model's other calls;
+    training in front and all else behind, or the other way around (separation)."""
+    model = space.model
+    parts = {(one.first, one.stop) for of in space.candidates for one in of}
+    num = len(model.limits)
+    everywhere = [span for span in parts if span == (0, num)] or sorted(parts, key=lambda span: span[0] - span[1])[:2]
+    for whole in everywhere:
+        middle = _half(whole)[1]
+        halves = [(whole[0], middle), (middle, whole[1])]
+        yield (whole,) * len(model.calls)
+        frozen = [model.trained_by(i) is None for i in range(len(model.calls))]
+        trained = [call.kind == "train" for call in model.calls]
+        both = [a or b for a, b in zip(frozen, trained, strict=True)]
+        for split in (frozen, trained, both):
+            turn, meshes = 0, []
+            for index in range(len(model.calls)):
+                meshes.append(halves[turn % 2] if split[index] else whole)
+                turn += split[index]
+            yield tuple(meshes)
+        homes = [model.trained_by(i) for i in range(len(model.calls))]
+        for rest in ((whole,), halves):
+            turns = {home: turn for turn, home in enumerate(dict.fromkeys(home for home in homes if home is not None))}
+            frozen_at = cycle(rest)
+            yield tuple(next(frozen_at) if home is None else halves[turns[home] % 2] for home in homes)
+    edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
+    for edge in edges:
+        front, behind = (0, edge), (edge, num)
+        for training, rest in ((front, behind), (behind, front)):
+            yield tuple(training if call.kind == "train" else rest for call in model.calls)
+
+
+def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
+    """The best choice on given meshes that one call after the other can reach, from the one that needs the least
+    memory; None if that does not fit."""
+    grid = _grid(space, meshes)
+    if not all(grid):
+        return None
+    chosen, missing = least_full(space.model, tuple(min(of, key=least_memory) for of in grid), grid)
+    if missing > 0:
+        return None
+    best.num_scored += 1
+    best.offer(space.model.score_s(chosen), chosen)
+    return descend(space, chosen, grid, best)
+
+
+def _grid(space: Space, meshes: Meshes) -> list[list[Candidate]]:
+    """The candidates of each call on its mesh."""
+    return [
+        [one for one in of if (one.first, one.stop) == mesh] for of, mesh in zip(space.candidates, meshes, strict=True)
+    ]
+
+
+def least_full(model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candidate]]) -> tuple[Choice, float]:
+    """A choice that fits, reached from one that may not by one call after the other, and the bytes that
+    it misses."""
+    current, missing = list(chosen), model.overflow_bytes(chosen)
+    improved = True
+    while missing > 0 and improved:
+        improved = False
+        for index, of in enumerate(grid):
+            kept = current[index]
+            for one in of:
+                current[index] = one
+                other = model.overflow_bytes(current)
+                if other < missing:
+                    missing, kept, improved = other, one, True
+            current[index] = kept
+    return tuple(current), missing
+
+
+def least_memory(one: Candidate) -> tuple[float, ...]:
+    """What orders candidates by the memory that they need, all kinds together."""
+    working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
+    return one.static_bytes + working, one.seconds
+
+
+def descend(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> Choice:
+    """Improves a choice, one call after the other, until no other candidate of the grid for any call is better."""
+    improved = True
+    while improved:
+        improved = False
+        for index, of in enumerate(grid):
+            before, chosen = chosen, descend_some(space, chosen, (index,), zip(of), best)
+            improved |= before != chosen
+    return chosen
+
+
+def descend_some(
+    space: Space, chosen: Choice, calls: Sequence[int], others: Iterable[Sequence[Candidate]], best: Best
+) -> Choice:
+    """Improves a choice by other candidates for some calls, of which one may give up memory that another needs."""
+    model, current = space.model, list(chosen)
+    rank = _rank(model, current)
+    kept = [current[index] for index in calls]
+    for picked in others:
+        for index, one in zip(calls, picked, strict=True):
+            current[index] = one
+        other = _rank(model, current)
+        best.num_scored += 1
+        if other < rank and model.excess_bytes(current) <= 0:
+            rank, kept = other, picked
+            best.offer(model.score_s(current), current)
+    for index, one in zip(calls, kept, strict=True):
+        current[index] = one
+    return tuple(current)
+
+
+def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
+    """What is less for a better choice: seconds of an iteration and, where another call decides these, of the calls."""
+    return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)
+
+
+# ---- Markov chain ----------------------------------------------------------------------------------------------------
+
+
+def mcmc(space: Space, best: Best, seed: int) -> None:
+    """Metropolis-Hastings from each call's quickest candidate: a call and another candidate of it are proposed at
+    random and accepted with probability exp(-(new - old) / temperature). Chains with random numbers of their own; the
+    best choice that they come by is refined."""
+    for chain in range(NUM_CHAINS):
+        _walk(space, best, Random(seed * NUM_CHAINS + chain))
+    if best.found:
+        refine(space, best.choices[0][1], best)
+
+
+def _walk(space: Space, best: Best, draw: Random) -> None:
+    model = space.model
+    lists = [of[:NUM_CANDIDATES] for of in space.candidates]
+    current = [of[0] for of in lists]
+    seconds = _penalized_s(model, current, best)
+    for step in range(NUM_STEPS):
+        temperature_s = HOT * (COLD / HOT) ** (step / NUM_STEPS) * seconds
+        index = draw.randrange(len(lists))
+        before = current[index]
+        current[index] = draw.choice(lists[index])
+        other_s = _penalized_s(model, current, best)
+        if other_s <= seconds or draw.random() < exp((seconds - other_s) / temperature_s):
+            seconds = other_s
+        else:
+            current[index] = before
+
+
+def _penalized_s(model: CallModel, chosen: Sequence[Candidate], best: Best) -> float:
+    seconds, fits = model.score(chosen)
+    best.num_scored += 1
+    if fits:
+        best.offer(seconds, chosen)
+        return seconds
+    return PENALTY * seconds

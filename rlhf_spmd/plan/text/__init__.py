@@ -1,0 +1,1 @@
+"""Programs and placements as text."""

@@ -1,0 +1,135 @@
+"""A program as text: who runs what, what moves, and what one rank executes in an iteration."""
+
+from dataclasses import replace
+
+from rlhf_spmd.plan.cost.memory import STATIC, WORKING, num_params, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
+from rlhf_spmd.plan.placement import group_of
+from rlhf_spmd.plan.program.compile import layouts_of
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
+from rlhf_spmd.plan.proof.memory_check import Finding
+
+NUM_INSTRUCTIONS = 40  # longer lists are shortened
+
+
+def format_bytes(num: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num < 1024 or unit == "GiB":
+            return f"{num:.0f} {unit}" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1024
+    raise AssertionError
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Rows (the first is the heading) with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([lines[0], "  " + "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def show_program(program: Program, *, title: str, rank: int) -> str:
+    """The placement as a table, the transfers, bytes per rank, and the instruction list of one rank."""
+    workload, placement = program.workload, program.placement
+    rows = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
+    for call in workload.workflow.calls:
+        for layout in layouts_of(call, workload, placement):
+            counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
+            share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
+            meets = group_of(call, layout, workload, placement, layout.ranks[0])
+            group = group_name(meets) if meets else "-"
+            rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
+    parts = [title, table(rows), "", "Transfers per iteration"]
+    parts.append(_transfers(program))
+    parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
+    parts += ["", "Bytes per rank: what stays, and the most that a call takes besides", table(_memory(program))]
+    for call in workload.workflow.placed_calls:
+        layout = placement.layouts[call.name]
+        if call.kind == "train" and is_pipelined(call, layout):
+            num = largest_number(replace(layout, tokens=None), workload, call)
+            parts += [
+                "",
+                f"Stages of {call.name} with {num} micro-batches (F forward, B backward)",
+                _stages(layout, num),
+            ]
+    parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
+    return "\n".join(parts)
+
+
+def _stages(layout: Layout, num_micro_batches: int) -> str:
+    """The passes of each stage in their order."""
+    lines = []
+    for stage in range(layout.pp):
+        passes = order_of_passes(stage, layout.pp, num_micro_batches, train=True)
+        words = " ".join(f"{kind[0].upper()}{index}" for kind, index in passes[:NUM_INSTRUCTIONS])
+        more = f" ... {len(passes) - NUM_INSTRUCTIONS} more" if len(passes) > NUM_INSTRUCTIONS else ""
+        ranks = format_ranks(tuple(sorted(rank for rank in layout.ranks if layout.place(rank)[1] == stage)))
+        lines.append(f"  stage {stage} (ranks {ranks}): {words}{more}")
+    return "\n".join(lines)
+
+
+def _transfers(program: Program) -> str:
+    """What moves, the same of all mini-batches on one line."""
+    if not program.transfers:
+        return "  nothing moves between layouts: 0 bytes"
+    same: dict[tuple, list] = {}
+    for transfer in program.transfers:
+        ends = tuple((message.source, message.destination, message.columns) for message in transfer.messages)
+        same.setdefault((transfer.what, ends), []).append(transfer)
+    rows = [("what", "times", "messages", "bytes")]
+    for (what, _), found in [*same.items(), (("all", ()), program.transfers)]:
+        messages, num_bytes = sum(t.num_messages for t in found), sum(t.num_bytes for t in found)
+        rows.append((what, str(len(found)), str(messages), f"{num_bytes:,}"))
+    return table(rows)
+
+
+def _gradients(program: Program) -> list[tuple[str, ...]]:
+    """Bytes that a ring all-reduce sends per rank: 2 (n - 1) / n times the gradient, per optimizer step."""
+    workload = program.workload
+    rows = [("model", "replicas", "steps", "bytes sent per rank")]
+    steps = workload.epochs * workload.num_mini_batches
+    for call in workload.workflow.calls:
+        shape = workload.models.get(call.model) if call.model else None
+        if call.kind == "train" and shape:
+            layout = program.placement.layouts[call.name]
+            largest = max(num_params(shape, layout.shard(rank)) for rank in layout.model_ranks(layout.ranks[0]))
+            num_bytes = 2 * (layout.dp - 1) * 4 * largest * steps // layout.dp
+            rows.append((call.model, str(layout.dp), str(steps), f"{num_bytes:,}"))
+    return rows
+
+
+def _memory(program: Program) -> list[tuple[str, ...]]:
+    """One row per set of ranks that hold the same."""
+    found: dict[tuple, list[int]] = {}
+    for rank in program.cluster.ranks:
+        static, working = static_bytes(program, rank), working_bytes(program, rank)
+        peak, limit = peak_bytes(static, working), program.cluster.device_bytes(rank) or 0
+        found.setdefault((*static.values(), *working.values(), peak, limit), []).append(rank)
+    used = [any(key[column] for key in found) for column in range(len(next(iter(found))))]
+    rows = [("ranks", *STATIC, *WORKING, "peak", "device")]
+    for values, ranks in found.items():
+        rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
+    return [(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows]
+
+
+def _instructions(program: Program, rank: int) -> str:
+    lines = []
+    for position, step in enumerate(program.instructions[rank]):
+        text = str(step)
+        if not isinstance(step, Run) and hasattr(step, "transfer"):
+            text += f": {program.describe(step.transfer)}"
+        lines.append(f"  {position:4}  {text}")
+    if len(lines) > NUM_INSTRUCTIONS:
+        half = NUM_INSTRUCTIONS // 2
+        lines = [*lines[:half], f"  ...   {len(lines) - 2 * half} more", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def show_findings(findings: list[Finding]) -> str:
+    """Every finding, or what their absence proves."""
+    if not findings:
+        return "\nNo findings: every message has its receiver, every group meets in one order, nothing can deadlock."
+    return "\n".join(["", "Findings", *(f"  {finding}" for finding in findings)])

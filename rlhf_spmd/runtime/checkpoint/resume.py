@@ -1,0 +1,171 @@
+"""Going on with a run in its folder: from which checkpoint, with which options, and what may not change.
+
+The options are those in the run folder, which every resumed run writes again with its overrides; the checkpoint has
+those it was made with, and whatever would make another run of it is refused by name. Imports no torch, which starts
+later.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.config import Config
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import read_json
+from rlhf_spmd.runtime.checkpoint.store import STATE, Checkpoint, newest, without_manifest
+from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
+
+# What changes no number of a run, but for rounding: where and in which portions it computes.
+MAY_CHANGE = (
+    "iterations",
+    "deadline_s",
+    "device",
+    "parity_tolerance",
+    "wandb",
+    "micro_batch",
+    "generation.max_sequences",
+    "generation.block_size",
+    "generation.cache_fraction",
+    "checkpoint.",
+    "strategy.",
+)
+CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A run that goes on. state: of the checkpoint; empty without one, and then the run begins anew in its folder."""
+
+    folder: Path
+    config: Config
+    strategy: str  # its name when it was started; the module is in the folder
+    checkpoint: Checkpoint | None
+    state: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def iteration(self) -> int:
+        """How many iterations are done."""
+        return self.checkpoint.iteration if self.checkpoint else 0
+
+    @property
+    def cluster(self) -> str | None:
+        """The description of the cluster that the run was started with, if there was one."""
+        path = self.folder / CLUSTER
+        return str(path) if path.is_file() else None
+
+
+def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> Resumed:
+    """What `train --resume FOLDER` goes on with. other_strategy: --strategy is given, so the old one's options do not
+    count. Raises UserError."""
+    path = Path(folder)
+    if not (path / CONFIG).is_file() or not (path / STRATEGY).is_file():
+        raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
+    checkpoints = path / "checkpoints"
+    checkpoint = newest(checkpoints)
+    if checkpoint is not None:
+        refuse_random_layout(checkpoint)
+    stored = config_of(read_json(path / CONFIG), str(path / CONFIG))
+    made_with = stored
+    if checkpoint is not None:
+        made_with = config_of(json.loads(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG))
+    if other_strategy:
+        stored = dataclasses.replace(stored, strategy={})
+    config = configs.overridden(stored, overrides)
+    refuse_changes(made_with, config, folder)
+    configs.check_sizes(config)
+    done = checkpoint.iteration if checkpoint else 0
+    if config.iterations < done:
+        raise UserError(f"iterations={config.iterations}, but {folder} has done {done}; give iterations={done} or more")
+    notes = [f"{draft} has no manifest, so it is not used" for draft in without_manifest(checkpoints)]
+    if checkpoint is None:
+        notes.append(f"{folder} has no checkpoint yet: it begins again with iteration 0")
+    state = _state(checkpoint) if checkpoint else {}
+    name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
+    return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
+
+
+def refuse_random_layout(checkpoint: Checkpoint) -> None:
+    """Raises UserError if the run's tokens were drawn by another layout of random numbers: its future would be another
+    one than without the interruption."""
+    if checkpoint.random_layout != RANDOM_LAYOUT:
+        raise UserError(
+            f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
+            f"{RANDOM_LAYOUT} and would draw other tokens; go on with the version of rlhf_spmd that began the run, or "
+            "start a new run"
+        )
+
+
+def refuse_older(resumed: Resumed) -> None:
+    """Raises UserError if somebody else has written a checkpoint, or begun anew, since this one was read: only who has
+    the folder's lock knows that nobody does."""
+    now = newest(resumed.folder / "checkpoints")
+    if now != resumed.checkpoint:
+        name = now.folder.name if now else "none"
+        raise UserError(
+            f"another run has just gone on in {resumed.folder}: the newest checkpoint is now {name}, while this one "
+            f"was about to begin after {resumed.iteration} iterations; resume it again"
+        )
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """state.json of a checkpoint, with numbers where numbers must be."""
+    try:
+        values = json.loads(checkpoint.text(STATE))
+        scores = {name: float(values["scores"][name]) for name in ("count", "mean", "squares")}
+        about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
+        return {"kl_coef": float(values["kl_coef"]), "scores": scores, **about}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        name = checkpoint.folder / STATE
+        raise checkpoint.refused(f"{name} can't be read ({type(error).__name__}: {error})") from None
+
+
+def config_of(values: Mapping[str, Any], source: str) -> Config:
+    """The inverse of `config.resolved`; what is missing has its default. Raises UserError naming `source`."""
+    if "device" in values and "device_type" not in values:
+        raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
+    return _dataclass_of(Config, values, source, "")
+
+
+def _dataclass_of(cls: type, values: Any, source: str, prefix: str) -> Any:
+    hints = get_type_hints(cls, include_extras=True)
+    if not isinstance(values, Mapping):
+        raise UserError(f"{source}: {prefix.rstrip('.') or 'the whole'} is not an object; restore the file")
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise UserError(f"{source} has the option {prefix}{unknown[0]}, which this version does not know")
+    found = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            found[name] = _dataclass_of(hints[name], value, source, f"{prefix}{name}.")
+        elif value is None or isinstance(value, dict):  # options of a strategy are typed by the strategy
+            found[name] = value
+        else:
+            found[name] = configs.parse_value(hints[name], value, f"{source}: {prefix}{name}")
+    try:
+        return cls(**found)
+    except TypeError as error:
+        raise UserError(f"{source} lacks an option ({error})") from None
+
+
+def refuse_changes(before: Config, after: Config, folder: str) -> None:
+    """Raises UserError for the first option whose change would make another run of it."""
+    old, new = configs.leaves(before), configs.leaves(after)
+    for key in sorted({*old, *new}):
+        if old.get(key) == new.get(key):
+            continue
+        if key == "iterations" and before.optimizer.schedule != "constant":
+            raise UserError(
+                f"iterations={new[key]} would change every learning rate of {folder}, whose schedule "
+                f"{before.optimizer.schedule} ends after {old[key]}; leave iterations as they are"
+            )
+        if not key.startswith(MAY_CHANGE):
+            others = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
+            raise UserError(
+                f"{key}={new.get(key)} would make another run of {folder}, which has {old.get(key)}; drop it, or start "
+                f"a run of its own (a resumed run may change {others})"
+            )

@@ -1,0 +1,1 @@
+"""What a run reads besides weights: prompts, reward functions."""

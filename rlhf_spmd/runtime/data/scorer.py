@@ -1,0 +1,59 @@
+"""What whole responses are scored by: the tokens that a reward model reads, and a Python reward function."""
+
+# B sequences, P prompt tokens, G response tokens, T tokens
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config import Config, same_tokenizer
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import load_tokenizer
+from rlhf_spmd.model.sequences import Sequences
+from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.data.reward_function import load_reward_function
+
+
+class Scorer:
+    """Knows the rows as the reward model reads them, and the function. The function, and a model of another tokenizer,
+    get the text."""
+
+    def __init__(self, config: Config, shape: ModelConfig | None, tokenizer):
+        """shape: of the reward model, None if the reward is a function. tokenizer: the actor's."""
+        self.shape, self.tokenizer = shape, tokenizer
+        self.function = load_reward_function(config.reward_function) if config.reward_function else None
+        self.own_tokenizer = None
+        if shape is not None and not same_tokenizer(config.models.reward, config.models.actor):
+            self.own_tokenizer = load_tokenizer(config.models.reward)
+
+    def of_function(self, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor:
+        """scores_B float32. Raises UserError if the reward function fails (see reward_function.py)."""
+        found = self.function(*map(list, zip(*self._texts(prompts_BP, responses_BG), strict=True)))
+        return torch.tensor(found, device=prompts_BP.device)
+
+    def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
+        """Prompt and response of each row, padding dropped, special tokens skipped."""
+        rows = zip(prompts_BP.tolist(), responses_BG.tolist(), strict=True)
+        return [self.tokenizer.decode_pair(*(_real(tokens) for tokens in row)) for row in rows]
+
+    def lengths(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
+        """Tokens of each row as the reward model reads it."""
+        return list(self.batch(prompts_BP, responses_BG).lengths) if len(prompts_BP) else []
+
+    def batch(self, prompts_BP: Tensor, responses_BG: Tensor) -> Sequences:
+        """The rows as the reward model reads them."""
+        if self.own_tokenizer is None:
+            return Sequences.join(prompts_BP, responses_BG)
+        limit = self.shape.max_position_embeddings
+        texts = (prompt + response for prompt, response in self._texts(prompts_BP, responses_BG))
+        tokens_BT = pad([self.own_tokenizer.encode(text)[-limit:] for text in texts]).to(prompts_BP.device)
+        if int(tokens_BT.max()) >= self.shape.vocab_size:
+            raise UserError(
+                f"the tokenizer of the reward model made token {int(tokens_BT.max())}, but the model knows "
+                f"{self.shape.vocab_size} tokens; give models.reward the tokenizer that belongs to it"
+            )
+        return Sequences.of(tokens_BT)
+
+
+def _real(tokens: list[int]) -> list[int]:
+    return [token for token in tokens if token >= 0]

@@ -1,0 +1,298 @@
+"""ZeRO 2 and 3 by DeepSpeed, over any group of ranks. The only file that imports it.
+
+DeepSpeed believes that it owns the whole world, while a strategy gives a model any subset of the ranks and several
+models to one rank; what it takes to reconcile the two is gathered in `DeepSpeedEngine._as_world`.
+"""
+
+import io
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.plan.cost.memory import REDUCE_NUMEL
+from rlhf_spmd.runtime.engines import deepspeed_state
+from rlhf_spmd.runtime.engines.flat_engine import Groups, Interval, Loss, ReadState, StepStats
+
+
+class _Subgroup:
+    """What DeepSpeed asks of an `mpu`: which ranks are data-parallel, which hold the slices of one model."""
+
+    def __init__(self, groups: Groups):
+        self._data, self._model, self._tp_index = groups.data, groups.model, groups.tp_index
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._data.size()
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data.rank()
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1 if self._model is None else self._model.size()
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tp_index  # rank 0 counts the weights that are not split
+
+
+class _LossModule(nn.Module):
+    """The loss as a module around the model, so that a loss may call any method of the model.
+
+    Stage 3 gathers weights when a module's forward begins or reads one, and only inside the forward of the module that
+    DeepSpeed was given; `model.logits(...)` after `model(...)` would find its weights sharded.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.task: tuple[Loss, Any] | None = None  # not an argument: DeepSpeed hooks itself into tensor arguments
+
+    def forward(self) -> Tensor:
+        loss, micro_batch = self.task
+        return loss(self.model, micro_batch)
+
+
+class DeepSpeedEngine:
+    """ZeRO 2 (optimizer state and gradients sharded) and 3 (and weights) over a subgroup of the world."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        groups: Groups,
+        zero: int,
+        dtype: torch.dtype,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+    ):
+        weights = [p for p in model.parameters() if p.requires_grad]
+        self.model = model
+        self._group, self._zero, self._mpu = groups.data, zero, _Subgroup(groups)
+        self._device = weights[0].device
+        self._loss_module = _LossModule(model)
+        self._deepspeed = _import_deepspeed(self._device)
+        self.optimizer = torch.optim.AdamW(  # ours, because DeepSpeed's own compiles an operation
+            weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+        if groups.tensor is not None:
+            for name, p in model.named_parameters():
+                p.model_parallel = is_split(name)  # each slice of it counts in the norm
+                if not is_split(name):
+                    p.register_hook(lambda gradient: _summed(gradient, group=groups.tensor))
+        with self._as_world(), redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory statistics
+            self._agree_on_numbers()
+            self.engine, *_ = self._deepspeed.initialize(
+                model=self._loss_module,
+                model_parameters=weights,
+                optimizer=self.optimizer,
+                config=_config(weights, zero=zero, dtype=dtype, max_grad_norm=max_grad_norm),
+                mpu=self._mpu,
+            )
+        for number, module in enumerate(self._loss_module.modules()):
+            module.ds_id = number  # see _agree_on_numbers; a module's number need be unique only in its engine
+        # Stage 3 asks whether the replicas of a shard span the slices of the model. torch says that the default group,
+        # which the replicas' is here, has the ranks 0, 1, ...: each slice would then keep its own norm to itself.
+        self.engine.optimizer._global_ranks = dist.get_process_group_ranks
+
+    @contextmanager
+    def _as_world(self) -> Iterator[None]:
+        """Make the group torch.distributed's default group, and so DeepSpeed's world, for the length of a call.
+
+        - Stage 3 waits at barriers of the default group, and others ask it for their rank.
+        - DeepSpeed keeps the `mpu` of the engine made last in a module-global; several engines take turns here.
+        - It wants LOCAL_RANK, which must be the index of the current device, and asserts that Open MPI's local rank is
+          the same, which it need not be. On CPU it starts `numactl` at every reduction unless LOCAL_SIZE is set.
+        """
+        groups = self._deepspeed.utils.groups
+        local_rank = str(torch.cuda.current_device() if self._device.type == "cuda" else 0)
+        world, mpu = distributed_c10d._get_default_group(), groups.mpu
+        with _environment({"LOCAL_RANK": local_rank, "LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": None}):
+            distributed_c10d._update_default_pg(self._group)
+            groups.mpu = self._mpu
+            try:
+                yield
+            finally:
+                groups.mpu = mpu
+                distributed_c10d._update_default_pg(world)
+
+    def _agree_on_numbers(self) -> None:
+        """Let the group number its weights from the same number on.
+
+        DeepSpeed numbers the weights (and modules) of all stage 3 engines of a process through, and stage 3 compares
+        the numbers among the ranks: they differ where a rank has had more engines than another.
+        """
+        numbering = self._deepspeed.zero.partition_parameters.Init
+        highest = torch.tensor(numbering.param_id, device=self._device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+        numbering.param_id = int(highest)
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
+        """One optimizer step; see `TrainEngine.step`."""
+        assert len(micro_batches) > 0, "every rank passes at least one micro-batch"
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = lr
+        with self._as_world():
+            for index, micro_batch in enumerate(micro_batches):
+                self.engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+                self._loss_module.task = loss, micro_batch
+                value = self.engine()
+                assert value.requires_grad, "a rank without data must still run the model: return 0 * something"
+                # DeepSpeed averages over the ranks; it divides by no number of micro-batches, as it knows of one.
+                self.engine.backward(value * self._group.size())
+            self._loss_module.task = None
+            self.engine.step()
+            for p in self.model.parameters():
+                p.grad = None  # stage 2 forgets one of them
+            return StepStats(float(self.engine.get_global_grad_norm()))
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `TrainEngine.gathered`."""
+        if self._zero < 3:
+            yield
+            return
+        whole = self._deepspeed.zero.GatheredParameters(list(self.model.parameters()))
+        with self._as_world():
+            whole.__enter__()
+        # A module's hooks would shard its weights again after its forward. They are laid aside rather than removed,
+        # since re-registering makes DeepSpeed forget the order in which it prefetches weights.
+        hooks = [hook for m in self.model.modules() for hook in (m._forward_hooks, m._forward_pre_hooks)]
+        aside = [dict(hook) for hook in hooks]
+        try:
+            for hook in hooks:
+                hook.clear()
+            yield
+        finally:
+            for hook, entries in zip(hooks, aside, strict=True):
+                hook.update(entries)
+            with self._as_world():
+                whole.__exit__(None, None, None)
+
+    def held(self) -> dict[str, Tensor]:
+        """See `TrainEngine.held`."""
+        parameters = self.model.named_parameters()
+        return {name: (p.ds_tensor if self._zero == 3 else p).detach() for name, p in parameters}
+
+    def state(self) -> dict[str, Tensor]:
+        """See `TrainEngine.state`."""
+        if self._zero < 3:
+            return {name: p.detach() for name, p in self.model.named_parameters()}
+        state = {}
+        with self._as_world():
+            for name, p in self.model.named_parameters():  # one at a time: the device need not hold the whole model
+                with self._deepspeed.zero.GatheredParameters([p]):
+                    state[name] = p.detach().to("cpu", copy=True)
+        return state
+
+    def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
+        """See `TrainEngine.optimizer_state`."""
+        return deepspeed_state.state_of(self.optimizer, self._shares())
+
+    def load(self, num_steps: int, read: ReadState) -> None:
+        """See `TrainEngine.load`."""
+        deepspeed_state.load_into(self.optimizer, self._shares(), num_steps, read)
+
+    def publish(self) -> None:
+        """See `TrainEngine.publish`."""
+        with self._as_world():
+            if self._zero == 3:
+                deepspeed_state.publish_parts(self.engine.optimizer)
+            else:
+                deepspeed_state.publish_flat(self.engine.optimizer, group=self._group)
+
+    def _shares(self) -> list[deepspeed_state.Share]:
+        """Which numbers of which weights this rank updates, and where they lie."""
+        of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return of_stage(self.engine.optimizer, names, rank=self._group.rank())
+
+
+def _summed(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """A weight that is not split gets a part of its gradient on every slice."""
+    total = gradient.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@contextmanager
+def _environment(values: dict[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: unset) and restore them."""
+
+    def put(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    before = {name: os.environ.get(name) for name in values}
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed (seconds, so only when a stage needs it) for CPU or CUDA, quiet and without compilers."""
+    if "deepspeed" not in sys.modules:
+        os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it takes CUDA wherever there is some
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError as error:
+        raise UserError(
+            f"zero=2 and 3 need the package deepspeed ({error}): install it or choose zero=0 or 1"
+        ) from error
+    accelerator = deepspeed.accelerator.get_accelerator().device_name()
+    assert accelerator == device.type, f"DeepSpeed is set to {accelerator}, the model is on {device}"
+    deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)  # its calls
+    # Whatever is compatible would be compiled: on CPU a shared-memory all-reduce that spans the whole world.
+    deepspeed.ops.__compatible_ops__ = {}
+    return deepspeed
+
+
+def _config(weights: list[Tensor], *, zero: int, dtype: torch.dtype, max_grad_norm: float | None) -> dict[str, Any]:
+    """DeepSpeed's configuration. Batch sizes are ours to manage: one micro-batch, of size one, is all it knows."""
+    numel, largest = sum(p.numel() for p in weights), max(p.numel() for p in weights)
+    bucket = math.ceil(max(largest, min(numel, REDUCE_NUMEL)) / 2) * 2  # an odd all-gather bucket is refused
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm or 0.0,  # 0: none
+        "steps_per_print": sys.maxsize,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": zero,
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            # Stage 3 keeps small weights whole, to save messages: norms in a real model, nothing in a tiny one.
+            "stage3_param_persistence_threshold": min(100_000, numel // 10_000),
+        },
+    }

@@ -1,0 +1,275 @@
+"""ZeRO 0 and 1 over any layout: gradients in one flat buffer, our own all-reduce and clipping, torch's fused AdamW.
+
+Ours, because DeepSpeed's stage 0 goes wrong silently when two engines live on the same ranks and refuses float64, and
+because its stage 1 reduces gradients from inside the backward pass, where a pipeline's stages that share embeddings
+cannot meet. In one flat buffer the sum over the ranks is a few large all-reduces and clipping is one multiplication.
+
+ZeRO 1 (arXiv 1910.02054, section 5.1) shards the optimizer's state and float32 masters: each data-parallel rank updates
+its part of the flat weights, and all of them gather the parts. Gradients are all-reduced there, not reduce-scattered:
+half as much again on the wire, and every replica of a weight gets the same bits.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_spmd.kernels.collectives import all_gather
+from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.runtime.engines.adamw import AdamW
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Interval = tuple[str, int, int]  # a parameter's name, and which numbers [start, stop) of it flattened, as a rank has it
+ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg_sq" -> the numbers, [stop - start]
+
+BUCKET_NUMEL = 1 << 25  # numbers per all-reduce: large enough for bandwidth, small enough that the backend can pipeline
+NORM_ROW = 1 << 12  # numbers whose squares are added in their own precision
+TIED = "embed_tokens.weight"  # on the first and the last stage where embeddings are tied
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one optimizer step says of itself."""
+
+    grad_norm: float  # the true global L2 norm, before clipping; not finite: the step changed no weight
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Process groups of a train call's layout around one rank; None where a group is this rank alone."""
+
+    data: dist.ProcessGroup | None = None  # ranks with the same shard of the weights: they sum gradients
+    tensor: dist.ProcessGroup | None = None  # slices of one stage: they sum the gradients of weights that are not split
+    model: dist.ProcessGroup | None = None  # all shards of one copy: they sum the squares of the norm
+    tied: dist.ProcessGroup | None = None  # first and last stage, if they share embeddings
+    tp_index: int = 0
+    stage: int = 0
+
+
+class FlatEngine:
+    """Train a model, or a shard of one, of which every data-parallel rank has a replica; see `make_engine`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        groups: Groups,
+        zero: int,
+        dtype: torch.dtype,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+    ):
+        """model: already in `dtype`, the same on every rank of groups.data."""
+        self.model, self._groups = model, groups
+        self._max_grad_norm = max_grad_norm
+        whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight comes once
+        if groups.tensor is not None:  # split weights first: those that are not then lie side by side in the buffer
+            whole.sort(key=lambda item: not is_split(item[0]))
+        self._names, self._weights = [name for name, _ in whole], [p for _, p in whole]
+        # Sums of bfloat16 gradients, and updates far below a bfloat16's last digit, need float32.
+        self._wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        self._replicas = 1 if groups.data is None else groups.data.size()
+        shards = self._replicas if zero == 1 else 1
+        numel = sum(p.numel() for p in self._weights)
+        self._gradient = torch.zeros(-(-numel // shards) * shards, dtype=self._wide, device=self._weights[0].device)
+        self._gradients = self._views(self._gradient)
+        if self._wide == dtype:
+            for p, g in zip(self._weights, self._gradients, strict=True):
+                p.grad = g  # backward adds in place
+        else:
+            for p, g in zip(self._weights, self._gradients, strict=True):
+                p.register_post_accumulate_grad_hook(lambda p, g=g: _move_gradient(p, g))
+        self._flat_weights: Tensor | None = None
+        self.masters = self._make_masters(shards)
+        self._adamw = AdamW(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """The weights' parts of a flat buffer, in their shapes."""
+        sizes = [p.numel() for p in self._weights]
+        return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self._weights, strict=True)]
+
+    def _make_masters(self, shards: int) -> list[nn.Parameter]:
+        """What the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's part of them in a row."""
+        if shards == 1:
+            if self._wide == self._weights[0].dtype:
+                return self._weights
+            masters = [nn.Parameter(p.detach().to(self._wide)) for p in self._weights]
+            for master, g in zip(masters, self._gradients, strict=True):
+                master.grad = g
+            return masters
+        self._flat_weights = torch.zeros_like(self._gradient, dtype=self._weights[0].dtype)
+        for p, view in zip(self._weights, self._views(self._flat_weights), strict=True):
+            p.data = view.copy_(p.data)
+        part = len(self._gradient) // shards
+        mine = slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
+        self._part = self._flat_weights[mine]
+        # wide == dtype: the optimizer writes the weights themselves
+        master = nn.Parameter(self._part.detach() if self._wide == self._part.dtype else self._part.to(self._wide))
+        master.grad = self._gradient[mine]
+        return [master]
+
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
+        """One optimizer step; see `train_engine.TrainEngine.step`."""
+        self.begin()
+        for micro_batch in micro_batches:
+            self.backward(loss(self.model, micro_batch))
+        return self.update(lr=lr)
+
+    # ---- the parts of a step, for pipelines -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forgets the gradients of the step before."""
+        self._gradient.zero_()
+
+    def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
+        """Adds the gradients of a micro-batch's loss, or of a stage's output given the next stage's gradient of it."""
+        if output.requires_grad:  # a rank without data may return a constant
+            torch.autograd.backward(output, gradient)
+
+    def update(self, *, lr: float) -> StepStats:
+        """Sums, clips and applies the gradients. Collective over the layout."""
+        self._sum_gradients()
+        grad_norm = self._norm()
+        if not math.isfinite(grad_norm):
+            return StepStats(grad_norm)
+        if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
+            self._gradient.mul_(self._max_grad_norm / (grad_norm + 1e-6))
+        self._adamw.step(lr=lr)
+        self.publish()
+        return StepStats(grad_norm)
+
+    def _sum_gradients(self) -> None:
+        """Over replicas first; then over the slices and stages that share a weight, whose copies so get equal bits."""
+        if self._groups.data is not None:
+            sum_over(self._gradient, group=self._groups.data)
+        if self._groups.tensor is not None:
+            start = sum(p.numel() for name, p in zip(self._names, self._weights, strict=True) if is_split(name))
+            sum_over(self._gradient[start:], group=self._groups.tensor)
+        if self._groups.tied is not None and TIED in self._names:
+            sum_over(self._gradients[self._names.index(TIED)].view(-1), group=self._groups.tied)
+
+    def _norm(self) -> float:
+        """The L2 norm of the whole model's gradient, each weight counted on one rank."""
+        if self._groups.model is None:
+            return norm(self._gradient)
+        mine = sum(norm(part) ** 2 for part in self._counted())
+        squares = torch.tensor([mine], dtype=torch.float64, device=self._gradient.device)
+        dist.all_reduce(squares, group=self._groups.model)
+        return math.sqrt(squares.item())
+
+    def _counted(self) -> Iterator[Tensor]:
+        """The gradients that this rank counts for its copy of the model, in as few pieces of the buffer as it takes."""
+        start = end = 0
+        for name, p in zip(self._names, self._weights, strict=True):
+            elsewhere = not is_split(name) and self._groups.tp_index > 0
+            elsewhere |= name == TIED and self._groups.tied is not None and self._groups.stage > 0
+            if elsewhere:
+                if end > start:
+                    yield self._gradient[start:end]
+                start = end + p.numel()
+            end += p.numel()
+        if end > start:
+            yield self._gradient[start:end]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The masters' new values into the weights, on every rank that has them. Collective at ZeRO 1."""
+        if self._flat_weights is not None:
+            if self._wide != self._part.dtype:
+                self._part.copy_(self.masters[0])
+            all_gather(self._flat_weights, self._part, group=self._groups.data)  # in place: the part lies in the whole
+            return
+        for p, master in zip(self._weights, self.masters, strict=True):
+            if p is not master:
+                p.copy_(master)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _shares(self, numbers: slice) -> Iterator[tuple[Interval, nn.Parameter, int]]:
+        """Which numbers of which weights lie in a part of the flat buffer, and where the weight begins there."""
+        start = 0
+        for name, p in zip(self._names, self._weights, strict=True):
+            first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
+            if first < last:
+                yield (name, first - start, last - start), p, start
+            start += p.numel()
+
+    def _share(self) -> slice:
+        """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
+        if self._replicas == 1:
+            return slice(0, len(self._gradient))
+        part = -(-len(self._gradient) // self._replicas)
+        return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
+
+    def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
+        """See `train_engine.TrainEngine.optimizer_state`."""
+        found, mine = {}, self._share()
+        place_of = {id(p): number for number, p in enumerate(self._weights)}
+        for interval, p, start in self._shares(mine):
+            _, first, last = interval
+            if self._flat_weights is not None:
+                place, offset = 0, start - mine.start
+            else:
+                place, offset = place_of[id(p)], 0
+            values, part = self._values(place), slice(offset + first, offset + last)
+            found[interval] = {kind: value.detach().reshape(-1)[part] for kind, value in values.items()}
+        return self._adamw.num_steps, found
+
+    @torch.no_grad()
+    def load(self, num_steps: int, read: ReadState) -> None:
+        """See `train_engine.TrainEngine.load`."""
+        self._adamw.begin(num_steps)
+        if self._flat_weights is None:
+            for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
+                self._fill(place, (name, 0, p.numel()), slice(0, p.numel()), read)
+            return
+        mine = self._share()
+        for interval, _, start in self._shares(mine):
+            offset = start - mine.start
+            self._fill(0, interval, slice(offset + interval[1], offset + interval[2]), read)
+
+    def _values(self, place: int) -> dict[str, Tensor]:
+        """What a checkpoint holds of a master."""
+        return {"master": self.masters[place], **self._adamw.moments[place]}
+
+    def _fill(self, place: int, interval: Interval, part: slice, read: ReadState) -> None:
+        for kind, value in self._values(place).items():
+            value.detach().view(-1)[part] = read(kind, interval).to(value.device)
+
+    # ---- what others see --------------------------------------------------------------------------------------------
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def held(self) -> dict[str, Tensor]:
+        return self.state()
+
+
+def _move_gradient(weight: Tensor, into: Tensor) -> None:
+    """Add a micro-batch's gradient to the wide sum as soon as it is complete, and free it."""
+    into.add_(weight.grad)
+    weight.grad = None
+
+
+def sum_over(flat: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Sum a flat tensor over the ranks of a group, in place, in buckets that are under way together."""
+    under_way = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in flat.split(BUCKET_NUMEL)]
+    for work in under_way:
+        work.wait()
+
+
+def norm(flat: Tensor) -> float:
+    """L2 norm, row by row and then in float64: one float32 sum of 10^8 squares is wrong by a percent."""
+    whole = flat.numel() // NORM_ROW * NORM_ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
+    return torch.cat([rows.double(), flat[whole:].double()]).norm().item()

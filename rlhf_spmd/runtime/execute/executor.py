@@ -1,0 +1,264 @@
+"""Executes a rank's instruction list; plan/program/instructions.py says what each instruction means.
+
+A failure inside an instruction becomes one message that names rank, host, iteration, instruction, group, and, when a
+deadline passed, the ranks that have not arrived.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.program.instructions import (
+    Agree,
+    Instruction,
+    Load,
+    Message,
+    Offload,
+    Post,
+    Program,
+    Run,
+    Transfer,
+    Wait,
+)
+from rlhf_spmd.plan.program.pipeline import body, is_pipelined
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.execute.call_handlers import Calls, State
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
+from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
+from rlhf_spmd.runtime.generation.kvcache import give_back
+from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
+from rlhf_spmd.runtime.guard.signals import Asked
+from rlhf_spmd.runtime.guard.wait_graph import text_of
+from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.weight_mover import Mover
+from rlhf_spmd.runtime.weights.weight_sync import mover_of
+from rlhf_spmd.runtime.world.world import World
+
+MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
+MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
+
+
+class Executor:
+    """Runs iterations of one program on this rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        models: Models,
+        calls: Calls,
+        recorder: Recorder,
+        asked: Asked | None = None,
+    ):
+        """asked: signals, told to all ranks at the end of an iteration; None for a program that is not sent any."""
+        self.program, self.world, self.models, self.calls, self.recorder = program, world, models, calls, recorder
+        self.asked = asked or Asked()
+        self.instructions = program.instructions[world.rank]
+        self.texts = [text_of(program, step) for step in self.instructions]
+        world.will_execute(program)
+        # transfer -> its operations, and the buffers that rows arrive in
+        self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]]]] = {}
+        self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it
+        self.num_bytes_sent, self.num_messages_sent = 0, 0
+
+    def iteration(self, data: Iteration, state: State) -> list[dict]:
+        """One pass over the list; returns what every rank said at the closing Agree."""
+        self.recorder.iteration = data.number
+        self.num_bytes_sent, self.num_messages_sent = 0, 0
+        answers: list[dict] = []
+        last = len(self.instructions) - 1
+        for position, step in enumerate(self.instructions):
+            self.world.progress(f"iteration {data.number}: {self.texts[position]}", data.number, position)
+            try:
+                if position == 0:
+                    give_back(self.world.device)  # while no message is under way
+                answers = self._execute(step, data, state) or answers
+                if position == last:
+                    self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
+            except UserError:
+                raise
+            except (RuntimeError, dist.DistError) as error:
+                raise self._explained(error, step, position, data) from error
+        self.world.progress(f"iteration {data.number}: over", data.number)
+        return answers
+
+    def _meeting(self, step: Instruction, data: Iteration) -> str:
+        return f"iteration {data.number}: {text_of(self.program, step)}"
+
+    def _execute(self, step: Instruction, data: Iteration, state: State) -> list[dict] | None:
+        if isinstance(step, Run):
+            call, layout = self.program.workload.workflow.call(step.call), self.program.layout_of(step)
+            if is_pipelined(call, layout):
+                self._pass(step, call, layout, data, state)
+                return None
+            with self.recorder.span(step.call, "compute", epoch=step.epoch, mini_batch=step.mini_batch):
+                self.calls.run(step, data, state)
+        elif isinstance(step, Post):
+            what = self.program.transfers[step.transfer].what
+            with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
+                self._post(step.transfer, data)
+        elif isinstance(step, Wait):
+            what = self.program.transfers[step.transfer].what
+            with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
+                self._wait(step.transfer, data)
+        elif isinstance(step, Load):
+            with self.recorder.span(f"load {step.model}", "transfer"):
+                self.models.load(step.model)
+        elif isinstance(step, Offload):
+            self.models.offload(step.model)
+        else:
+            assert isinstance(step, Agree)
+            with self.recorder.span(step.what, "control"):
+                return self._agree(data, f"iteration {data.number}: {step.what}")
+        return None
+
+    def _agree(self, data: Iteration, what: str) -> list[dict]:
+        """What every rank says at the end: its numbers, and under "rows" the responses that it generated itself
+        (response_hashes.py), which travel as they lie in memory behind the line of JSON."""
+        message = json.dumps(self._message(data)).encode() + b"\n" + self._digests(data).tobytes()
+        said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
+        return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
+
+    def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: State) -> None:
+        """A Run with stages: its body, for the number of micro-batches that the ranks agree on."""
+        about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
+        with self.recorder.span(step.call, "compute", **about):
+            passes = self.calls.passes(step, data, state)
+        if passes is None:
+            return
+        bare = replace(step, group=None, mini_batch=None, epoch=0)  # bodies differ in nothing else
+        rank = self.world.rank
+        passage = Passage(body(layout, call, bare, layout.dp_index(rank), passes.num_micro_batches), passes, rank)
+        for inner in passage.instructions:
+            if isinstance(inner, Run):
+                with self.recorder.span(step.call, "compute", **about, micro_batch=inner.micro_batch):
+                    passage.execute(inner)
+            else:
+                with self.recorder.span(str(inner), "wait" if isinstance(inner, Wait) else "transfer"):
+                    passage.execute(inner)
+        if call.kind == "infer":
+            passes.close()
+
+    def _message(self, data: Iteration) -> dict:
+        """This rank's numbers."""
+        sent = {"bytes": self.num_bytes_sent, "messages": self.num_messages_sent}
+        return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
+
+    def _digests(self, data: Iteration) -> np.ndarray:
+        """Of the responses that this rank generated and reports."""
+        columns = reported_columns(self.program, self.world.rank)
+        if columns.start == columns.stop:
+            return np.empty(0, ROW)
+        responses_MCG = data.store.at("responses", (ALL, columns))
+        return digests(data.prompt_MC[:, columns], data.sample_MC[:, columns], responses_MCG)
+
+    # ---- transfers --------------------------------------------------------------------------------------------------
+
+    def _post(self, number: int, data: Iteration) -> None:
+        """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
+        transfer, rank = self.program.transfers[number], self.world.rank
+        tag = number % MAX_TRANSFERS * MAX_TENSORS  # a pair may exchange several messages
+        if transfer.model is not None:
+            self.movers[number] = mover_of(transfer, self.models, tag_base=tag)
+            self.movers[number].start()
+            return
+        operations, arriving = [], []
+        for place, message in enumerate(transfer.messages):
+            if rank == message.source:
+                words = self._packed(transfer, message, data)
+                self.num_bytes_sent += words.nbytes
+                self.num_messages_sent += 1
+                operations.append(dist.P2POp(dist.isend, words, message.destination, tag=tag + place))
+                assert words.nbytes == message.num_bytes, (transfer.what, message)
+            elif rank == message.destination:
+                words = torch.empty(message.num_bytes // 4, dtype=torch.int32, device=self.world.device)
+                arriving.append((message, words))
+                operations.append(dist.P2POp(dist.irecv, words, message.source, tag=tag + place))
+        self.pending[number] = (dist.batch_isend_irecv(operations), arriving)
+
+    def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
+        """The rows of a message as one buffer of 4-byte words, key after key; rows of one key that lie side by side in
+        the store leave from there: nothing changes a row once it is made."""
+        place = self._rows(transfer, message)
+        words = [data.store.at(key, place).contiguous().view(torch.int32).flatten() for key in message.keys]
+        return words[0] if len(words) == 1 else torch.cat(words)
+
+    def _rows(self, transfer: Transfer, message: Message) -> tuple[slice, slice]:
+        rows = self.program.mini_batches_of(transfer)
+        return slice(rows.start, rows.stop), slice(message.columns.start, message.columns.stop)
+
+    def _wait(self, number: int, data: Iteration) -> None:
+        transfer = self.program.transfers[number]
+        if transfer.model is not None:
+            mover = self.movers.pop(number)
+            mover.finish()
+            self.num_bytes_sent += mover.num_bytes_sent
+            self.num_messages_sent += mover.num_messages_sent
+            return
+        works, arriving = self.pending.pop(number)
+        for work in works:
+            work.wait()
+        for message, words in arriving:
+            self._unpack(transfer, message, words, data)
+
+    def _unpack(self, transfer: Transfer, message: Message, words: torch.Tensor, data: Iteration) -> None:
+        start = 0
+        for key in message.keys:
+            place = data.store.at(key, self._rows(transfer, message))
+            piece = words[start : start + place.numel()].view(place.shape)
+            place.copy_(piece.view(place.dtype))
+            start += place.numel()
+
+    # ---- failures ---------------------------------------------------------------------------------------------------
+
+    def _explained(self, error: Exception, step: Instruction, position: int, data: Iteration) -> Exception:
+        """A lost or late peer as a UserError with names; any other error as it is."""
+        if not is_peer_error(error):
+            return error
+        world = self.world
+        met = step
+        if isinstance(step, Run):
+            ranks = self.program.groups.get(step.group, (world.rank,))
+        elif isinstance(step, Agree):
+            ranks = self.program.cluster.ranks
+        elif isinstance(step, Load | Offload):
+            ranks = (world.rank,)
+        elif isinstance(step, Wait) and self.program.transfers[step.transfer].reallocation is not None:
+            ranks = self.program.transfers[step.transfer].ranks  # weights: all of them stand at the Wait
+        else:
+            ranks = tuple(self.program.transfers[step.transfer].peers(world.rank))
+            met = Post(step.transfer)  # a peer that has posted its part may wait for it much later
+        place = f"iteration {data.number}, instruction {position}: {text_of(self.program, step)}"
+        late = world.stragglers([rank for rank in ranks if rank != world.rank], self._meeting(met, data))
+        late = {rank: text for rank, text in late.items() if not self._is_past(rank, met, text, data)}
+        names = "; ".join(f"rank {rank} on {world.hosts[rank]} last said: {where}" for rank, where in late.items())
+        what = "lost a connection" if is_lost(error) else "gave up waiting"
+        return PeerError(
+            f"rank {world.rank} on {world.hosts[world.rank]} {what} in {place}: "
+            + (names or "all its peers arrived, but a message did not get through")
+            + f" ({str(error).splitlines()[0][:120]})",
+            lost=is_lost(error),
+        )
+
+    def _is_past(self, rank: int, met: Instruction, text: str, data: Iteration) -> bool:
+        """Whether `text`, what a rank said last, stands behind `met` in its list: it may have forgotten to have been
+        there."""
+        steps = self.program.instructions[rank]
+        said = next((position for position, step in enumerate(steps) if self._meeting(step, data) == text), -1)
+        return met in steps and said > steps.index(met)
+
+
+def reported_columns(program: Program, rank: int) -> slice:
+    """The columns whose responses this rank generates and reports at the end of an iteration; may be empty."""
+    layout = program.placement.layouts[program.workload.workflow.generate_calls[0].name]
+    if rank not in layout.ranks or not layout.reports(rank):
+        return slice(0, 0)
+    columns = layout.columns(rank, program.workload.mini_batch)
+    return slice(columns.start, columns.stop)

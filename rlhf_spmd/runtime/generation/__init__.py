@@ -1,0 +1,1 @@
+"""Generation: the engine, its requests, blocks, KV cache and CUDA graphs."""

@@ -1,0 +1,94 @@
+"""The tensors of a paged KV cache, and how many blocks of it fit a device. blocks.py says who is in which block."""
+
+# L layers of this stage, n blocks, K key-value heads of this tp slice, s tokens of a block, d head_dim
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.parallel import layers_of
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.shard import split
+from rlhf_spmd.runtime.generation.blocks import Copies
+
+GPU_BLOCK = 16  # tokens; smaller ones waste less, larger ones make shorter tables
+
+
+class KVCache:
+    """Keys and values of a model's layers: 2 * L * n * K * s * d numbers in the model's precision."""
+
+    def __init__(self, model: Transformer, num_blocks: int, block_size: int):
+        config, shard = model.config, model.parallel.shard
+        layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
+        shape = (len(layers), num_blocks, len(heads), block_size, config.head_dim)
+        device = next(model.parameters()).device
+        self.first_layer, self.block_size = layers.start, block_size
+        # Zeros, not empty: a masked slot has weight 0, but 0 times an uninitialised NaN is NaN.
+        self.keys_LnKsd = torch.zeros(shape, dtype=model.dtype, device=device)
+        self.values_LnKsd = torch.zeros(shape, dtype=model.dtype, device=device)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """keys_nKsd, values_nKsd of a layer, by its number in the whole model."""
+        return self.keys_LnKsd[layer - self.first_layer], self.values_LnKsd[layer - self.first_layer]
+
+    def copy(self, copies: Copies, num_tokens: int) -> None:
+        """Copies the first tokens of blocks; no block is both read and written."""
+        if not copies:
+            return
+        sources, targets = (torch.tensor(side, device=self.keys_LnKsd.device) for side in zip(*copies, strict=True))
+        for stored in (self.keys_LnKsd, self.values_LnKsd):
+            part = stored[:, :, :, :num_tokens]
+            part[:, targets] = part[:, sources]
+
+
+def free_bytes(device: torch.device, num_ranks: int) -> float:
+    """Memory of a device that is free now, for each of the ranks that compute on it (Device.num_ranks).
+
+    On a GPU only what nobody has reserved: of what torch keeps for itself no piece may be as large as a cache, and to
+    give it back now (empty_cache) would wait for all that the device does, messages that have been posted early
+    included, which may never end. Between iterations nothing is under way, and `give_back` has made it small.
+    """
+    if device.type == "cpu":
+        return psutil.virtual_memory().available / num_ranks
+    return torch.cuda.mem_get_info(device)[0] / num_ranks
+
+
+def give_back(device: torch.device) -> None:
+    """Gives a GPU's memory that torch holds and nothing uses back to the device, so that the KV cache of the next
+    iteration finds it in one piece. Waits for all that the device does."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def token_bytes(model: Transformer) -> int:
+    """Bytes that one token takes in the cache on this rank."""
+    config, shard = model.config, model.parallel.shard
+    layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
+    return 2 * len(layers) * len(heads) * config.head_dim * model.dtype.itemsize
+
+
+def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: int, free_bytes: float) -> int:
+    """How many of the wanted blocks free_bytes hold. Raises UserError if not even one sequence of `longest` tokens
+    fits."""
+    fit = int(min(free_bytes / (block_size * token_bytes(model)), wanted))
+    least = -(-longest // block_size)
+    if free_bytes < least * block_size * token_bytes(model):
+        raise UserError(
+            f"the KV cache of one sequence of {longest} tokens takes {longest * token_bytes(model) / 2**20:,.0f} MiB, "
+            f"but only {free_bytes / 2**20:,.0f} MiB are left for it; lower generation.max_new_tokens, raise "
+            "generation.cache_fraction, or give generation more tp"
+        )
+    return max(fit, least)
+
+
+def slots_of(blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> Tensor:
+    """Where the tokens of packed sequences go: block * s + offset for each, int64 [N]. blocks: of each sequence."""
+    widest = max(map(len, blocks))
+    tables_AM = torch.tensor([[*row, *[0] * (widest - len(row))] for row in blocks])
+    lengths_A = torch.tensor(lengths)
+    rows_N = torch.arange(len(lengths)).repeat_interleave(lengths_A)
+    offsets_N = torch.arange(len(rows_N)) - (lengths_A.cumsum(0) - lengths_A)[rows_N]
+    return tables_AM[rows_N, offsets_N // block_size] * block_size + offsets_N % block_size

@@ -1,0 +1,1 @@
+"""What notices and explains that a job fails: supervisor, watch, diagnosis, postmortem, signals."""

@@ -1,0 +1,242 @@
+"""A parent for every rank, which says how the rank ended when it could not say so itself, and leaves nothing behind.
+
+A process that gets SIGKILL or SIGSEGV, or whose code calls exit, has no last words, and the launcher then ends all
+others at once. So the program forks before it loads MPI: the child is the rank, and the parent does nothing but wait
+for it, pass signals on, and copy the rank's flight record (flight_recorder.py) into the run folder. The rank ends with
+its parent (PR_SET_PDEATHSIG), the parent with its launcher, in whatever way these end. Costs a fork at the start and
+two small file writes a second.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import fcntl
+import mmap
+import os
+import re
+import resource
+import signal
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from rlhf_spmd.runtime.guard import launcher
+from rlhf_spmd.runtime.guard.last_checkpoint import how_to_go_on
+from rlhf_spmd.runtime.observe.flight_recorder import (
+    BEAT,
+    BEAT_AT,
+    BOARD_AT,
+    DEVICE_AT,
+    END,
+    END_AT,
+    LEFT_AT,
+    NUMBER,
+    SIZE,
+    Flight,
+    Record,
+    keep_message,
+    parse,
+    place_of,
+)
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+TICK_S = 0.5  # between two looks at the rank
+LINGER_S = 2 * TICK_S  # after the message: the supervisors of the other ranks write their records before all is ended
+SIGNALS = frozenset(
+    {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+)
+ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # who gets one knows why it ends
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS})
+FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which reaches the rank by itself
+STACK_LINES = 6
+OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
+OOM_TICKS = 20  # who dies so soon after the kernel ended processes for want of memory may be one of them
+CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
+
+
+def supervised() -> Flight:
+    """Forks; returns in the child, which goes on as the rank. The parent never returns from here."""
+    memory, stack = mmap.mmap(-1, SIZE), os.memfd_create("rlhf_spmd_stack")
+    Flight(memory)  # a record from the first moment, whenever the child ends
+    supervisor = os.getpid()
+    # before the fork: the rank may be quick to say that it is there, and the launcher to end then
+    parent = os.getppid() if launcher.num_launched(os.environ) > 1 else None
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    libc, child = ctypes.CDLL(None), os.fork()
+    if child:
+        libc.prctl(PR_SET_NAME, b"supervisor")  # what `top` shows
+        Supervisor(memory, stack, child, parent).run()
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it ended before that
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    faulthandler.enable(file=stack)
+    flight = Flight(memory)
+    atexit.register(flight.leave)
+    return flight
+
+
+class Supervisor:
+    """The parent of one rank. launcher: whose end is the rank's; None: it was started by hand."""
+
+    def __init__(self, memory: mmap.mmap, stack: int, child: int, launcher: int | None):
+        self.memory, self.stack, self.child, self.launcher = memory, stack, child, launcher
+        self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
+        self.board: int | None = None
+        self.made: Path | None = None  # the folder of the record, once it is there
+        self.asked: set[int] = set()
+        self.most_bytes = 0
+
+    def run(self) -> NoReturn:
+        """Waits for the rank and ends with its status (128 + n if signal n ended it)."""
+        ticked_s = 0.0
+        while True:
+            info = signal.sigtimedwait(SIGNALS, TICK_S)
+            if info is not None and info.si_signo != signal.SIGCHLD:
+                self._pass_on(info)
+            process, status, usage = os.wait4(self.child, os.WNOHANG)
+            if process:
+                self._end(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+            if time.monotonic() - ticked_s >= TICK_S:
+                self._look()
+                ticked_s = time.monotonic()
+
+    def _pass_on(self, info: signal.struct_siginfo) -> None:
+        self.asked.add(info.si_signo)
+        if info.si_code != FROM_KERNEL:
+            os.kill(self.child, info.si_signo)
+
+    def _look(self) -> None:
+        if self.launcher is not None and os.getppid() != self.launcher:
+            os.kill(self.child, signal.SIGKILL)
+            os._exit(128 + signal.SIGKILL)
+        fields = process_fields(self.child)
+        if fields is not None:
+            state, processor_s, num_bytes = fields
+            self.most_bytes = max(self.most_bytes, num_bytes)
+            (device_bytes,) = NUMBER.unpack_from(self.memory, DEVICE_AT)
+            beat = time.time(), processor_s, num_bytes, self.most_bytes, device_bytes, state.encode()
+            BEAT.pack_into(self.memory, BEAT_AT, *beat)
+        self.num_oom_kills.append(_num_oom_kills())
+        if self.board is None:
+            self._open_board()
+        self._keep()
+
+    def _open_board(self) -> None:
+        """The memory by which the ranks of the node agree who reports; it has no name, so it is taken over."""
+        descriptor = int.from_bytes(self.memory[BOARD_AT : BOARD_AT + 4], "little", signed=True)
+        if descriptor > 0:
+            with suppress(OSError):
+                self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+    def _keep(self) -> None:
+        """Copies the record into the run folder; a full disk must not matter."""
+        path = place_of(self.memory)
+        if path is None:
+            return
+        with suppress(OSError):
+            if path.parent != self.made:
+                path.parent.mkdir(mode=0o750, exist_ok=True)
+                self.made = path.parent
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            try:
+                os.pwrite(descriptor, self.memory, 0)
+            finally:
+                os.close(descriptor)  # by which other hosts see it
+
+    def _end(self, status: int, most_bytes: int) -> NoReturn:
+        number = -status if status < 0 else 0
+        END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
+        self._keep()
+        asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
+        record = parse(self.memory)
+        lost = not asked if number else bool(record.host) and not self.memory[LEFT_AT]
+        status = 128 + number if number else status or int(lost)
+        if lost and claim(self.board):
+            by_kernel = _num_oom_kills() > self.num_oom_kills[0]
+            text = last_words(record, most_bytes, by_kernel=by_kernel) + self._stack()
+            keep_message(record.run, text)
+            os.write(2, f"rlhf_spmd: error: {text}\n".encode())
+            time.sleep(LINGER_S)
+            launcher.abort(os.environ, status)
+        os._exit(status)
+
+    def _stack(self) -> str:
+        """Where Python was when a fatal signal came, from faulthandler."""
+        with suppress(OSError):
+            lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").splitlines()
+            start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), None)
+            if start is not None:
+                return "\n" + "\n".join(line for line in lines[start : start + STACK_LINES] if line)
+        return ""
+
+
+def last_words(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
+    """What to say about a rank that a signal or its own exit ended. by_kernel: it may have been for want of memory."""
+    rank, size = record.rank, record.size
+    if not record.host:  # it has not met the others, but the launcher has numbered it
+        rank, size = launcher.rank_launched(os.environ) or 0, launcher.num_launched(os.environ)
+    who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
+    doing = f"in {record.where}" if record.num_begun else "before it had met the others"
+    since = f", {time.time() - record.since_s:.1f} s after it began that" if record.num_begun else ""
+    used = f"{most_bytes / 2**30:.1f} GiB"
+    if record.signal == signal.SIGKILL and by_kernel:
+        why = f"the kernel of this host has just ended processes for want of memory; this one had used {used} at most"
+    elif record.signal == signal.SIGKILL:
+        why = f"somebody sent it, or the batch system did, perhaps for its memory ({used} at most)"
+    elif record.signal in FAULTS:
+        why = f"its own code failed, most likely compiled code (memory {used} at most)"
+    elif record.signal:
+        why = "somebody sent it to this process"
+    else:
+        why = "code that it runs called exit (os._exit, or exit in compiled code)"
+    ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
+    go_on = how_to_go_on(record.run, record.size)
+    return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
+
+
+def claim(board: int | None) -> bool:
+    """Whether nobody on this node has reported anything yet; the first byte of the board says so. See positions.py."""
+    if board is None:
+        return True
+    fcntl.flock(board, fcntl.LOCK_EX)
+    try:
+        taken = os.pread(board, 1, 0) != b"\0"
+        os.pwrite(board, b"\1", 0)
+    finally:
+        fcntl.flock(board, fcntl.LOCK_UN)
+    return not taken
+
+
+def process_fields(process: int) -> tuple[str, float, int] | None:
+    """State, processor seconds and bytes of memory of a process; None if there is none."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[21]) * PAGE_BYTES
+
+
+def waits_for_disk() -> bool:
+    """Whether a thread of this process is in uninterruptible sleep, e.g. until a file is safe."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            if path.read_text().rpartition(")")[2].split()[0] == "D":
+                return True
+    return False
+
+
+def _num_oom_kills() -> int:
+    """How many processes of this host the kernel has ended for want of memory, and of our container alone if known."""
+    return sum(_oom_kills_in(path) for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"))
+
+
+def _oom_kills_in(path: str) -> int:
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        found = OOM_KILLS.search(file.read(2**16))
+        return int(found[1]) if found else 0
+    return 0

@@ -1,0 +1,40 @@
+"""Who waits for whom at every instruction of a program, as plan/proof/deadlock.py says; in a form that a file keeps."""
+
+from collections.abc import Mapping, Sequence
+
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
+from rlhf_spmd.runtime.guard.diagnose import Step, Steps
+
+
+def text_of(program: Program, step: Instruction) -> str:
+    """What the ranks that meet at an instruction all say there; its position in their lists differs."""
+    moved = f" ({program.transfers[step.transfer].what})" if isinstance(step, Post | Wait) else ""
+    return f"{step}{moved}"
+
+
+def steps_of(program: Program) -> Steps:
+    """The instruction lists of all ranks of a compiled program."""
+    places: list[dict[Instruction, int]] = []
+    for steps in program.instructions:
+        places.append({step: position for position, step in reversed(list(enumerate(steps)))})
+    made = []
+    for rank, steps in enumerate(program.instructions):
+        made.append(tuple(Step(text_of(program, step), _needs(program, places, rank, step)) for step in steps))
+    return Steps(tuple(made))
+
+
+def _needs(
+    program: Program, places: Sequence[Mapping[Instruction, int]], rank: int, step: Instruction
+) -> tuple[tuple[int, int], ...]:
+    met = step
+    if isinstance(step, Run):
+        ranks = program.groups.get(step.group, ()) if step.group else ()
+    elif isinstance(step, Agree):
+        ranks = tuple(program.cluster.ranks)
+    elif isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
+        ranks = program.transfers[step.transfer].ranks
+    elif isinstance(step, Wait):
+        met, ranks = Post(step.transfer), tuple(sorted(program.transfers[step.transfer].peers(rank)))
+    else:
+        ranks = ()
+    return tuple((other, places[other][met]) for other in ranks if other != rank and met in places[other])

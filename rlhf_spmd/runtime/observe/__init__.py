@@ -1,0 +1,1 @@
+"""What ranks say of themselves: spans, numbers for the log, positions, flight records."""

@@ -1,0 +1,245 @@
+"""A flight recorder: the last few hundred things that a rank did, and what it does now, in memory that outlives it.
+
+The memory is shared with the process that supervises the rank (supervise.py), which copies it into the run folder twice
+a second and once more at the end. So the rank itself never waits for a disk, a full disk can't hurt it, and what it did
+last is known however it ended. Beginning an instruction costs about a microsecond. No torch, no MPI.
+"""
+
+import mmap
+import os
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "flight"  # in the run folder
+MESSAGE = "failure.txt"
+NUM_ENTRIES = 512
+NOWHERE = -1  # position of what is no instruction
+
+MAGIC = b"rlhf-fl1"
+WHO = struct.Struct("<8s i i i 64s 512s i i")  # magic, rank, size, process, host, run folder, board, num instructions
+NOW = struct.Struct("<Q i i d H 254s")  # entries begun, iteration, position, since, length of the text, the text
+BEAT = struct.Struct(
+    "<d d q q q c"
+)  # time, processor seconds, memory, most memory, device memory, state of the process
+END = struct.Struct("<d i i")  # time, exit status, signal
+ENTRY = struct.Struct("<i i d d 40s")  # iteration, position, begin, end, text
+NUMBER, TIME = struct.Struct("<q"), struct.Struct("<d")
+NOW_AT = WHO.size
+BEAT_AT = NOW_AT + NOW.size
+END_AT = BEAT_AT + BEAT.size
+RING_AT = 1024
+SIZE = RING_AT + NUM_ENTRIES * ENTRY.size
+TEXT_BYTES = 254
+BOARD_AT = struct.calcsize("<8s i i i 64s 512s")
+DEVICE_AT = BEAT_AT + struct.calcsize("<d d q q")
+END_OF_ENTRY_AT = struct.calcsize("<i i d")
+LEFT_AT = END_AT + END.size  # a byte
+assert LEFT_AT < RING_AT
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that a rank did. Times are seconds of the wall clock; end_s is None while it lasts."""
+
+    iteration: int
+    position: int  # in the rank's instruction list, or NOWHERE
+    begin_s: float
+    end_s: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a rank's recorder says. Times are seconds of the wall clock."""
+
+    rank: int
+    size: int
+    process: int
+    host: str
+    run: str  # the run folder, once it is known
+    num_begun: int
+    iteration: int
+    position: int
+    num_instructions: int  # of the rank's list, once it is known
+    text: str  # what it does now
+    since_s: float
+    beat_s: float  # when its supervisor looked at it last
+    processor_s: float
+    memory_bytes: int
+    most_memory_bytes: int
+    device_bytes: int
+    state: str  # of the process as the kernel has it: R, S, D, T (stopped), Z
+    end_s: float  # when it ended, 0 before that
+    status: int
+    signal: int
+    entries: tuple[Entry, ...]  # the oldest first
+
+    @property
+    def where(self) -> str:
+        """For messages: `iteration 3: Run actor_train with ranks 0-3 (instruction 7 of 12)`."""
+        return where(self.text, self.position, self.num_instructions)
+
+
+def where(text: str, position: int, num_instructions: int) -> str:
+    """What a rank does, with its place in the rank's list where it has one."""
+    of = f" of {num_instructions}" if num_instructions else ""
+    return text + (f" (instruction {position}{of})" if position != NOWHERE else "")
+
+
+class Flight:
+    """The recorder of this rank. `memory` holds SIZE bytes; without one it is seen by nobody."""
+
+    def __init__(self, memory: mmap.mmap | None = None):
+        self.memory = mmap.mmap(-1, SIZE) if memory is None else memory
+        self.count, self.iteration, self.position, self.num_instructions = 0, NOWHERE, NOWHERE, 0
+        self.run, self.board = "", -1
+        self._about = (0, 1, "")
+        self._identify()
+
+    def identify(self, rank: int, size: int, host: str, board: int) -> None:
+        """Who this is; board: the descriptor of the memory that the node's ranks share."""
+        self._about, self.board = (rank, size, host), board
+        self._identify()
+
+    def set_run(self, folder: str | Path) -> None:
+        """From now on the supervisor keeps the record in this run folder, too."""
+        self.run = str(Path(folder).absolute())
+        self._identify()
+
+    def set_program(self, num_instructions: int) -> None:
+        """How long this rank's instruction list is."""
+        self.num_instructions = num_instructions
+        self._identify()
+
+    def _identify(self) -> None:
+        rank, size, host = self._about
+        who = (MAGIC, rank, size, os.getpid(), host.encode()[:64], self.run.encode()[:512])
+        WHO.pack_into(self.memory, 0, *who, self.board, self.num_instructions)
+
+    def begin(self, text: bytes, iteration: int, position: int) -> None:
+        """This rank begins something, and has ended what it did before."""
+        now, memory = time.time(), self.memory
+        at = RING_AT + self.count % NUM_ENTRIES * ENTRY.size
+        if self.count:
+            before = RING_AT + (self.count - 1) % NUM_ENTRIES * ENTRY.size
+            TIME.pack_into(memory, before + END_OF_ENTRY_AT, now)
+        ENTRY.pack_into(memory, at, iteration, position, now, 0.0, text)
+        self.count += 1
+        self.iteration, self.position = iteration, position
+        NOW.pack_into(memory, NOW_AT, self.count, iteration, position, now, min(len(text), TEXT_BYTES), text)
+
+    @property
+    def where(self) -> str:
+        """What this rank does now, as Record.where."""
+        _, _, _, _, length, text = NOW.unpack_from(self.memory, NOW_AT)
+        return where(text[:length].decode(errors="replace"), self.position, self.num_instructions)
+
+    def leave(self) -> None:
+        """From here on this rank may end: whatever there is to say has been said, or will be."""
+        self.memory[LEFT_AT] = 1
+
+    def set_device_bytes(self, num_bytes: int) -> None:
+        """Memory in use on this rank's device."""
+        NUMBER.pack_into(self.memory, DEVICE_AT, num_bytes)
+
+
+def parse(memory: bytes | mmap.mmap) -> Record | None:
+    """What a recorder's memory or file says; None if that is no record. A text may be torn where the rank was writing
+    it."""
+    if len(memory) < SIZE or memory[: len(MAGIC)] != MAGIC:
+        return None
+    _, rank, size, process, host, run, _, num_instructions = WHO.unpack_from(memory, 0)
+    count, iteration, position, since_s, length, text = NOW.unpack_from(memory, NOW_AT)
+    beat_s, processor_s, bytes_now, most_bytes, device_bytes, state = BEAT.unpack_from(memory, BEAT_AT)
+    end_s, status, number = END.unpack_from(memory, END_AT)
+    entries = []
+    for index in range(max(0, count - NUM_ENTRIES), count):
+        of, place, began_s, ended_s, what = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
+        entries.append(Entry(of, place, began_s, ended_s or None, _text(what)))
+    return Record(
+        rank=rank,
+        size=size,
+        process=process,
+        host=_text(host),
+        run=_text(run),
+        num_begun=count,
+        iteration=iteration,
+        position=position,
+        num_instructions=num_instructions,
+        text=text[:length].decode(errors="replace"),
+        since_s=since_s,
+        beat_s=beat_s,
+        processor_s=processor_s,
+        memory_bytes=bytes_now,
+        most_memory_bytes=most_bytes,
+        device_bytes=device_bytes,
+        state=state.decode(errors="replace").strip("\0"),
+        end_s=end_s,
+        status=status,
+        signal=number,
+        entries=tuple(entries),
+    )
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode(errors="replace")
+
+
+def place_of(memory: mmap.mmap) -> Path | None:
+    """Where the record in this memory is to be kept; None as long as that is not known. Without reading the rest, which
+    takes most of a millisecond."""
+    _, rank, _, _, _, run, _, _ = WHO.unpack_from(memory, 0)
+    return file_of(_text(run), rank) if run.rstrip(b"\0") else None
+
+
+def file_of(run: str | Path, rank: int) -> Path:
+    """Where a rank's record is kept."""
+    return Path(run) / FOLDER / f"rank-{rank:04d}.bin"
+
+
+def read_records(run: str | Path) -> list[Record]:
+    """The records of a run folder, by rank; those that can't be read are left out."""
+    found = []
+    for path in sorted((Path(run) / FOLDER).glob("rank-*.bin")):
+        try:
+            record = parse(path.read_bytes())
+        except OSError:
+            record = None
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def keep_message(run: str, text: str) -> None:
+    """Keeps what is said when a job fails, for a postmortem; the first to say something is right."""
+    if not run:
+        return
+    path = Path(run) / FOLDER / MESSAGE
+    try:
+        with path.open("x") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        pass
+    except OSError:  # the disk is full; half a message is none
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def read_message(run: str | Path) -> str | None:
+    """What was said when the job failed."""
+    try:
+        return (Path(run) / FOLDER / MESSAGE).read_text().rstrip()
+    except OSError:
+        return None
+
+
+def forget(run: str | Path, num_ranks: int) -> None:
+    """Removes what an earlier part of this run left that a new one with so many ranks will not replace."""
+    (Path(run) / FOLDER / MESSAGE).unlink(missing_ok=True)
+    kept = {file_of(run, rank) for rank in range(num_ranks)}
+    for path in (Path(run) / FOLDER).glob("rank-*.bin"):
+        if path not in kept:
+            path.unlink()

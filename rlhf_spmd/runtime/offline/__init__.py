@@ -1,0 +1,1 @@
+"""The generate verb on the ranks: responses to a file of prompts."""

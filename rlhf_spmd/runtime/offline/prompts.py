@@ -1,0 +1,117 @@
+"""The prompts of offline generation: tokens and sampling of each, and room for both in the model's context.
+
+A line of a .jsonl file may say how its own prompt is answered: max_new_tokens, min_new_tokens, temperature, top_k,
+top_p, min_p, stop (a list of texts). What else it holds beside the prompt means nothing here.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.runtime.data.node_prompts import once_per_node
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.offline.options import Generation, Options
+from rlhf_spmd.runtime.world.world import World
+
+OF_A_PROMPT = tuple(each.name for each in dataclasses.fields(Sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """An entry of the file. index: its place there, from 0, whatever else was dropped."""
+
+    index: int
+    text: str
+    tokens: list[int]
+    sampling: Sampling
+
+
+def sampling_of(generation: Generation, own: Mapping[str, Any] | None = None) -> Sampling:
+    """How the tokens of a prompt are drawn: the run's options, changed by the prompt's own (null changes nothing)."""
+    values = {name: getattr(generation, name) for name in OF_A_PROMPT}
+    hints = get_type_hints(Generation, include_extras=True)
+    for name, value in (own or {}).items():
+        if name not in OF_A_PROMPT or value is None:
+            continue
+        if name == "stop":
+            value = [value] if isinstance(value, str) else value  # one text, whatever commas are in it
+        elif isinstance(value, bool) or not isinstance(value, int | float):  # true is a 1 and "1" too, elsewhere
+            raise UserError(f"{name}={json.dumps(value)} is not a number")
+        values[name] = configs.parse_value(hints[name], value, name)
+    return Sampling(**values)
+
+
+def _samplings(path: Path, generation: Generation, num: int) -> list[Sampling]:
+    """Of every entry of a prompt file that has been read once and found good. Raises UserError naming file and line."""
+    common = sampling_of(generation)
+    if path.suffix.lower() != ".jsonl":
+        return [common] * num
+    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ").split(b"\n")
+    assert len(lines) == num, (len(lines), num)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        record = json.loads(line)
+        try:
+            found.append(sampling_of(generation, record) if record.keys() & set(OF_A_PROMPT) else common)
+        except UserError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+    return found
+
+
+def read_prompts(
+    path: Path, tokenizer: Tokenizer, model: ModelConfig, options: Options, world: World | None = None
+) -> list[Prompt]:
+    """The prompts that are answered. Raises UserError naming file and line for any that the model has no room for.
+
+    world: then one rank of each node tokenises for all of it; collective, in a block of World.together."""
+    data, context = options.data, model.max_position_embeddings
+    room = data.max_prompt or context - options.generation.max_new_tokens
+    if room < 1:
+        raise UserError(
+            f"generation.max_new_tokens={options.generation.max_new_tokens} leaves no room for a prompt: the model was "
+            f"made for {context} tokens in all; lower it"
+        )
+    refuses = data.long_prompts == "error" and data.max_prompt > 0  # without max_prompt the sum counts, see below
+
+    def load() -> PromptSet:
+        return load_prompts(
+            path,
+            tokenizer,
+            max_prompt_tokens=room if refuses or data.long_prompts == "truncate" else sys.maxsize,
+            key=data.key,
+            long_prompts="truncate" if data.long_prompts == "truncate" else "error",
+        )
+
+    found = load() if world is None else once_per_node(world, load)
+    samplings, prompts = _samplings(path, options.generation, len(found)), []
+    for index, (text, tokens, sampling) in enumerate(zip(found.texts, found.prompts, samplings, strict=True)):
+        if data.long_prompts == "drop" and len(tokens) > room:
+            continue
+        where, longest = f"{path}, {'row' if path.suffix.lower() == '.parquet' else 'line'} {index + 1}", len(tokens)
+        longest += sampling.max_new_tokens
+        if longest > context:
+            raise UserError(
+                f"{where}: the prompt has {len(tokens)} tokens and may get {sampling.max_new_tokens} new ones, but the "
+                f"model was made for {context} in all; lower max_new_tokens, or set data.long_prompts=truncate (or "
+                f"drop) and data.max_prompt={max(context - sampling.max_new_tokens, 1)}"
+            )
+        if max(tokens) >= model.vocab_size:
+            raise UserError(
+                f"{where}: the prompt has token {max(tokens)}, but the model knows {model.vocab_size} tokens "
+                "(vocab_size in config.json); use the tokenizer that belongs to it"
+            )
+        prompts.append(Prompt(index, text, tokens, sampling))
+    if not prompts:
+        raise UserError(
+            f"{path}: data.long_prompts=drop leaves no prompt of at most {room} tokens; raise data.max_prompt"
+        )
+    return prompts

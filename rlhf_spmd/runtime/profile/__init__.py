@@ -1,0 +1,1 @@
+"""Measures a machine, for forecasts."""

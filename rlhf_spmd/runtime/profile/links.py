@@ -1,0 +1,62 @@
+"""What the profile verb measures of a device and of what joins devices: products, memory, collectives, messages."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.model.parallel import gathered
+from rlhf_spmd.plan.layout import group_name
+from rlhf_spmd.runtime.profile.clock import Clock
+from rlhf_spmd.runtime.profile.grid import MESSAGE_BYTES
+
+SIZE = {"cpu": 512, "cuda": 8192}  # of a square matrix
+READ_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than the caches hold
+NUMBERS = {2: torch.bfloat16, 4: torch.float32}  # by bytes of a weight
+
+
+def constants(clock: Clock, param_bytes: int) -> dict[str, float]:
+    """matrix_flops, memory_bytes_per_s and host_bytes_per_s of a Device."""
+    device, dtype = clock.world.device, NUMBERS[param_bytes]
+    size, num_bytes = SIZE[device.type], READ_BYTES[device.type]
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    (product_s,) = clock.seconds(lambda: matrix @ matrix)
+    memory = torch.ones(num_bytes // 4, device=device)
+    (read_s,) = clock.seconds(memory.sum)
+    host = torch.ones(num_bytes // 4, pin_memory=device.type == "cuda")
+    (load_s,) = clock.seconds(lambda: memory.copy_(host))
+    return {
+        "matrix_flops": 2 * size**3 / product_s,
+        "memory_bytes_per_s": num_bytes / read_s,
+        "host_bytes_per_s": num_bytes / load_s,
+    }
+
+
+def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float, float]]:
+    """Ranks, bytes and seconds of all-gathers, and of what takes as long as they do: half an all-reduce, a message of
+    which the other end has the same size."""
+    world, found = clock.world, []
+    for ranks in groups:
+        mine, nodes = world.rank in ranks, [world.nodes[rank] for rank in ranks]
+        group = world.group(group_name(ranks)) if mine else None
+        here = max(nodes.count(node) for node in nodes)
+        for num_bytes in MESSAGE_BYTES:
+            whole = torch.zeros(num_bytes // 4, device=world.device)
+            part = whole[: max(len(whole) // len(ranks), 1)]
+            works = [partial(dist.all_reduce, whole, group=group), partial(gathered, part, group)]
+            reduce_s, gather_s = clock.seconds(*works, idle=not mine, together=here)
+            found += [(len(ranks), num_bytes, reduce_s / 2), (len(ranks), num_bytes, gather_s)]
+            if len(ranks) == 2:
+                works = [partial(_there_and_back, whole, ranks)]
+                (both_s,) = clock.seconds(*works, idle=not mine, together=here)
+                found.append((2, 2 * num_bytes, both_s / 2))
+    return found
+
+
+def _there_and_back(buffer: torch.Tensor, ranks: tuple[int, ...]) -> None:
+    """A message from the first to the second rank, and one back."""
+    first = dist.get_rank() == ranks[0]
+    peer = ranks[1] if first else ranks[0]
+    for operation in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, buffer, peer)]):
+            work.wait()

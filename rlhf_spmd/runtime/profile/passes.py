@@ -1,0 +1,238 @@
+"""What the profile verb measures of a shape: passes, decode steps and updates of models with one and with three layers.
+
+Their difference is two layers, and what is left of the first one is everything else: embedding, head, the interpreter.
+The runtime's own code is timed: packing, forward, losses, the engine of generation, the flat engine's update.
+"""
+
+# B sequences, P prompt tokens, G response tokens, K kept tokens
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.config import Config
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.cost.calibration import ByLength, Curve, Layered, Measured
+from rlhf_spmd.plan.cost.seconds import decode_steps
+from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.workload import ModelShape, Workload
+from rlhf_spmd.runtime.engines.engine import TrainEngine, make_engine
+from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.execute.optimizer_step import Training
+from rlhf_spmd.runtime.generation.engine import Engine
+from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.profile.clock import Clock
+from rlhf_spmd.runtime.profile.grid import Grid, rows_up_to
+from rlhf_spmd.runtime.weights.models import DTYPES
+from rlhf_spmd.runtime.world.world import World
+
+FEW, MANY = 1, 3  # layers of the models that are measured
+Points = dict[float, tuple[float, ...]]  # amount -> seconds with few and with many layers
+
+
+def config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
+    """A model of a shape: of the family that has its biases and norms."""
+    family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
+    return ModelConfig(
+        family,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_layers=num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=longest,
+        tie_embeddings=shape.tied,
+        attention_bias=shape.qkv_bias,
+        attention_output_bias=shape.output_bias,
+        mlp_bias=shape.mlp_bias,
+        qk_norm=shape.qk_norm,
+    )
+
+
+class Subject:
+    """A model of some layers of one shape, and what a rank does with it. tp neighbours hold a copy together."""
+
+    def __init__(
+        self, world: World, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int, num: int
+    ):
+        """num: layers."""
+        self.world, self.config, self.workload, self.grid, self.shape = world, config, workload, grid, shape
+        ranks = tuple(range(world.rank // tp * tp, world.rank // tp * tp + tp))
+        self.layout = Layout.grid_of(ranks, tp=tp)
+        self.group = world.group(group_name(ranks)) if tp > 1 else None
+        self.model = Transformer(
+            config_of(shape, num, grid.longest + 1),
+            head="scalar" if shape.scalar_head else "lm",
+            dtype=DTYPES[config.dtype],
+            device=world.device,
+            parallel=Parallel(self.layout.shard(world.rank), group=self.group),
+        )
+        self.num_params = sum(weight.numel() for weight in self.model.parameters())
+        generation = config.generation
+        self.sampling = {"temperature": generation.temperature, "eos_ids": (), "min_new_tokens": 0}
+        self.training = Training(config, world.rank, self.sampling)
+        self.generating: Engine | None = None  # kept from one timing to the next, with what it has captured
+        trained = "critic" if shape.scalar_head else "actor"
+        self.call = workload.workflow.train_call(trained)
+
+    def rows(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+        """What a call reads, of rows with prompts and responses of these lengths."""
+        device, (num_prompts, num_responses) = self.world.device, zip(*lengths, strict=True)
+        responses_BG = self.tokens(num_responses)
+        rows = {"prompts": self.tokens(num_prompts), "responses": responses_BG}
+        for key in ("logprobs", "old_logprobs", "advantages", "returns"):
+            rows[key] = torch.zeros(responses_BG.shape, device=device)
+        rows["values"] = torch.zeros(len(lengths), responses_BG.shape[1] + 1, device=device)
+        if self.config.generation.top_k:
+            others_K = torch.arange(self.config.generation.top_k, device=device)
+            kept_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
+            rows["kept_tokens"] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
+        return {key: rows[key] for key in dict.fromkeys((*self.call.inputs, "prompts", "responses"))}
+
+    def tokens(self, lengths: Sequence[int]) -> Tensor:
+        """Rows of tokens, -1 right of each. They differ, because the engine computes equal prompts once."""
+        size = len(lengths), max(lengths)
+        found = torch.randint(self.shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
+        real = torch.arange(size[1]) < torch.tensor(lengths)[:, None]
+        return torch.where(real, found, -1).to(self.world.device)
+
+    @torch.no_grad()
+    def infer(self, rows: dict[str, Tensor]) -> None:
+        """One micro-batch of an inference call."""
+        batch = Sequences.join(rows["prompts"], rows["responses"])
+        output = forward(self.model, batch)
+        if self.shape.scalar_head:
+            response_values(self.model, batch, output)
+        else:
+            response_logprobs(self.model, batch, output, rows.get("kept_tokens"), **self.sampling)
+
+    def train(self, engine: TrainEngine, rows: dict[str, Tensor], *, update: bool = False) -> None:
+        """One optimizer step of one micro-batch, up to the update; or the update alone."""
+        run = Run(self.call.name, mini_batch=0, epoch=1)  # not the first step, which compares logprobs
+        step = self.training.begin(
+            run,
+            self.call,
+            self.layout,
+            engine,
+            rows,
+            rate=1e-9,
+            micro_batch=len(rows["prompts"]),
+            mini_batch=len(rows["prompts"]),
+            meter=Meter(),
+            group=self.group,
+        )
+        if update:
+            self.training.update(step)
+            return
+        engine.begin()
+        self.training.forward(step, 0, None)
+        self.training.backward(step, 0, None)
+
+    def generate(self, prompts_BP: Tensor, num_tokens: Sequence[int]) -> None:
+        """Responses of so many tokens each."""
+        prompts = [[token for token in row if token >= 0] for row in prompts_BP.tolist()]
+        num_rows, limits = len(prompts), {name: getattr(self.config.generation, name) for name in ("top_p", "min_p")}
+        top_k, temperature = self.config.generation.top_k, self.config.generation.temperature
+        if self.generating is None or self.generating.scheduler.max_rows != num_rows:
+            self.generating = None  # frees its cache first
+            self.generating = Engine(
+                self.model, longest=self.grid.longest + 1, max_sequences=num_rows, num_stored=top_k
+            )
+        engine = self.generating
+        sampling = [Sampling(number, 0, temperature, top_k, **limits) for number in num_tokens]
+        # which tokens are drawn does not matter
+        bits_RG = torch.zeros(num_rows, max(num_tokens), dtype=torch.int64, device=self.world.device)
+        numbers = engine.submit(prompts, bits_RG, sampling)
+        engine.run(numbers)
+        engine.results(numbers)
+        engine.requests.forget(numbers.stop)
+
+    def engine(self) -> TrainEngine:
+        """Takes the model over for training."""
+        self.generating = None
+        tp_index = self.layout.shard(self.world.rank).tp_index
+        groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
+        return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
+
+
+def together(clock: Clock, tp: int) -> int:
+    """How many ranks of a node wait for each other in passes with slices; 0: none."""
+    return clock.world.nodes.count(clock.world.node) if tp > 1 else 0
+
+
+def measure(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
+    """The tables of a shape in tp slices. Collective over all ranks."""
+    few, many = both = tuple(Subject(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
+    seconds = partial(clock.seconds, together=together(clock, tp))
+    drawn = {} if shape.scalar_head else generation(seconds, grid, both)
+    infer: dict[float, Points] = {}
+    train: dict[float, Points] = {}
+    cases = [(share, lengths) for share in grid.shares for lengths in passes(grid, share)]
+    for share, lengths in cases:
+        rows, amount = few.rows(lengths), float(sum(map(sum, lengths)))
+        infer.setdefault(share, {})[amount] = seconds(*(partial(one.infer, rows) for one in both))
+    engines = [one.engine() for one in both]
+    for share, lengths in cases:
+        rows, amount = few.rows(lengths), float(sum(map(sum, lengths)))
+        works = (partial(one.train, engine, rows) for one, engine in zip(both, engines, strict=True))
+        train.setdefault(share, {})[amount] = seconds(*works)
+    works = (partial(one.train, engine, rows, update=True) for one, engine in zip(both, engines, strict=True))
+    update_s, more_update_s = seconds(*works)
+    update = Curve((float(few.num_params), float(many.num_params)), (update_s, max(update_s, more_update_s)))
+    tables = (by_length(found, grid.longest) for found in (infer, train))
+    return Measured(shape, tp, workload.param_bytes, *tables, update, **drawn)
+
+
+def passes(grid: Grid, share: float) -> list[list[tuple[int, int]]]:
+    """Rows of passes of a mean length, up to the tokens of the largest micro-batch."""
+    return [grid.rows(share, num_rows) for num_rows in rows_up_to(round(grid.most_rows / share))]
+
+
+def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[Subject, ...]) -> dict:
+    """Tables of a pass over prompts, by length and tokens; of a decode step, by rows; of a step in which rows end."""
+    prefill: dict[float, Points] = {}
+    for share in grid.shares:
+        for num_rows in rows_up_to(grid.most_places):
+            num_prompts = [prompt for prompt, _ in grid.rows(share, num_rows)]
+            works = (partial(one.generate, both[0].tokens(num_prompts), [1] * num_rows) for one in both)
+            prefill.setdefault(share, {})[float(sum(num_prompts))] = seconds(*works)
+    steps: Points = {}
+    ends: dict[float, float] = {}
+    most = max(grid.max_response, 2)
+    for num_rows, first_s in zip(rows_up_to(grid.most_places), prefill[grid.shares[0]].values(), strict=True):
+        lengths = grid.rows(grid.shares[0], num_rows)
+        prompts_BP, staggered = both[0].tokens([prompt for prompt, _ in lengths]), [response for _, response in lengths]
+        whole_s = seconds(*(partial(one.generate, prompts_BP, [most] * num_rows) for one in both))
+        pairs = zip(whole_s, first_s, strict=True)
+        steps[float(num_rows)] = tuple(max(0.0, all_s - one_s) / (most - 1) for all_s, one_s in pairs)
+        staggered_s = seconds(*(partial(one.generate, prompts_BP, staggered) for one in both))
+        done = list(decode_steps([response - 1 for response in staggered], num_rows))
+        curves = [Curve(tuple(steps), tuple(s[i] for s in steps.values())) for i in range(2)] if len(steps) > 1 else []
+        besides = [
+            staggered_s[i] - first_s[i] - sum(num * curve.at(active) for num, active, _ in done)
+            for i, curve in enumerate(curves)
+        ]
+        ends[float(num_rows)] = max(0.0, sum(besides) / len(besides) / len(done)) if besides else 0.0
+    found = Curve(tuple(ends), tuple(ends.values()))
+    return {"prefill": by_length(prefill, grid.max_prompt), "decode": layered(steps), "ends": found}
+
+
+def by_length(found: dict[float, Points], longest: int) -> ByLength:
+    """Tables over tokens, of each mean length."""
+    return ByLength(tuple(share * longest for share in found), tuple(layered(points) for points in found.values()))
+
+
+def layered(found: Points) -> Layered:
+    """A layer is the difference of two models by their layers."""
+    layer = {amount: max(0.0, many_s - few_s) / (MANY - FEW) for amount, (few_s, many_s) in found.items()}
+    rest = {amount: max(0.0, few_s - FEW * layer[amount]) for amount, (few_s, _) in found.items()}
+    return Layered(*(Curve(tuple(part), tuple(part.values())) for part in (layer, rest)))

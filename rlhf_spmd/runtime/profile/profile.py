@@ -1,0 +1,157 @@
+"""The profile verb: measures, on the ranks of this world, the constants and tables that forecasts are made of.
+
+All ranks work at the same time, because cores that share memory slow each other down while they train, too; seconds are
+those of a rank that has a core to itself, since the simulator shares out the cores of a node. Torch is imported late:
+`start_torch` must come before it.
+"""
+
+import platform
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+from tqdm import tqdm
+
+from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured, fit_link
+from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, cache_bytes
+from rlhf_spmd.runtime.profile.grid import Grid
+from rlhf_spmd.runtime.profile.machine import machines, processor
+from rlhf_spmd.runtime.world.devices import type_of
+from rlhf_spmd.runtime.world.world import World
+
+PACKAGES = ("rlhf-spmd", "torch")
+
+
+def groups_of(world: World, tps: Iterable[int]) -> dict[str, tuple[int, ...]]:
+    """The groups that measuring needs: neighbours in tp slices, the first n ranks, and a rank of each node."""
+    named = [Layout.grid_of(range(world.size), tp=tp) for tp in tps]
+    tensor = [layout.tensor_ranks(rank) for layout in named for rank in layout.ranks]
+    return {group_name(ranks): ranks for ranks in (*tensor, *inside_ranks(world), *between_ranks(world))}
+
+
+def inside_ranks(world: World) -> list[tuple[int, ...]]:
+    """2, 4, 8, ... and all ranks of the first node."""
+    ranks = tuple(rank for rank, node in enumerate(world.nodes) if node == 0)
+    sizes = [size for size in (2**power for power in range(1, 12)) if size < len(ranks)]
+    return [ranks[:size] for size in (*sizes, len(ranks)) if size > 1]
+
+
+def between_ranks(world: World) -> list[tuple[int, ...]]:
+    """The first rank of every node."""
+    return [tuple(world.nodes.index(node) for node in range(world.num_nodes))] if world.num_nodes > 1 else []
+
+
+def profile(
+    world: World, config: Config, *, name: str, grid: Grid | None = None, budget_s: float = BUDGET_S
+) -> Calibration:
+    """The calibration of this machine for the models of a configuration, the same on every rank. Starts torch.
+
+    grid: what is measured, by default what the configuration's batches ask for. budget_s: for each number. Collective.
+    """
+    with world.together("choosing what to measure"):
+        workload = make_workload(config)
+        grid = grid or Grid.of(workload, world.size, world.nodes.count(world.node))
+    world.start_torch(groups_of(world, grid.tps))
+
+    import torch
+
+    from rlhf_spmd.runtime.profile.links import constants, links
+    from rlhf_spmd.runtime.profile.passes import measure
+
+    kind = type_of(world.computes, config.device_type)
+    machine = machines(world)[world.rank]
+    num_workers = machine.cores / machine.threads if world.computes.index is None else None
+    shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
+    with tqdm(desc="profile", unit="points", disable=world.rank != 0, file=sys.stderr) as bar:
+        wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
+        others = torch.zeros(2 * cache_bytes(world.computes.index) // 4, device=world.device)
+        clock = Clock(world, num_workers, wait, partial(others.add_, 1), bar, budget_s)
+        tables: list[Measured] = []
+        for shape in shapes:
+            for tp in grid.tps:
+                tables.append(measure(clock, config, workload, grid, shape, tp))
+        found = constants(clock, workload.param_bytes)
+        inside, between = (links(clock, ranks) for ranks in (inside_ranks(world), between_ranks(world)))
+    smallest = tables[0]
+    device = Device(
+        **found,
+        layer_s=smallest.forward.tables[0].layer.seconds[0],
+        decode_layer_s=0.0 if smallest.decode is None else smallest.decode.layer.seconds[0],
+        num_workers=num_workers,
+        measured=tuple(tables),
+    )
+    inside_link = fit_link(inside) if inside else Link(found["memory_bytes_per_s"], 0.0)
+    return Calibration(
+        name,
+        {kind: device},
+        inside_link,
+        fit_link(between) if between else inside_link,
+        provenance=provenance(world, config, torch.get_num_threads(), bool(between)),
+        machine=machine,
+    )
+
+
+def provenance(world: World, config: Config, num_threads: int, has_between: bool) -> str:
+    """Machine, versions and date, and what was not measured."""
+    versions = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES)
+    ranks = f"{world.size} ranks on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    missing = "" if has_between else " Nothing was measured between nodes: `between` repeats `inside`."
+    return (
+        f"Measured on {time.strftime('%Y-%m-%d')} by `python -m rlhf_spmd profile --preset {config.preset}` with "
+        f"{ranks}, {num_threads} thread{'s' if num_threads > 1 else ''} each, {config.dtype}, on {computes_on(world)}; "
+        f"Python {platform.python_version()}, {versions}.{missing}"
+    )
+
+
+def version_of(package: str) -> str:
+    """The version of a package, if it is installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "from its source tree"
+
+
+def computes_on(world: World) -> str:
+    """The names of this machine's processor and, where one is used, of its GPU."""
+    if world.computes.index is None:
+        return processor()
+    return f"{world.computes.name}, {processor()}"
+
+
+def summary(calibration: Calibration) -> str:
+    """What a person wants to see of a calibration."""
+    lines = []
+    for kind, device in calibration.devices.items():
+        lines.append(f"{kind}: {device.matrix_flops:.3g} FLOP/s, memory {device.memory_bytes_per_s:.3g} B/s")
+        for one in device.measured:
+            forward_s, train_s = (
+                [table.layer.seconds[-1] * 1e3 for table in part.tables] for part in (one.forward, one.train)
+            )
+            head = "scalar" if one.shape.scalar_head else "lm"
+            tokens = one.forward.tables[-1].layer.amounts[-1]
+            lines.append(
+                f"  hidden {one.shape.hidden_size}, {head} head, tp {one.tp}: a layer with {tokens:.0f} tokens "
+                f"{forward_s[-1]:.2f} ms forward, {train_s[-1]:.2f} ms in training"
+            )
+    for what, link in (("inside", calibration.inside), ("between", calibration.between)):
+        lines.append(f"{what} nodes: {link.latency_s * 1e6:.0f} us, {link.bytes_per_s:.3g} B/s")
+    return "\n".join(lines)
+
+
+def result(calibration: Calibration, path: str, wall_s: float) -> Mapping[str, object]:
+    """The last line of standard output."""
+    tables: Sequence[Measured] = [one for device in calibration.devices.values() for one in device.measured]
+    return {
+        "calibration": path,
+        "devices": list(calibration.devices),
+        "tables": len(tables),
+        "inside_latency_s": calibration.inside.latency_s,
+        "inside_bytes_per_s": calibration.inside.bytes_per_s,
+        "wall_s": round(wall_s, 1),
+        "ok": True,
+    }

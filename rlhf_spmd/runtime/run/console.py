@@ -1,0 +1,145 @@
+"""What a person sees of a run: a heading, a line per iteration, samples, where everything is, and one JSON line last.
+
+Plain lines on standard output, the same in a terminal (with a little colour) and in a batch job's log: no cursor
+movement, nothing that a pipe or `tail -f` would garble. Only rank 0's console is enabled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, finite, format_samples
+
+BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The last line of standard output, for machines. NaN stands for what was not measured and becomes null.
+
+    iteration_s, forecast_s, scaled_by: an iteration as measured and as forecast, and by how much the calibration was
+    scaled for that (forecast_report.py).
+    """
+
+    strategy: str
+    ranks: int
+    iterations: int
+    reward_first: float
+    reward_last: float
+    kl_last: float
+    gen_tokens_per_s: float
+    parity_max_abs: float
+    iteration_s: float
+    forecast_s: float
+    scaled_by: float
+    wall_s: float
+    run_dir: str
+
+    def to_json(self) -> str:
+        return json.dumps({name: finite(value) for name, value in asdict(self).items()})
+
+
+# Columns of the line per iteration: metric, heading, format. A metric that the run does not have is left out.
+COLUMNS = (
+    ("reward", "reward", "{:+8.4f}"),
+    ("kl", "kl", "{:8.4f}"),
+    ("response_length", "length", "{:6.1f}"),
+    ("policy_loss", "policy", "{:+8.4f}"),
+    ("value_loss", "value", "{:8.4f}"),
+    ("clip_fraction", "clipped", "{:7.1%}"),
+    ("gen_tokens_per_s", "gen tok/s", "{:9,.0f}"),
+    ("iteration_s", "seconds", "{:7.2f}"),
+)
+
+
+class Console:
+    """Prints for people. `enabled` is false on every rank but 0, and then nothing is printed."""
+
+    def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+        self.enabled, self.stream = enabled, stream or sys.stdout
+        self._colour = self.stream.isatty() and "NO_COLOR" not in os.environ
+        self._columns: list[tuple[str, str, str, int]] = []
+
+    def heading(self, title: str, facts: Mapping[str, object]) -> None:
+        """A title and one aligned line per fact, e.g. {"actor": "1.2 M parameters", "prompts": "512 from p.jsonl"}."""
+        self._print(self._style(title, BOLD))
+        self._print_facts(facts)
+
+    def note(self, text: str) -> None:
+        """A line between others."""
+        self._print(text)
+
+    def iteration(self, number: int, total: int, metrics: Mapping[str, float]) -> None:
+        """One line of the progress table; the first call also prints the headings."""
+        places = len(str(total)) * 2 + 1
+        if not self._columns:
+            for name, heading, form in COLUMNS:
+                if name in metrics:
+                    self._columns.append((name, heading, form, max(len(heading), len(form.format(0.0)))))
+            cells = [heading.rjust(width) for _, heading, _, width in self._columns]
+            self._print(self._style("  ".join(["iteration".rjust(max(9, places)), *cells]), FAINT))
+        cells = [
+            (form.format(metrics[name]) if name in metrics else "-").rjust(width)
+            for name, _, form, width in self._columns
+        ]
+        self._print("  ".join([f"{number}/{total}".rjust(max(9, places)), *cells]))
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Responses before and after training, one below the other."""
+        if not samples:
+            return
+        width = min(120, shutil.get_terminal_size((100, 24)).columns)
+        self._print()
+        self._print(self._style("What the actor says, with its reward", BOLD))
+        for line in format_samples(samples, width).splitlines():
+            self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
+
+    def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:
+        """What happened, where it is, what to do next; then the result as JSON, which stays the last line.
+
+        `next_commands`: what a command is for -> the command.
+        """
+        path = folder.path
+        reward = f"{result.reward_first:+.4f} -> {result.reward_last:+.4f}"
+        facts = {
+            "reward": f"{reward}, KL {result.kl_last:.4f} nats per response",
+            "speed": f"{result.gen_tokens_per_s:,.0f} tokens/s generated, {result.wall_s:.1f} s in all",
+            "parity": f"{result.parity_max_abs:.2g} nats at most between generation and training",
+            "run folder": path,
+            "timeline": f"{path / 'timeline.png'} (timeline.json opens in ui.perfetto.dev)",
+            "samples": path / "samples.txt",
+        }
+        commands = {"watch the curves": shlex.join(["tensorboard", "--logdir", str(path)])} | dict(next_commands or {})
+        if folder.actor.is_dir():
+            facts["trained actor"] = f"{folder.actor} (a Hugging Face folder)"
+        ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+        iterations = "1 iteration" if result.iterations == 1 else f"{result.iterations} iterations"
+        self._print()
+        self._print(self._style(f"Done: {iterations} of {result.strategy} on {ranks}", BOLD))
+        self._print_facts(facts)
+        for text in folder.notes:
+            self._print(f"  note: {text}")
+        self._print(self._style("Next", BOLD))
+        self._print_facts(commands)
+        self._print(result.to_json())
+
+    def _print_facts(self, facts: Mapping[str, object]) -> None:
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            self._print(f"  {self._style(name.ljust(width), FAINT)}  {value}")
+
+    def _print(self, text: str = "") -> None:
+        if self.enabled:
+            # A batch job's log may be ASCII: better an escape than a crash after hours of training.
+            encoding = getattr(self.stream, "encoding", None) or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self.stream, flush=True)
+
+    def _style(self, text: str, style: str) -> str:
+        return f"{style}{text}{RESET}" if self._colour else text

@@ -1,0 +1,141 @@
+"""A run against its forecast: seconds of every call as measured, and as plan/cost/forecast.py says for the same
+lengths.
+
+Both are an iteration's seconds on the rank that a call keeps busy longest, without what the rank waits for: a Run with
+a group begins when its last rank has come (plan/cost/summary.py). What stages of a pipeline wait for each other stands
+in spans of its own. Computed once, after training, from spans that are recorded anyway.
+"""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.summary import call_s
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.program.pipeline import is_pipelined
+from rlhf_spmd.plan.text.listing import table
+from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
+from rlhf_spmd.runtime.profile.probe import AtHand
+
+WHOLE = "iteration"  # the row of the whole
+Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompts, of responses
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Seconds per iteration of one call, or of the whole."""
+
+    call: str
+    forecast_s: float
+    measured_s: float
+
+
+def lengths_of(answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]) -> Lengths:
+    """Tokens of the prompts and responses of an iteration. answers: what every rank said at its end; prompts: tokens
+    by prompt index."""
+    rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
+    return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A row for every call that takes time, in the order of the workflow, and one for the whole iteration. as_given_s:
+    seconds of an iteration by the calibration as it was given, not scaled."""
+
+    rows: Sequence[Row]
+    found: AtHand
+    as_given_s: float
+
+    @property
+    def whole(self) -> Row:
+        """The row of the iteration."""
+        return self.rows[-1]
+
+    @property
+    def scaled_by(self) -> float:
+        """By how much a whole iteration became longer when the calibration was scaled."""
+        return self.whole.forecast_s / self.as_given_s
+
+    def show(self) -> str:
+        """The comparison as a table."""
+        cells = [("call", "forecast s", "measured s", "forecast / measured")]
+        for row in self.rows:
+            ratio = f"{row.forecast_s / row.measured_s:.2f}" if row.measured_s > 0 else "-"
+            cells.append((row.call, f"{row.forecast_s:.4g}", f"{row.measured_s:.4g}", ratio))
+        heading = f"\nForecast by calibration {self.found.calibration.name} against this run, seconds per iteration"
+        return "\n".join([heading, *self._about(), table(cells)])
+
+    def _about(self) -> list[str]:
+        """Where the calibration comes from and how it was scaled; nothing if it was made on this machine."""
+        found, scale = self.found, self.found.scale
+        made_on = f"  It was made on {found.given.machine or 'another machine'}"
+        if found.why_not:
+            return [f"{made_on}, and is not scaled to this one: {found.why_not}"]
+        if scale is None:
+            return []
+        kinds = [f"{kind} {getattr(scale, kind):.2f}" for kind in ("inference", "training", "generation")]
+        kinds.append(f"{scale.num_workers:.2f} ranks at full speed")
+        return [
+            f"{made_on}, and is scaled by {self.scaled_by:.2f} to this one ({found.here})",
+            f"  after a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
+        ]
+
+    def write(self, path: Path) -> None:
+        """The same as JSON."""
+        machine, scale = self.found.given.machine, self.found.scale
+        content = {
+            "calibration": self.found.calibration.name,
+            "scaled_by": self.scaled_by,
+            "as_given_s": self.as_given_s,
+            "made_on": machine and asdict(machine),
+            "here": asdict(self.found.here),
+            "scale": scale and asdict(scale),
+            "probe_s": self.found.probe_s,
+            "why_not": self.found.why_not,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def compare(program: Program, found: AtHand, records: Sequence[Mapping[str, object]], lengths: Lengths) -> Compared:
+    """The iterations in `records` (of every rank) against their forecast by a calibration. Medians over the iterations,
+    the run's first one left out if there are others."""
+    prompt_lengths, response_lengths = lengths
+    workload = replace(program.workload, prompt_lengths=prompt_lengths, response_lengths=response_lengths)
+    met = replace(program, workload=workload)
+    here = forecast(met, found.calibration)
+    as_given_s = here.makespan_s if found.scale is None else forecast(met, found.given).makespan_s
+    all_lanes = lanes(records)
+    numbers = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
+    measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
+    forecast_s = call_s(here) | {WHOLE: here.makespan_s}
+    rows = [Row(name, s, statistics.median(one[name] for one in measured)) for name, s in forecast_s.items()]
+    return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s)
+
+
+def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dict[str, float]:
+    """Seconds of every call in one iteration, on the rank that it keeps busy longest, and of the whole."""
+    workflow = program.workload.workflow
+    spans: list[list[Span]] = [[span for span in lane.spans if span.iteration == number] for lane in all_lanes]
+    of_rank: dict[tuple[str, int], float] = {}
+    pairs: list[tuple[int, Run, Span]] = []
+    for call in workflow.calls:
+        for rank, mine in enumerate(spans):
+            taken = [span for span in mine if span.category == "compute" and span.name == call.name]
+            runs = [step for step in program.instructions[rank] if isinstance(step, Run) and step.call == call.name]
+            if runs and is_pipelined(call, program.layout_of(runs[0])):
+                of_rank[call.name, rank] = sum(span.end_s - span.start_s for span in taken)
+            else:  # a recorder that ran full has forgotten the first spans
+                pairs += [(rank, *pair) for pair in zip(runs[len(runs) - len(taken) :], taken, strict=True)]
+    came_s: dict[Run, float] = {}
+    for _, step, span in pairs:
+        came_s[step] = max(came_s.get(step, span.start_s), span.start_s)
+    for rank, step, span in pairs:
+        begin_s = span.start_s if step.group is None else came_s[step]
+        of_rank[step.call, rank] = of_rank.get((step.call, rank), 0.0) + max(span.end_s - begin_s, 0.0)
+    whole_s = max(span.end_s for mine in spans for span in mine) - min(span.start_s for mine in spans for span in mine)
+    calls = {call.name: max(s for (name, _), s in of_rank.items() if name == call.name) for call in workflow.calls}
+    return calls | {WHOLE: whole_s}

@@ -1,0 +1,103 @@
+"""What a rank has in hand during a run: options, program, prompts, models and calls; and the data of an iteration."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhf_spmd.algorithms.order import epoch_order
+from rlhf_spmd.config import Config
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.data.inputs import read_prompts, refuse_endless, refuse_longer
+from rlhf_spmd.runtime.data.node_prompts import once_per_node
+from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.data.scorer import Scorer
+from rlhf_spmd.runtime.execute.call_handlers import Calls
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.weights.models import Models, model_folders, shared_vocabulary
+from rlhf_spmd.runtime.world.world import World
+
+
+@dataclass(slots=True)
+class Job:
+    """What one rank has in hand during a run."""
+
+    config: Config
+    program: Program
+    world: World
+    tokenizer: object
+    prompts: PromptSet
+    models: Models
+    calls: Calls
+    eos_ids: tuple[int, ...]
+    columns: Mapping[str, tuple[range, ...]]  # of every data key, those on this rank
+
+
+def prepare(config: Config, program: Program, world: World) -> Job:
+    """Loads prompts, tokenizer and models, each step on all ranks or on none (UserErrors leave together)."""
+    with world.together("reading tokenizer and prompts"):
+        if not config.data.prompts:
+            raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
+        tokenizer = load_tokenizer(config.models.actor)
+        num_known = shared_vocabulary(config, tokenizer)
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known))
+        actor = read_config(config.models.actor)
+        eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
+        refuse_endless(config, eos_ids)
+        refuse_longer(config, actor)
+    with world.together("loading models"):
+        models = Models(program, config, world)
+        needs_scorer = any(
+            call.function == "scores" and world.rank in program.placement.layouts[call.name].ranks
+            for call in program.workload.workflow.placed_calls
+        )
+        reward = model_folders(config)["reward"]
+        scorer = Scorer(config, read_config(reward) if reward else None, tokenizer) if needs_scorer else None
+    world.agree("the start", {"prompts": prompts.fingerprint()})
+    models.start()
+    calls = Calls(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    columns = program.held(world.rank)
+    return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids), columns)
+
+
+def make_iteration(job: Job, number: int) -> Iteration:
+    """Order of mini-batches, and prompts of this rank's rows, of one iteration: functions of (seed, iteration)."""
+    config, workload = job.config, job.program.workload
+    prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
+    sample_N = occurrences(prompt_N)
+    orders = [
+        epoch_order(config.seed, number, epoch, workload.num_sequences, workload.mini_batch)
+        for epoch in range(workload.epochs)
+    ]
+    first = orders[0]
+    home_N = np.empty(workload.num_sequences, dtype=np.int64)  # mini-batch of epoch 0 that a row belongs to
+    home_N[first] = np.arange(len(first))[:, None]
+    prompt_MC, sample_MC = prompt_N[first], sample_N[first]
+    store = Store(workload, job.columns, job.world.device)
+    for held in job.columns.get("prompts", ()):
+        columns = slice(held.start, held.stop)
+        part_MC = prompt_MC[:, columns]
+        prompts_BP = job.prompts.prompts.padded(part_MC.flatten(), config.data.max_prompt)
+        store.at("prompts", (ALL, columns))[:] = torch.from_numpy(prompts_BP).unflatten(0, part_MC.shape)
+    return Iteration(
+        number,
+        config.seed,
+        prompt_MC=prompt_MC,
+        sample_MC=sample_MC,
+        source_EMC=torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device),
+        store=store,
+    )
+
+
+def occurrences(prompt_N: np.ndarray) -> np.ndarray:
+    """How often each entry's prompt stood before it: the sample index, which tells repeats of one prompt apart."""
+    seen: Counter[int] = Counter()
+    sample_N = np.empty_like(prompt_N)
+    for row, prompt in enumerate(prompt_N.tolist()):
+        sample_N[row] = seen[prompt]
+        seen[prompt] += 1
+    return sample_N

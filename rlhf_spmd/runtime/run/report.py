@@ -1,0 +1,252 @@
+"""From what the ranks said to what a person reads: metrics of an iteration, samples before and after, the result."""
+
+import hashlib
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlhf_spmd.config import Config
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.proof.memory_check import vain_streaming
+from rlhf_spmd.runtime.data.prompts import PromptSet, pad
+from rlhf_spmd.runtime.data.reward_function import source_of
+from rlhf_spmd.runtime.execute.call_handlers import State
+from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
+from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.generation.rows import generate
+from rlhf_spmd.runtime.observe.meter import combine
+from rlhf_spmd.runtime.run.console import Result
+from rlhf_spmd.runtime.run.forecast_report import Compared
+from rlhf_spmd.runtime.run.job import Job
+from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample
+from rlhf_spmd.runtime.weights.models import model_folders
+from rlhf_spmd.runtime.world.devices import describe
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How the user started the run: the strategy as it was named, --preset and --model, and the overrides."""
+
+    strategy: str
+    model: Sequence[str]
+    overrides: Sequence[str]
+
+
+PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
+
+
+def summarize(job: Job, answers: Sequence[Mapping], kl_coef: float) -> dict:
+    """Global metrics of one iteration, the same on every rank. Names as in run_folder.METRICS."""
+    metrics, weights = combine(answers)
+    for name in ("used_score", "used_score_sq"):  # for train.update
+        metrics.pop(name, None)
+    for name in ("reward", "score"):
+        metrics[f"{name}_std"] = math.sqrt(max(metrics.pop(f"{name}_sq") - metrics[name] ** 2, 0.0))
+    metrics["kl_coef"] = kl_coef
+    metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
+    metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
+    for what in ("bytes", "messages"):
+        metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
+    metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
+    return metrics
+
+
+def check_finite(metrics: Mapping, number: int) -> None:
+    """Raises UserError if a mean is not a number: a run that goes on would only spoil its weights further."""
+    wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
+    if wrong:
+        raise UserError(
+            f"iteration {number}: {', '.join(wrong)} is not finite; lower the learning rates or look at the scores"
+        )
+
+
+def facts(job: Job, folder: RunFolder) -> dict[str, str]:
+    """The heading of a run."""
+    config, shapes = job.config, job.program.workload.models
+    sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
+    reward = config.reward_function or "reward model"
+    return {
+        "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
+        "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
+        "device": describe(job.world.computes, job.world.size),
+        "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
+        "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
+        f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
+        f"at most {config.generation.max_new_tokens} new tokens",
+        **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
+        "run folder": str(folder.path),
+    }
+
+
+def _lost(prompts: PromptSet) -> str:
+    """What data.long_prompts did to the file's prompts."""
+    done = {"cut at data.max_prompt": prompts.num_truncated, "too long and dropped": prompts.num_dropped}
+    return "".join(f", {num} {what}" for what, num in done.items() if num)
+
+
+def format_count(num: int) -> str:
+    """1234567 -> "1.2 M"."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if num >= size:
+            return f"{num / size:.1f} {letter}"
+    return str(num)
+
+
+def run_state(state: State) -> dict:
+    """What a run's future depends on beside weights, options and inputs, for a checkpoint."""
+    return {"kl_coef": state.kl_coef, "scores": asdict(state.scores)}
+
+
+def inputs(job: Job) -> dict[str, str]:
+    """Fingerprints of what a run reads beside its options, by name."""
+    config = job.config
+    found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
+    path = source_of(config.reward_function) if config.reward_function else None
+    if path is not None:
+        found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    folders = dict.fromkeys(folder for folder in model_folders(config).values() if folder)
+    return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of a model folder: names and sizes of its files, and pieces of them, near enough to one another to meet every
+    layer of a model. It is read in no time."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes} ".encode())
+        with path.open("rb") as file:
+            for start in range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES)):
+                file.seek(start)
+                digest.update(file.read(PIECE_BYTES))
+            file.seek(max(0, num_bytes - PIECE_BYTES))
+            digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def surroundings(job: Job) -> dict[str, str]:
+    """What the last bits of a run's numbers depend on, beside its options and inputs: of each a value, or which ranks
+    have which. Collective."""
+    mine = {
+        "program": job.program.fingerprint,
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "device": "CPU" if job.world.computes.index is None else torch.cuda.get_device_name(job.world.computes.index),
+    }
+    every, found = job.world.allgather(mine, "the surroundings"), {}
+    for name in mine:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(every):
+            ranks_of.setdefault(theirs[name], []).append(rank)
+        told = [f"{value} (ranks {format_ranks(tuple(ranks))})" for value, ranks in ranks_of.items()]
+        found[name] = ", ".join(told) if len(told) > 1 else mine[name]
+    return found
+
+
+def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
+    """What to say when a run goes on in other surroundings than its checkpoint was made in; empty if in the same."""
+    told = []
+    for name in now:
+        if before.get(name, now[name]) != now[name]:
+            told.append("another program" if name == "program" else f"{name} {now[name]} instead of {before[name]}")
+    return f"{', '.join(told)}: from here on numbers may differ in their last digits" if told else ""
+
+
+def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
+    """What to try after a run that was started by `command`, None for one that was resumed."""
+    resume = ["train", "--resume", str(folder.path), f"iterations={2 * config.iterations}"]
+    go_on = {"train on": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(resume)}"}
+    if config.optimizer.schedule != "constant":  # it has come to its end
+        go_on = {}
+    if command is None:
+        return go_on
+    if command.strategy == "auto":  # what was planned can be checked and run again
+        command = replace(command, strategy=str(folder.path / "strategy.py"))
+    check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
+    train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "ppo.kl_coef=0.02"]
+    return go_on | {
+        "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
+        "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
+        "write a strategy": f"cp strategies/_template.py mine.py; python -m rlhf_spmd check mine.py --layout 1x{ranks}",
+    }
+
+
+def sample_responses(job: Job) -> list[tuple[str, float]]:
+    """Responses to the first prompts, always with the same random numbers, and their scores.
+
+    Every rank that generates computes them, because ZeRO 3 gathers the weights together; those that also score return
+    [(response, score)], and rank 0 gets what the first of them found.
+    """
+    num = min(job.config.num_samples, len(job.prompts))
+    if num == 0:
+        return []
+    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
+    generating = next(call for call in workflow.calls if call.kind == "generate")
+    scoring = next(call for call in workflow.calls if call.function == "scores")
+    rank, device = job.world.rank, job.world.device
+    prompts_BP = pad(job.prompts.prompts[:num]).to(device)
+    tokens: list[list[int]] = []
+    if rank in layouts[generating.name].ranks:
+        rows, width = (np.arange(num), np.zeros(num, int)), job.config.generation.max_new_tokens
+        bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)
+        with job.models.weights(generating) as model:
+            responses_BG, *_ = generate(model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.drawing)
+        tokens = responses_BG.tolist()
+    first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
+    everyone = job.world.allgather(tokens if rank == first else [], "the samples")
+    tokens = next(found for found in everyone if found)
+    scores: list[float] = []
+    if rank in layouts[scoring.name].ranks:
+        responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
+        # one copy of the model scores; the other ranks only help to gather weights
+        mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
+        found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine])
+        scores = [] if found_B is None else found_B.tolist()
+    scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
+    texts = [
+        job.tokenizer.decode_pair(prompt, [token for token in row if token >= 0])[1]
+        for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
+    ]
+    return list(zip(texts, scores, strict=True))
+
+
+def join_samples(
+    job: Job, before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]] | None = None
+) -> list[Sample]:
+    """Samples before and, when there are some, after training, side by side."""
+    if after is None:
+        return [Sample(i, job.prompts.texts[i], text, score) for i, (text, score) in enumerate(before)]
+    return [
+        Sample(index, job.prompts.texts[index], old, old_score, new, new_score)
+        for index, ((old, old_score), (new, new_score)) in enumerate(zip(before, after, strict=True))
+    ]
+
+
+def result(
+    strategy: str, ranks: int, history: Sequence[Mapping], wall_s: float, folder: RunFolder, compared: Compared | None
+) -> Result:
+    """The run in one line. compared: with its forecast, if there was one."""
+    seconds = sum(metrics["generate_s"] for metrics in history)
+    return Result(
+        strategy=strategy,
+        ranks=ranks,
+        iterations=len(history),
+        reward_first=history[0]["reward"],
+        reward_last=history[-1]["reward"],
+        kl_last=history[-1]["kl"],
+        gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds,
+        parity_max_abs=max(metrics["parity_max_abs"] for metrics in history),
+        iteration_s=compared.whole.measured_s if compared else math.nan,
+        forecast_s=compared.whole.forecast_s if compared else math.nan,
+        scaled_by=compared.scaled_by if compared else math.nan,
+        wall_s=wall_s,
+        run_dir=str(folder.path),
+    )

@@ -1,0 +1,33 @@
+"""How long an iteration of a program really takes: a few of them on the ranks of this world, without files."""
+
+import gc
+import statistics
+import time
+
+from rlhf_spmd.config import Config
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.execute.call_handlers import State
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.observe.device_clock import clock_of
+from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.run.job import make_iteration, prepare
+from rlhf_spmd.runtime.world.world import World
+
+NUM_ITERATIONS = 3  # the first one, which warms up, does not count
+
+
+def iteration_s(config: Config, program: Program, world: World) -> float:
+    """Median seconds of an iteration, of the slowest rank; the same on every rank. The world's groups must be those of
+    the program, or more. What it loaded has gone when it returns."""
+    job = prepare(config, program, world)
+    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank, clock=clock_of(world.device)))
+    state, seconds = State(kl_coef=config.ppo.kl_coef), []
+    for number in range(NUM_ITERATIONS):
+        data = make_iteration(job, number)
+        world.barrier("the start of an iteration")
+        began = time.perf_counter()
+        executor.iteration(data, state)
+        seconds.append(time.perf_counter() - began)
+    del job, executor, data
+    gc.collect()
+    return max(world.allgather(statistics.median(seconds[1:]), "the seconds of an iteration"))

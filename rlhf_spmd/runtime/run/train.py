@@ -1,0 +1,286 @@
+"""The main job: PPO on the ranks of this MPI world, placed by a strategy. Wraps the iterations with logs and files."""
+
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_spmd.algorithms import ppo_math
+from rlhf_spmd.config import Config, resolved
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import save_state
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_older
+from rlhf_spmd.runtime.checkpoint.saving import Saver
+from rlhf_spmd.runtime.checkpoint.store import remove_drafts
+from rlhf_spmd.runtime.checkpoint.train_state import restore
+from rlhf_spmd.runtime.execute.call_handlers import State
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.guard.signals import END, Asked
+from rlhf_spmd.runtime.observe.device_clock import clock_of
+from rlhf_spmd.runtime.observe.meter import combine
+from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.profile.probe import at_hand
+from rlhf_spmd.runtime.run import forecast_report, report
+from rlhf_spmd.runtime.run.console import Console, Result
+from rlhf_spmd.runtime.run.forecast_report import Compared
+from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
+from rlhf_spmd.runtime.run.metric_alarms import Alarm
+from rlhf_spmd.runtime.run.run_folder import RunFolder, writing
+from rlhf_spmd.runtime.weights.weight_sync import whole_state
+from rlhf_spmd.runtime.world.world import World
+
+TIMELINE_ITERATIONS = 3  # the last ones are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run comes from. strategy, source: name and text of the strategy module; cluster: text of the file that
+    describes the cluster, if there is one. A new run makes the folder `root`/`name`, another one goes on in its own."""
+
+    strategy: str
+    source: str
+    cluster: str = ""
+    root: str = "runs"
+    name: str | None = None
+    resumed: Resumed | None = None
+
+    def facts(self, config: Config) -> dict[str, str]:
+        """What the heading says of a run that goes on."""
+        if self.resumed is None:
+            return {}
+        return {"resumed": f"after {self.resumed.iteration} of {config.iterations} iterations"}
+
+
+def train(
+    config: Config,
+    program: Program,
+    world: World,
+    *,
+    origin: Origin,
+    summary: str,
+    command: report.Command | None,
+    calibration: Calibration | None = None,
+    asked: Asked | None = None,
+) -> Result | None:
+    """Runs all iterations and leaves the run folder; rank 0 prints. None if SIGTERM ended the run before.
+
+    summary: what `check` prints of the program; command: how the user started it, None for a run that goes on;
+    calibration: of these devices, for a forecast that the run is compared with; asked: the signals that come.
+    """
+    started = time.perf_counter()
+    recorder = Recorder(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
+    job = prepare(config, program, world)
+    folder = open_folder(job, origin)
+    console = Console(enabled=world.rank == 0)
+    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
+    title = f"{origin.strategy} on {ranks}"
+    facts = report.facts(job, folder) | origin.facts(config)
+    console.heading(f"rlhf_spmd: PPO by {title}", facts)
+    for note in origin.resumed.notes if origin.resumed else ():
+        console.note(f"note: {note}")
+    state, history, before = begin(job, folder, origin, summary)
+    surroundings = report.surroundings(job)
+    if origin.resumed and (text := report.changed(surroundings, origin.resumed.state.get("surroundings", {}))):
+        console.note(f"note: {text}")
+    saver = Saver(
+        world,
+        job.models,
+        folder.path,
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        texts=folder.texts(),
+    )
+    about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
+    about["surroundings"] = surroundings
+    executor = Executor(program, world, job.models, job.calls, recorder, asked)
+    world.keep_records(folder.path)
+    alarm = Alarm(history)
+    answers: list[dict] = []
+    signals: set[str] = set()
+    if asked is not None:
+        asked.listen(END)
+    for number in range(len(history), config.iterations):
+        if END.name in signals:
+            return _ended(world, saver, folder, number, config.iterations)
+        began = time.perf_counter()
+        answers = executor.iteration(make_iteration(job, number), state)
+        metrics = report.summarize(job, answers, state.kl_coef)
+        metrics["iteration_s"] = time.perf_counter() - began
+        report.check_finite(metrics, number)
+        update(state, config, metrics, answers)
+        history.append(metrics)
+        folder.write_metrics(number, metrics)
+        console.iteration(number + 1, config.iterations, metrics)
+        for text in alarm.notes(metrics):
+            console.note(text)
+        signals = {name for answer in answers for name in answer["signals"]}
+        if signals or saver.is_due(number + 1) or number + 1 == config.iterations:
+            with recorder.span("checkpoint", "control"):
+                saver.save(number + 1, about | report.run_state(state))
+        saver.check()
+        recorder.forget(number + 1 - TIMELINE_ITERATIONS)
+    saver.finish()  # at once: whatever fails from here on, the run can be resumed
+    if before:
+        samples = report.join_samples(job, before, report.sample_responses(job))
+        folder.write_samples(samples)
+        console.samples(samples)
+    save_actor(job, folder)
+    compared = _write_timeline(job, folder, console, recorder, title, answers, history, calibration)
+    folder.close()
+    result = report.result(origin.strategy, world.size, history, time.perf_counter() - started, folder, compared)
+    console.closing(result, folder, report.next_commands(command, world.size, folder, config))
+    return result
+
+
+def open_folder(job: Job, origin: Origin) -> RunFolder:
+    """The run folder, made or opened again, and locked. Collective; raises UserError."""
+    world, path = job.world, ""
+    if origin.resumed is None:
+        with world.together("making the run folder"):
+            if world.rank == 0:
+                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).path)
+        path = world.bcast(path, what="the run folder")
+    else:
+        path = origin.resumed.folder
+    folder = RunFolder(path, writes=world.rank == 0)
+    with world.together("opening the run folder"):
+        folder.find()
+        folder.lock()
+        if origin.resumed is not None and folder.writes:
+            refuse_older(origin.resumed)
+    return folder
+
+
+def begin(
+    job: Job, folder: RunFolder, origin: Origin, summary: str
+) -> tuple[State, list[dict], list[tuple[str, float]]]:
+    """What the first iteration to run begins with: the state between iterations, the metrics of those before, samples
+    of the untrained actor. Collective; raises UserError, and then a run that was to go on is left as it was."""
+    state, world, resumed = State(kl_coef=job.config.ppo.kl_coef), job.world, origin.resumed
+    history: list[dict] = []
+    if resumed is not None:
+        with world.together("reading the metrics so far"):
+            history = folder.metrics(resumed.iteration) if world.rank == 0 else []
+        history = world.bcast(history, what="the metrics so far")
+    if resumed is None or resumed.checkpoint is None:
+        describe(job, folder, origin, summary, history)
+        before = report.sample_responses(job)
+        folder.write_samples(report.join_samples(job, before))
+        return state, history, before
+    with world.together("comparing with the checkpoint"):
+        for name, fingerprint in report.inputs(job).items():
+            if resumed.state["inputs"].get(name) != fingerprint:
+                raise UserError(
+                    f"the {name} changed since {resumed.folder} was started; restore the file, or start a new run"
+                )
+        if len(history) != resumed.iteration:
+            raise UserError(
+                f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
+                f"{resumed.checkpoint.folder.name}; restore the file"
+            )
+    restore(job.models, resumed.checkpoint)
+    state = state_after(job, resumed.iteration, resumed.state)
+    with world.together("reading the samples"):
+        before = folder.samples_before() if world.rank == 0 else []
+    describe(job, folder, origin, summary, history)
+    before = [(text, score) for text, score in world.bcast(before, what="the samples")]
+    return state, history, before
+
+
+def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
+    """Writes what runs into the run folder, and drops what a resumed run does again. Collective; raises UserError."""
+    with job.world.together("describing the run"):
+        if job.config.wandb and folder.writes:  # first, since it may fail
+            place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
+            folder.notes.append(f"Weights & Biases: {place}")
+        if origin.resumed is not None and folder.writes:
+            remove_drafts(folder.path / "checkpoints")
+            folder.keep_metrics(history)
+        folder.write_strategy(origin.source)
+        folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
+        if origin.cluster:
+            folder.write_cluster(origin.cluster)
+        folder.write_config(resolved(job.config))  # last: with it, the folder is that of a run
+
+
+def state_after(job: Job, num_iterations: int, values: Mapping) -> State:
+    """What the next iteration begins with. values: as report.run_state wrote them."""
+    workload = job.program.workload
+    num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those left out by early stops count too
+    return State(
+        kl_coef=values["kl_coef"],
+        scores=ppo_math.RunningMoments(**values["scores"]),
+        steps={model: num_steps for model in job.models.engines},
+    )
+
+
+def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:
+    """SIGTERM: whatever was saved is finished, and rank 0 says how to go on."""
+    saver.finish()
+    folder.close()
+    if world.rank == 0:
+        launcher = f"mpirun -n {world.size} " if world.size > 1 else ""
+        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; go on with: {launcher}"
+        print(f"{text}python -m rlhf_spmd train --resume {shlex.quote(str(folder.path))}", file=sys.stderr, flush=True)
+
+
+def _write_timeline(
+    job: Job,
+    folder: RunFolder,
+    console: Console,
+    recorder: Recorder,
+    title: str,
+    answers: Sequence[Mapping],
+    history: Sequence[Mapping],
+    calibration: Calibration | None,
+) -> Compared | None:
+    """The last iterations, if any were run, as a timeline and, with a calibration, against their forecast (on rank 0).
+    answers: of the last one. Collective."""
+    if not answers:
+        return None
+    recent = range(job.config.iterations - TIMELINE_ITERATIONS, job.config.iterations)
+    records = job.world.allgather(recorder.to_records(recent), "gathering the timeline")
+    folder.write_timeline(records, title=title)
+    if calibration is None:
+        return None
+    trained_s = sum(metrics["iteration_s"] for metrics in history)
+    found = at_hand(job.world, job.config, job.program, calibration, trained_s)
+    if job.world.rank > 0:
+        return None
+    lengths = forecast_report.lengths_of(answers, job.prompts.prompts)
+    compared = forecast_report.compare(job.program, found, records, lengths)
+    with writing(folder.path / "forecast.json"):
+        compared.write(folder.path / "forecast.json")
+    console.note(compared.show())
+    return compared
+
+
+def update(state: State, config: Config, metrics: Mapping, answers: Sequence[Mapping]) -> None:
+    """What changes between iterations, from global numbers only, so that it changes alike on every rank."""
+    sequences = config.rollout_batch * config.samples_per_prompt
+    if config.ppo.kl_controller == "adaptive":
+        state.kl_coef = ppo_math.next_kl_coef(
+            state.kl_coef, metrics["kl"], sequences, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon
+        )
+    means, weights = combine(answers)
+    if "used_score" in means:  # a truncated response has no score to normalise
+        moments = torch.tensor([1.0, means["used_score"], means["used_score_sq"]], dtype=torch.float64)
+        state.scores = state.scores.updated(moments * weights["used_score"])
+
+
+def save_actor(job: Job, folder: RunFolder) -> None:
+    """The trained actor as a Hugging Face folder, written by the first rank that trains it."""
+    train = job.program.workload.workflow.train_call("actor")
+    layout = job.program.placement.layouts[train.name]
+    with job.world.together("saving the actor"):
+        if job.world.rank in layout.ranks:
+            state = whole_state(job.models, train)
+            if state is not None:
+                config = job.models.engines["actor"].model.config
+                with writing(folder.actor):
+                    save_state(state, config, "lm", folder.actor, source=job.config.models.actor)

@@ -1,0 +1,198 @@
+"""The weights that a rank holds: an engine for each model that trains here, a plain copy for every other one.
+
+A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a model that trains elsewhere, or here
+but split in another way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlhf_spmd.config import Config, critic_folder, same_tokenizer
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
+from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.engines.engine import TrainEngine, make_engine
+from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy, ShardedCopy
+from rlhf_spmd.runtime.weights.shared_memory import Arena
+from rlhf_spmd.runtime.weights.weight_mover import slot_bytes
+from rlhf_spmd.runtime.world.world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def model_folders(config: Config) -> dict[str, str]:
+    """Checkpoint folder of each model; empty for a reward that is a function."""
+    models = config.models
+    only_function = config.reward_function and config.reward_function_mode == "replace"
+    return {
+        "actor": models.actor,
+        "critic": critic_folder(config),
+        "reference": models.reference or models.actor,
+        "reward": "" if only_function else models.reward,
+    }
+
+
+def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
+    """How many token ids all models know that read the tokens which the actor draws; `tokenizer` is the actor's.
+
+    Those are the reference, the critic and a reward model of the same tokenizer; one of another reads text. Embeddings
+    are often padded to more rows than there are tokens, to another number in each model, so only the tokenizer's own
+    ids must be known to all. Raises UserError where they are not, or where they mean other tokens.
+    """
+    folders = model_folders(config)
+    actor, fewest = folders["actor"], read_config(folders["actor"]).vocab_size
+    num_tokens = min(fewest, 1 + max(tokenizer.vocabulary().values(), default=-1))
+    for name in ("reference", "reward", "critic"):
+        folder = folders[name]
+        if folder in ("", actor) or (name == "reward" and not same_tokenizer(folder, actor)):
+            continue
+        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, actor)
+        if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
+            raise UserError(
+                f"the {name} {folder} has another tokenizer than the actor {actor}, so the actor's token ids mean "
+                f"other tokens to it; give a {name} with the actor's tokenizer"
+            )
+        num_known = read_config(folder).vocab_size
+        if num_known < num_tokens:
+            raise UserError(
+                f"the {name} {folder} has a vocabulary of {num_known} tokens, but the actor {actor} draws from "
+                f"{num_tokens}; give a {name} with as many, e.g. by transformers' resize_token_embeddings({num_tokens})"
+            )
+        fewest = min(fewest, num_known)
+    return fewest
+
+
+class Models:
+    """This rank's models. Loading is local; `start` enters collectives, in workflow order on all ranks.
+
+    engines: models that train here, each with its shard. copies: everything else that calls here use, by model and
+    shard; those that are also in `sharded` are empty until they are gathered, those in `offloaded` until they are
+    loaded.
+    """
+
+    def __init__(self, program: Program, config: Config, world: World):
+        self.program, self.config, self.world = program, config, world
+        self.engines: dict[str, TrainEngine] = {}
+        self.copies: dict[tuple[str, Shard], Transformer] = {}
+        self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}
+        self.offloaded: dict[tuple[str, Shard], OffloadedCopy] = {}
+        self.arena: Arena | None = None
+        self._to_train: dict[str, Transformer] = {}
+        layouts = program.placement.layouts
+        for name in program.trained(world.rank):
+            self._to_train[name] = self._load(name, layouts[program.workload.workflow.train_call(name).name])
+        for (name, shard), calls in program.copies(world.rank).items():
+            if model_folders(config)[name]:
+                self.copies[name, shard] = self._load(name, layouts[calls[0]]).eval().requires_grad_(False)
+                if layouts[calls[0]].offload:
+                    self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
+
+    def _load(self, name: str, layout: Layout) -> Transformer:
+        """This rank's shard of a model in a layout, from its folder."""
+        return load_model(
+            model_folders(self.config)[name],
+            head="scalar" if name in ("critic", "reward") else "lm",
+            fresh_head=name == "critic",
+            dtype=DTYPES[self.config.dtype],
+            device=self.world.device,
+            parallel=self._parallel(layout),
+        )
+
+    def _group(self, ranks: tuple[int, ...], purpose: str = COLLECTIVES) -> dist.ProcessGroup | None:
+        """The process group of these ranks, None if this is the only one."""
+        return self.world.group(group_name(ranks, purpose)) if len(ranks) > 1 else None
+
+    def _parallel(self, layout: Layout) -> Parallel:
+        """This rank's place in a layout."""
+        rank, stages = self.world.rank, layout.stage_ranks(self.world.rank)
+        stage = layout.shard(rank).stage
+        return Parallel(
+            layout.shard(rank),
+            group=self._group(layout.tensor_ranks(rank)),
+            stages=self._group(stages, STAGES),
+            previous=stages[stage - 1] if stage else None,
+            next=stages[stage + 1] if stage + 1 < layout.pp else None,
+        )
+
+    def start(self) -> None:
+        """Makes engines of the models that train on this rank, shards the frozen ones where ZeRO 3 does, and reserves
+        memory for weights on their way."""
+        rank, optimizer = self.world.rank, self.config.optimizer
+        for call in self.program.workload.workflow.placed_calls:
+            layout = self.program.placement.layouts[call.name]
+            if rank not in layout.ranks:
+                continue
+            key = call.model, layout.shard(rank)
+            if call.kind == "train":
+                model = self._to_train.pop(call.model).train().requires_grad_(True)
+                model.recompute = layout.recompute
+                tied = model.head == "lm" and model.config.tie_embeddings
+                self.engines[call.model] = make_engine(
+                    model,
+                    groups=Groups(
+                        data=self._group(layout.data_ranks(rank)),
+                        tensor=self._group(layout.tensor_ranks(rank)),
+                        model=self._group(layout.model_ranks(rank)),
+                        tied=self._group(layout.tied_ranks(rank)) if tied else None,
+                        tp_index=layout.shard(rank).tp_index,
+                        stage=layout.shard(rank).stage,
+                    ),
+                    zero=layout.zero,
+                    dtype=DTYPES[self.config.dtype],
+                    betas=(optimizer.beta1, optimizer.beta2),
+                    eps=optimizer.eps,
+                    weight_decay=optimizer.weight_decay,
+                    max_grad_norm=optimizer.max_grad_norm,
+                )
+            elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:
+                self.sharded[key] = ShardedCopy(self.copies[key], group=self._group(layout.data_ranks(rank)))
+
+        plans = [transfer.reallocation for transfer in self.program.transfers if transfer.reallocation is not None]
+        if plans:
+            self.arena = Arena.make(self.world, max(slot_bytes(plan, rank, BUCKET_BYTES) for plan in plans))
+
+    def key(self, call: Call) -> tuple[str, Shard] | None:
+        """Which copy a call uses on this rank; None: the weights that its model trains here, or a reward function."""
+        key = call.model, self.program.placement.layouts[call.name].shard(self.world.rank)
+        return key if key in self.copies and call.name in self.program.copies(self.world.rank)[key] else None
+
+    @contextmanager
+    def weights(self, call: Call) -> Iterator[Transformer]:
+        """The model that a call runs forwards on, without gradients; collective where ZeRO 3 shards it."""
+        key = self.key(call)
+        with torch.no_grad():
+            if key in self.sharded:
+                with self.sharded[key].gathered():
+                    yield self.copies[key]
+            elif key in self.offloaded:
+                with self.offloaded[key].loaded():
+                    yield self.copies[key]
+            elif key is not None:
+                yield self.copies[key]
+            else:
+                engine = self.engines[call.model]
+                with engine.gathered():
+                    yield engine.model
+
+    def load(self, name: str) -> None:
+        """Brings the weights of a model that waits in host memory to the device."""
+        for (model, _), copy in self.offloaded.items():
+            if model == name:
+                copy.load()
+
+    def offload(self, name: str) -> None:
+        """Frees them there."""
+        for (model, _), copy in self.offloaded.items():
+            if model == name:
+                copy.release()

@@ -1,0 +1,69 @@
+"""From where a model trains to its other copies: a rank's part of a reallocation, and the whole model at the end."""
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Transfer
+from rlhf_spmd.plan.program.reallocate import plan_reallocation
+from rlhf_spmd.plan.program.tensors import weights_of
+from rlhf_spmd.plan.program.transfers import holding
+from rlhf_spmd.plan.shard import Shard
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.weight_mover import Mover
+
+
+def mover_of(transfer: Transfer, models: Models, *, tag_base: int) -> Mover:
+    """This rank's part of a transfer of new weights."""
+    plan, name, rank = transfer.reallocation, transfer.model, models.world.rank
+    engine = models.engines.get(name)
+    return Mover(
+        plan,
+        rank,
+        engine.held() if engine is not None else None,
+        [_tensors(models.copies[name, plan.targets[index][1]]) for index in plan.targets_of(rank)],
+        bucket_bytes=BUCKET_BYTES,
+        tag_base=tag_base,
+        device=models.world.device,
+        arena=models.arena,
+    )
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+def whole_state(models: Models, train: Call) -> dict[str, Tensor] | None:
+    """All weights of a model that trains, by parameter name, on the CPU of the first rank that trains it; None on the
+    others. Collective over these ranks; what moves at a time is two buckets."""
+    layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload
+    shape, writer = workload.models[train.model], layout.ranks[0]
+    engine = models.engines[train.model]
+    held = engine.held()
+    dtype = next(iter(held.values())).dtype
+    plan = plan_reallocation(
+        shape,
+        {rank: holding(layout, rank) for rank in layout.ranks},
+        [(writer, Shard())],
+        bytes_per_number=dtype.itemsize,
+        node_of=models.program.cluster.node_of,
+    )
+    target = None
+    if rank == writer:
+        target = {}
+        for weight in weights_of(shape):
+            dims = (weight.rows, weight.columns)[: weight.num_dims]
+            for _, name in weight.parameters((0, weight.layers)):
+                target[name] = torch.empty(dims, dtype=dtype)
+    mover = Mover(
+        plan,
+        rank,
+        held,
+        [] if target is None else [target],
+        bucket_bytes=BUCKET_BYTES,
+        tag_base=0,
+        device=models.world.device,
+    )
+    mover.start()
+    mover.finish()
+    return target

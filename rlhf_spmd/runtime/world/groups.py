@@ -1,0 +1,199 @@
+"""What torch.distributed needs to start: an address to meet at, the store and the process groups.
+
+MPI has introduced the ranks to each other by now; this file only turns that into torch's terms. The meeting point's
+port is chosen by the system on the rank that listens, so there is no port to configure and none to race for. Where all
+ranks share one network stack everything stays on the loopback interface.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.observe.positions import Board
+from rlhf_spmd.runtime.world.devices import BACKENDS, Device
+from rlhf_spmd.runtime.world.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
+
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+CONNECT_S = 60.0
+
+
+def network_stack() -> str:
+    """The same text on two ranks exactly if they can reach each other by loopback."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
+    """The interface (name, address) to talk to `peers` by: the user's choice, the route to one, or the first.
+
+    A host's own name is no help: many distributions map it to a loopback address.
+    """
+    addresses = interface_addresses()
+    if wanted := os.environ.get(INTERFACE_OPTION):
+        if wanted not in addresses:
+            raise UserError(
+                f"{INTERFACE_OPTION}={wanted}, but {socket.gethostname()} has no such network interface with an IPv4 "
+                f"address; it has {', '.join(sorted(addresses))}"
+            )
+        return wanted, addresses[wanted]
+    outward = {address: name for name, address in addresses.items() if not address.startswith("127.")}
+    for peer in peers:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((peer, 9))  # sends nothing; only asks for the route
+                address = probe.getsockname()[0]
+        except OSError:
+            continue
+        if address in outward:
+            return outward[address], address
+    for address, name in outward.items():
+        return name, address
+    raise UserError(
+        f"{socket.gethostname()} has no network interface by which other hosts could reach it; bring one up, or "
+        f"name it in {INTERFACE_OPTION}"
+    )
+
+
+def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
+    """Rank 0's store, listening on `address` only, and its port."""
+    from torch.distributed import TCPStore
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    # torch itself would listen on every interface; it takes over this socket instead
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def join_store(address: str, port: int, timeout_s: float) -> Any:
+    """Any other rank's end of the store."""
+    from torch.distributed import TCPStore
+
+    try:
+        store = TCPStore(address, port, timeout=timedelta(seconds=min(CONNECT_S, timeout_s)), wait_for_workers=False)
+    except RuntimeError as error:
+        raise UserError(
+            f"{socket.gethostname()} can't reach rank 0 at {address}:{port}; if that is the wrong network, name the "
+            f"right interface in {INTERFACE_OPTION} on every host, else let the firewall pass it"
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+class Meeting(Protocol):
+    """What `meet` needs of a rank's World."""
+
+    rank: int
+    num_nodes: int
+    hosts: tuple[str, ...]
+    one_network: bool  # all ranks reach each other by loopback
+    board: Board
+
+    def bcast(self, value: Any, *, what: str) -> Any: ...
+
+    def allgather(self, value: Any, what: str) -> list[Any]: ...
+
+
+def meet(world: Meeting, timeout_s: float) -> Any:
+    """Every rank's end of one store; collective."""
+    peers = sorted({host for host in world.hosts if host != world.hosts[0]})
+    interface, address = LOOPBACK_INTERFACE, LOOPBACK
+    if not world.one_network and world.rank == 0:
+        interface, address = choose_interface(peers)
+    store, port = make_store(address, timeout_s) if world.rank == 0 else (None, 0)
+    address, port = world.bcast([address, port], what="the address of the store")
+    if store is None:
+        if not world.one_network:
+            interface, _ = choose_interface([address])
+        store = join_store(address, port, timeout_s)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = it names all that begin so
+    if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
+        world.board.store, world.board.second_store = store.clone(), store.clone()
+    return store
+
+
+def make_groups(
+    groups: Mapping[str, Sequence[int]], *, store: Any, rank: int, size: int, device: Device, timeout_s: float
+) -> dict[str, Any]:
+    """Starts torch.distributed and makes every named group, in the order given, each with communicators of its own.
+
+    A group of one rank is None: it needs no messages. The world group itself carries the messages between calls.
+    """
+    import torch
+    from torch import distributed
+
+    timeout = timedelta(seconds=timeout_s)
+    if device.kind == "shared":
+        from rlhf_spmd.runtime.world import host_group
+
+        host_group.register()
+    distributed.init_process_group(
+        backend=BACKENDS[device.kind],
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=torch.device("cuda", device.index) if device.kind == "cuda" else None,  # NCCL connects at once
+    )
+    made: dict[str, Any] = {}
+    for name, ranks in groups.items():
+        ranks = tuple(ranks)
+        assert ranks and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < size, (
+            f"group {name!r} wants ascending ranks of a world of {size}, not {ranks}"  # torch would sort them silently
+        )
+        made[name] = distributed.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+    return made
+
+
+def connect_pairs(
+    groups: Mapping[str, Any], pairs: Mapping[str | None, Sequence[tuple[int, int]]], device: Any
+) -> None:
+    """Sends a byte each way between the ranks of every pair, by the group's name (None: the world). NCCL connects two
+    ranks at their first message and blocks the host of one until the other comes; this is done before the first
+    iteration. Collective; every rank passes the same pairs in the same order, as ranks of the world."""
+    import torch
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    for name, both in pairs.items():
+        peers = sorted({peer for pair in both if rank in pair for peer in pair if peer != rank})
+        group = groups[name] if name is not None and peers else None
+        operations = [
+            distributed.P2POp(direction, torch.zeros(1, dtype=torch.uint8, device=device), peer, group=group)
+            for peer in peers
+            for direction in (distributed.isend, distributed.irecv)
+        ]
+        for work in distributed.batch_isend_irecv(operations) if operations else ():
+            work.wait()

@@ -1,0 +1,399 @@
+"""The world of ranks: who is where, what they must agree on, and how they leave together when something is wrong.
+
+This is the only file that imports mpi4py. MPI carries discovery and control messages; tensors travel through
+torch.distributed, which `start_torch` starts (torch is not imported before that). Every wait has a deadline, and what
+expires names the ranks that have not arrived. A mistake of the user is one message from one rank, however many ranks
+noticed it, and the whole job ends with a status other than zero.
+"""
+
+import atexit
+import faulthandler
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.guard import failures, launcher
+from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks, print_error
+from rlhf_spmd.runtime.guard.last_checkpoint import how_to_go_on
+from rlhf_spmd.runtime.guard.watch import LONGEST_WAIT, Watch
+from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
+from rlhf_spmd.runtime.observe.positions import Board, new_file
+from rlhf_spmd.runtime.world import devices, network, visible_devices
+from rlhf_spmd.runtime.world import groups as torch_groups
+from rlhf_spmd.runtime.world.control import Control, Failed, Late
+
+if TYPE_CHECKING:
+    from rlhf_spmd.plan.program.instructions import Program
+
+USER_STATUS, CRASH_STATUS, INTERRUPTED_STATUS = 2, 1, 130
+SECOND_REPORT_S = 3.0  # whoever lost the claim to report waits so long to be ended by the one who won it
+LOST_S = 5.0  # a rank that lost a connection waits so long for a better explanation
+FORWARD_S = 0.5  # before an abort: mpiexec drops what its pipes still hold (seen once in 60 launches on a busy machine)
+ABORT_S = 3  # MPI's abort gets so long before the process ends by itself
+
+
+class _Leaving(SystemExit):
+    """All ranks end; why has been told. Any other SystemExit comes from code of the user and is a failure."""
+
+
+@dataclass(eq=False)
+class World:
+    """All ranks of the job and this one's place among them. Made by `World.discover`."""
+
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of this node, in world order
+    node: int  # nodes are numbered by their lowest rank
+    num_nodes: int
+    nodes: tuple[int, ...]  # the node of every rank
+    hosts: tuple[str, ...]  # the host name of every rank
+    deadline_s: float
+    threads: int  # this rank's fair share of its node's cores
+    control: Control
+    board: Board
+    one_network: bool  # all ranks reach each other by loopback
+    flight: Flight
+    is_meeting: bool = False  # waits in a control message
+    watch: Watch = field(init=False)
+    chosen: Sequence[devices.Device] = ()  # where every rank computes, once that is decided
+    _groups: dict[str, Any] | None = None
+    _device_bytes: Callable[[], int] | None = None  # what torch holds on the device
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self)
+
+    @classmethod
+    def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
+        """Meets the other ranks over MPI; also right for a program started without mpiexec, as one rank. flight: this
+        rank's recorder, if it has a supervisor."""
+        mpi = _load_mpi()
+        comm = mpi.COMM_WORLD
+        launcher.refuse_alone(comm.size, os.environ)
+        first = Control(comm, deadline_s=deadline_s)
+        facts = {
+            "host": socket.gethostname(),
+            "network": torch_groups.network_stack(),
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
+        try:
+            everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
+            first.settle()  # COMM_WORLD is used for nothing else
+        except Late as late:  # nothing can be agreed yet, and a quiet exit would hang in MPI's own
+            if first.rank != min(set(range(comm.size)) - set(late.ranks)):
+                time.sleep(SECOND_REPORT_S)
+            print_error(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
+            _end_job(USER_STATUS, flight or Flight())
+        control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
+        # everyone is here, so MPI's own collectives, which know no deadline, may be used for a moment
+        node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        node_ranks = tuple(mpi.Group.Translate_ranks(node_comm.group, range(node_comm.size), comm.group))
+        path = new_file(len(node_ranks)) if node_ranks[0] == comm.rank else ""
+        texts = control.exchange("the nodes", json.dumps([node_ranks[0], path]).encode())
+        leaders = [json.loads(text)[0] for text in texts]
+        order = sorted(set(leaders))
+        nodes = tuple(order.index(leader) for leader in leaders)
+        node = nodes[comm.rank]
+        shared_path = json.loads(texts[node_ranks[0]])[1]
+        board = Board(shared_path, rank=comm.rank, node_ranks=node_ranks, node=node, num_nodes=len(order))
+        control.exchange("the board", b"")
+        if path:
+            os.unlink(path)
+            launcher.unname_shared_memory()
+        of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
+        local_rank = node_ranks.index(comm.rank)
+        cores = len({core for facts in of_node[node] for core in facts["cores"]})
+        flight = flight or Flight()
+        flight.identify(comm.rank, comm.size, everyone[comm.rank]["host"], board.descriptor)
+        world = cls(
+            rank=comm.rank,
+            size=comm.size,
+            local_rank=local_rank,
+            node=node,
+            num_nodes=len(order),
+            nodes=nodes,
+            hosts=tuple(facts["host"] for facts in everyone),
+            deadline_s=deadline_s,
+            threads=max(1, min(cores // len(node_ranks), len(everyone[comm.rank]["cores"]))),
+            control=control,
+            board=board,
+            one_network=len({facts["network"] for facts in everyone}) == 1,
+            flight=flight,
+        )
+        control.may_come, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
+        world.watch.start()
+        return world
+
+    def use_device(self, wanted: str) -> None:
+        """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it.
+        Collective; what is wrong is told once."""
+        with self.together("looking for devices"):
+            found = visible_devices.look(wanted, self.hosts[self.rank], self.threads, self.size)
+        everyone = self.allgather(found, "the devices")
+        with self.together("choosing devices"):
+            self.chosen = devices.choose(wanted, *visible_devices.heard(everyone), self.nodes, self.hosts)
+
+    @property
+    def computes(self) -> devices.Device:
+        """Where this rank computes."""
+        if not self.chosen:
+            self.use_device("auto")
+        return self.chosen[self.rank]
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """From now on, nobody waits longer than this for a rank that shows no sign of life, nor LONGEST_WAIT times as
+        long for any rank."""
+        self.deadline_s = self.control.deadline_s = deadline_s
+
+    # Control messages: anything that JSON can hold (a tuple arrives as a list).
+
+    def allgather(self, value: Any, what: str = "a gathering", *, deadline_s: float | None = None) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return [json.loads(text) for text in self._exchange(what, json.dumps(value).encode(), deadline_s=deadline_s)]
+
+    def allgather_bytes(self, message: bytes, what: str, *, deadline_s: float | None = None) -> list[bytes]:
+        """Every rank's bytes, in rank order, without JSON."""
+        return self._exchange(what, message, deadline_s=deadline_s)
+
+    def bcast(self, value: Any, root: int = 0, what: str = "a broadcast", *, deadline_s: float | None = None) -> Any:
+        """The root's value; what other ranks pass is ignored."""
+        message = json.dumps(value).encode() if self.rank == root else b""
+        return json.loads(self._exchange(what, message, deadline_s=deadline_s)[root])
+
+    def barrier(self, what: str = "a barrier", *, deadline_s: float | None = None) -> None:
+        """Returns once every rank has come here."""
+        self._exchange(what, b"", deadline_s=deadline_s)
+
+    def agree(self, what: str, values: Mapping[str, str]) -> None:
+        """Raises the same UserError on every rank if some of `values` (texts by name) differ between ranks."""
+        views = self.allgather(failures.view_of(values), f"agreeing on {what}")
+        text = failures.difference(what, views, self.hosts)
+        if text is not None:
+            raise UserError(text)
+
+    def _exchange(
+        self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None
+    ) -> list[bytes]:
+        self._note(f"waiting for the others: {what}")
+        self.is_meeting = True
+        try:
+            return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
+        except Late as late:
+            where = self.board.read(late.ranks)
+            last = {rank: texts[-1] for rank, texts in where.items() if texts[-1]}
+            raise deadline_error(late, self.rank, self.hosts, last) from None
+        except Failed as failed_ranks:
+            self._leave({rank: json.loads(text) for rank, text in failed_ranks.failures.items()})
+        finally:
+            self.is_meeting = False
+            self._note(f"what follows {what}")
+
+    # Leaving together
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Runs the block on every rank and goes on only if it went well on all.
+
+        Otherwise one rank prints what went wrong, once, and every rank leaves with SystemExit (2 for UserErrors, 1 if
+        there was any other exception). The others need not have finished the block: they leave from their next
+        control message. Ranks that are blocked in a torch collective are not reached that way; `fail` is for them.
+        """
+        failure = None
+        self._note(what)
+        try:
+            yield
+        except (DeadlineError, _Leaving):
+            raise  # some ranks don't answer: nothing can be agreed; or all know already
+        except UserError as error:
+            failure = {"error": str(error)}
+        except (Exception, SystemExit) as error:
+            words = failures.in_words(error)
+            failure = {"crash": traceback.format_exc()} if words is None else {"error": words}
+        self._exchange(what, json.dumps(failure).encode(), failed=failure is not None)
+
+    def _leave(self, told: Mapping[int, Mapping[str, str]]) -> NoReturn:
+        if self.rank == min(told):
+            go_on = how_to_go_on(self.flight.run, self.size)
+            text = "\n".join(filter(None, (failures.merged(told, self.hosts), go_on)))
+            keep_message(self.flight.run, text.removeprefix(PREFIX))
+            print_error(text)
+        status = CRASH_STATUS if any("crash" in failure for failure in told.values()) else USER_STATUS
+        with suppress(Late, Failed):  # the first to end ends all, so not before the message is out
+            self.control.exchange("leaving", b"", deadline_s=5.0)
+        atexit.register(_end_job, status, self.flight)
+        raise _Leaving(status) from None
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends the whole job from any number of ranks at any time, others being blocked wherever they are.
+
+        One rank reports its error: what and where it was, and how to go on. The status is 2 for what a user can mend,
+        and 1 for anything else, which shows a traceback.
+        """
+        if isinstance(error, _Leaving):
+            raise error
+        if isinstance(error, KeyboardInterrupt):
+            _end_job(INTERRUPTED_STATUS, self.flight)
+        if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
+            time.sleep(LOST_S)  # a rank that died has a supervisor, who knows how
+        if not self.board.claim():
+            time.sleep(SECOND_REPORT_S)
+        reporter = "" if self.size == 1 else f"{self.name_ranks([self.rank])} of {self.size}"
+        go_on = how_to_go_on(self.flight.run, self.size)
+        inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
+        text = failures.report(error, reporter, self.flight.where if inside else "", go_on)
+        keep_message(self.flight.run, text.removeprefix(PREFIX))
+        print_error(text)
+        mendable = isinstance(error, UserError) or failures.in_words(error) is not None
+        _end_job(USER_STATUS if mendable else CRASH_STATUS, self.flight)
+
+    # torch.distributed
+
+    def start_torch(
+        self,
+        groups: Mapping[str, Sequence[int]],
+        pairs: Mapping[str | None, Sequence[tuple[int, int]]] | None = None,
+        *,
+        deadline_s: float | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Starts torch.distributed and makes the named groups (ascending world ranks), all with the same deadline.
+        pairs: who will exchange messages in which group (Program.pairs).
+
+        `threads` is how many threads torch may use on this rank; by default OMP_NUM_THREADS or a fair share of the
+        cores.
+        """
+        assert self._groups is None, "torch.distributed starts once"
+        timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
+        with self.together("importing torch"):
+            torch = visible_devices.import_torch(threads, self.threads)
+            self._device_bytes = devices.start(self.computes)
+        with self.together("starting torch.distributed"):
+            store = torch_groups.meet(self, timeout_s)
+            self._groups = torch_groups.make_groups(
+                groups,
+                store=store,
+                rank=self.rank,
+                size=self.size,
+                device=self.computes,
+                timeout_s=timeout_s,
+            )
+            number = torch.ones(1, device=self.device)
+            torch.distributed.all_reduce(number)
+            assert number.item() == self.size
+            torch_groups.connect_pairs(self._groups, pairs or {}, self.device)
+
+    @property
+    def device(self) -> Any:
+        """Where this rank computes, as a torch.device."""
+        import torch
+
+        return torch.device("cpu") if self.computes.index is None else torch.device("cuda", self.computes.index)
+
+    def group(self, name: str) -> Any:
+        """The process group of that name, which this rank must belong to; None if this is its only rank."""
+        assert self._groups is not None, "start_torch comes first"
+        group = self._groups[name]
+        if group is not None:
+            from torch.distributed import GroupMember
+
+            assert group is not GroupMember.NON_GROUP_MEMBER, f"rank {self.rank} is not in group {name!r}"
+        return group
+
+    def shutdown(self) -> None:
+        """Ends torch.distributed and the control messages, all ranks together, so that the process can exit quietly."""
+        self.watch.stop()
+        self.barrier("the end of the run")
+        if self._groups is not None:
+            from torch import distributed
+
+            self._groups = self.board.store = self.board.second_store = None
+            distributed.destroy_process_group()
+            self.barrier("the end of torch.distributed")  # rank 0 keeps the store until nobody needs it
+        try:
+            self.control.settle()
+        except Late as late:
+            raise deadline_error(late, self.rank, self.hosts, {}) from None
+
+    def finalize(self) -> None:
+        """Ends MPI, all ranks together. mpi4py would at the exit, but without a word where MPI refuses it."""
+        _load_mpi().Finalize()
+
+    # Who is late
+
+    def progress(self, position: str, iteration: int = NOWHERE, place: int = NOWHERE) -> None:
+        """Notes where this rank is, before it may block: a text that is unique in the run and the same on every rank
+        that meets there, and its place in this rank's instruction list. A few microseconds."""
+        text = position.encode()
+        self.board.post(text, iteration, place)
+        self.flight.begin(text, iteration, place)
+        if self._device_bytes is not None:  # asked here: a watch that asked would wait for a lock of a rank that hangs
+            self.flight.set_device_bytes(self._device_bytes())
+
+    def will_execute(self, program: "Program") -> None:
+        """What the ranks execute from now on: from it follows who waits for whom."""
+        from rlhf_spmd.runtime.guard.wait_graph import steps_of
+
+        self.watch.steps = steps_of(program)
+        self.flight.set_program(len(program.instructions[self.rank]))
+
+    def keep_records(self, run: str | Path) -> None:
+        """From now on the flight records stand in this run folder, beside the instruction lists; for all ranks."""
+        if self.rank == 0 and self.watch.steps is not None:
+            forget(run, self.size)
+            self.watch.steps.write(Path(run))
+        self.flight.set_run(run)
+
+    def _note(self, what: str) -> None:
+        """Notes what this rank does besides its instructions, or within one."""
+        self.progress(what, self.flight.iteration, self.flight.position)
+
+    def stragglers(self, ranks: Sequence[int], position: str) -> dict[int, str]:
+        """Of `ranks` those that have not come to `position`, with what each last said it was doing.
+
+        Seconds at most, whatever state the others are in. Ranks of which nothing can be known, because rank 0 is late
+        and keeps the store, are left out.
+        """
+        where = self.board.read(tuple(ranks))
+        return {rank: texts[-1] or "nothing" for rank, texts in where.items() if position not in texts}
+
+    def name_ranks(self, ranks: Sequence[int]) -> str:
+        """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
+        return name_ranks(ranks, self.hosts)
+
+
+def _load_mpi() -> Any:
+    network.choose_for_mpi(os.environ)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, but no MPI library
+        if not launcher.first_on_node(os.environ):
+            raise SystemExit(0) from None
+        reason = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
+            "environment, or load the site's MPI module"
+        ) from None
+    return MPI
+
+
+def _end_job(status: int, flight: Flight) -> NoReturn:
+    """Ends all processes of the job with this status; the report is out, so MPI's own words go nowhere."""
+    flight.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(FORWARD_S)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+            _load_mpi().COMM_WORLD.Abort(status)
+    finally:  # also where there is no memory for any of this
+        os._exit(status)

@@ -1,0 +1,60 @@
+"""The check verb: a placement, its program and the proof that it cannot hang, without MPI and torch."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.cluster_file import read_cluster
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.fitting import advice
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.text.listing import show_findings, show_program
+from rlhf_spmd.strategy import load_strategy
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints all of it -> the exit status. Raises UserError."""
+    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+    if parsed.cluster and (parsed.layout or parsed.device_type):
+        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
+    cluster = Cluster.parse(parsed.layout or "1x4", parsed.device_type or config.device_type)
+    cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
+    if set(cluster.device_types) != {"cpu"}:
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=True)
+    strategy = load_strategy(parsed.strategy)
+    if not 0 <= parsed.rank < cluster.num_devices:
+        raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
+    program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
+    title = f"{strategy.name} on {cluster}, preset {config.preset}"
+    return show(program, check(program), strategy.name, title, parsed.rank)
+
+
+def show(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:
+    """Prints a program, what was found about it and, last, a line of JSON -> the exit status. rank: whose instructions
+    are printed."""
+    print(show_program(program, title=title, rank=rank))
+    print(show_findings(findings))
+    if advised := advice(program):
+        print(f"\n{advised}")
+    print(json.dumps(result_of(program, findings, name)))
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
+
+
+def result_of(program: Program, findings: Sequence[Finding], name: str) -> dict[str, Any]:
+    """The last line of standard output."""
+    errors = sum(finding.severity == "error" for finding in findings)
+    return {
+        "strategy": name,
+        "layout": str(program.cluster),
+        "fingerprint": program.fingerprint,
+        "bytes_per_iteration": sum(transfer.num_bytes for transfer in program.transfers),
+        "messages_per_iteration": sum(transfer.num_messages for transfer in program.transfers),
+        "errors": errors,
+        "warnings": len(findings) - errors,
+        "ok": not errors,
+    }

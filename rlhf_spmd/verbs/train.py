@@ -1,0 +1,127 @@
+"""The verb train on the ranks of an MPI world: options, devices and program, compared among the ranks, and the run."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.cluster_file import on_machines, read_cluster
+from rlhf_spmd.config import Config
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.fitting import advice
+from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.text.listing import show_program
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
+from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
+from rlhf_spmd.runtime.world.devices import refuse, type_of
+from rlhf_spmd.strategy import Strategy, load_strategy
+from rlhf_spmd.verbs.check import show
+from rlhf_spmd.verbs.plan import auto, calibration_for
+
+RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, workspaces of matrix products
+
+
+def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
+    """Reads and compares everything that the ranks must agree on, then trains -> the exit status. Raises UserError."""
+    with world.together("reading the configuration"):
+        config, strategy, resumed = _resumed(parsed) if parsed.resume else _new_run(parsed)
+    world.use_device(config.device)
+    if config.preset == "model" and not resumed and world.computes.index is not None:
+        with world.together("reading the configuration for a GPU"):
+            config = configs.load(config.preset, parsed.overrides, parsed.model, on_gpu=True)
+    with world.together("comparing the configuration"):
+        options = {f"option {key}": value for key, value in configs.leaves(config).items()}
+        options["the checkpoint"] = str(resumed.iteration if resumed else 0)
+        world.agree("the start", options | {"the strategy": strategy.source if strategy else "auto"})
+    with world.together("compiling the program"):
+        if not config.models.actor:
+            raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
+        path = parsed.cluster or (resumed.cluster if resumed else None)
+        described = Path(path).read_text() if path and Path(path).is_file() else ""
+        cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
+        calibration = calibration_for(parsed.calibration, cluster)
+        if parsed.strategy == "auto":
+            strategy = auto(config, workload, cluster, calibration)
+        program = strategy.compile(workload, cluster, config.strategy)
+        findings = check(program)
+        if not parsed.dry_run:
+            refuse_errors(strategy.name, program, findings)
+            refuse(world.computes, program)
+    with world.together("comparing the program"):
+        world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
+    title = f"{strategy.name} on {cluster}, preset {config.preset}"
+    if parsed.dry_run:
+        if world.rank == 0:
+            show(program, findings, strategy.name, title)
+        with world.together("comparing program and devices"):
+            refuse(world.computes, program)
+        return 1 if any(finding.severity == "error" for finding in findings) else 0
+    world.set_deadline(config.deadline_s)
+    world.start_torch(program.groups, program.pairs)
+
+    from rlhf_spmd.runtime.run.report import Command  # torch, which start_torch has prepared for
+    from rlhf_spmd.runtime.run.train import Origin, train
+
+    model = ["--preset", config.preset, *(["--model", parsed.model] if parsed.model else [])]
+    result = train(
+        config,
+        program,
+        world,
+        origin=Origin(strategy.name, strategy.source, described, parsed.runs or "runs", parsed.name, resumed),
+        summary=show_program(program, title=title, rank=0),
+        command=None if resumed else Command(parsed.strategy or "flattening", model, parsed.overrides),
+        calibration=calibration,
+        asked=asked,
+    )
+    return TERMINATED_STATUS if result is None else 0
+
+
+def _new_run(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
+    """Config, strategy (None: to be planned) and no run to go on with."""
+    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), None
+
+
+def _resumed(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
+    """The same of a run that goes on, and the run."""
+    for name in ("preset", "model", "runs", "name"):
+        if getattr(parsed, name) is not None:
+            raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
+    resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
+    if parsed.strategy is not None:
+        return resumed.config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy), resumed
+    strategy = load_strategy(str(resumed.folder / "strategy.py"))
+    return resumed.config, replace(strategy, name=resumed.strategy), resumed
+
+
+def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
+    """The cluster that a file says this world is, or nodes of the devices that the ranks found. device_type: the
+    option, "cpu" unless it names what the devices are."""
+    if path:
+        return on_machines(read_cluster(path), world.nodes, path)
+    nodes = []
+    for node in range(world.num_nodes):
+        of_node = [device for device, its_node in zip(world.chosen, world.nodes, strict=True) if its_node == node]
+        first = min(of_node, key=lambda device: device.num_bytes or 0)
+        if first.index is None:
+            nodes.append(Node(len(of_node), "cpu", None))
+            continue
+        kind = type_of(first, device_type)
+        most = max(device.num_ranks for device in of_node)  # ranks that share a device have a part of it each
+        nodes.append(Node(len(of_node), kind, (first.num_bytes - RESERVED_BYTES) // most))
+    return Cluster(tuple(nodes))
+
+
+def refuse_errors(name: str, program: Program, findings: Sequence[Finding]) -> None:
+    """Raises UserError for a program that cannot run; where it does not fit, with what would."""
+    errors = [str(finding) for finding in findings if finding.severity == "error"]
+    if errors:
+        advised = advice(program)
+        raise UserError(
+            f"strategy {name} is refused by check: {'; '.join(errors[:3])}" + (f". {advised}" if advised else "")
+        )

@@ -1,0 +1,251 @@
+"""The rules of the house: imports point one way, heavy packages stay behind one file each, files stay short.
+
+`problems_of` reads a tree and names what breaks them; tests/unit/test_import_rules.py asks it about this repository.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Folders of the package, by the name they install under.
+FOLDERS = {"rlhf_spmd": "rlhf_spmd", "kernels": "rlhf_spmd.kernels", "strategies": "rlhf_spmd.strategies"}
+FOLDERS |= {"bench": "bench"}
+BESIDE = ("tests",)  # folders that import anything, but keep their files and functions as short
+MAX_LINES, MAX_FUNCTION = 399, 80
+ANYTHING = ("",)
+
+# Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
+RUNTIME: dict[str, tuple[str, ...]] = {
+    "observe": (),
+    "guard": ("plan",),
+    "world": ("plan",),
+    "data": ("config", "model", "python_file"),
+    "generation": ("kernels", "model", "plan"),
+    "engines": ("kernels", "model", "plan"),
+    "weights": ("config", "model", "plan"),
+    "execute": ("algorithms", "config", "kernels", "model", "plan"),
+    "checkpoint": ("config", "model", "plan"),
+    "profile": ("config", "model", "plan"),
+    "run": ("algorithms", "config", "kernels", "model", "plan"),
+    "offline": ("algorithms", "config", "kernels", "model", "plan"),
+}
+SEEN_BY_STRATEGIES = tuple(
+    f"plan.{name}" for name in ("cluster", "shard", "layout", "workflow", "workload", "placement", "validate")
+)
+PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
+BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("speed", "forecast", "numbers", "faults", "first_light"), ("bench.rows", "bench.tables", "bench.plots")
+)
+
+
+def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """A line for each room: what it may import."""
+    names, short = list(table), package.removeprefix("rlhf_spmd.")
+    return {
+        f"{package}.{name}": (*table[name], *(f"{short}.{above}" for above in names[:number]))
+        for number, name in enumerate(names, 1)
+    }
+
+
+# module or package -> what of ours it may import (beside errors); the longest matching name counts.
+OURS: dict[str, tuple[str, ...]] = {
+    "rlhf_spmd": (),
+    "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
+    "rlhf_spmd.algorithms": ("plan",),
+    "rlhf_spmd.algorithms.order": (),
+    "rlhf_spmd.calibration_file": ("plan",),
+    "rlhf_spmd.cluster_file": ("plan",),
+    "rlhf_spmd.config": ("plan", "algorithms", "model.config", "embedded", "option_names"),
+    "rlhf_spmd.embedded": (),
+    "rlhf_spmd.embedded.make": ANYTHING,
+    "rlhf_spmd.fitting": ("plan", "strategy"),
+    "rlhf_spmd.kernels": ("kernels",),
+    "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
+    "rlhf_spmd.model.config": (),
+    "rlhf_spmd.option_names": (),
+    "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
+    "rlhf_spmd.python_file": (),
+    "rlhf_spmd.runtime": (),
+    "rlhf_spmd.strategies": ("plan",),
+    "rlhf_spmd.strategy": ("plan", "config", "strategies", "python_file"),
+    "rlhf_spmd.verbs": ANYTHING,
+    **rooms("rlhf_spmd.plan", PLAN),
+    **rooms("rlhf_spmd.runtime", RUNTIME),
+}
+BENCH_ROOMS = {"bench": ANYTHING, "bench.rows": (), "bench.plots": ("bench.rows",), "bench.tables": ("bench.rows",)}
+BENCH_ROOMS |= rooms("bench", BENCH)
+# The same for other people's packages; None: any but those behind a fence.
+OTHERS: dict[str, tuple[str, ...] | None] = {
+    "rlhf_spmd": (),
+    "rlhf_spmd.__main__": None,
+    "rlhf_spmd.algorithms": ("pydantic",),
+    "rlhf_spmd.algorithms.order": ("numpy",),
+    "rlhf_spmd.calibration_file": ("pydantic",),
+    "rlhf_spmd.cluster_file": ("pydantic",),
+    "rlhf_spmd.config": ("pydantic",),
+    "rlhf_spmd.embedded.make": None,
+    "rlhf_spmd.kernels": None,
+    "rlhf_spmd.model": None,
+    "rlhf_spmd.model.config": (),
+    "rlhf_spmd.plan": ("numpy",),
+    "rlhf_spmd.rewards": ("vaderSentiment",),
+    "rlhf_spmd.runtime": None,
+}
+FENCES = {
+    "mpi4py": "rlhf_spmd.runtime.world.world",
+    "deepspeed": "rlhf_spmd.runtime.engines.deepspeed_engine",
+    "transformers": "rlhf_spmd.model.hf",
+    "triton": "rlhf_spmd.kernels",
+    "wandb": "rlhf_spmd.runtime.run.loggers",
+}
+LAZY = "rlhf_spmd.__main__"  # at module level it imports errors and the standard library, nothing else
+NOT_PACKAGES = (
+    "tests",
+    "bench",
+    "kernels",
+    "strategies",
+)  # folders of this repository that nobody imports by that name
+NO_FILES = "rlhf_spmd.plan"
+OPENERS = ("os", "io", "pathlib", "shutil", "tempfile", "glob", "fileinput", "subprocess", "socket", "mmap", "sqlite3")
+OPENING = ("open", "load", "save", "loadtxt", "savetxt", "genfromtxt", "fromfile", "tofile", "memmap")
+OPENING += ("read_text", "write_text", "read_bytes", "write_bytes")
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+    late: bool  # inside a function
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """Every module of the package by its dotted name; a package is named like its __init__."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+def imports_of(tree: ast.Module, module: str, is_package: bool, known: set[str]) -> Iterator[Import]:
+    """All imports, also inside functions, under TYPE_CHECKING, relative, and by import_module("name")."""
+    package = module if is_package else module.rpartition(".")[0]
+    todo: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while todo:
+        node, late = todo.pop()
+        inside = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        todo += [(child, inside) for child in ast.iter_child_nodes(node)]
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield Import(inner if inner in known else base, node.lineno, late)
+        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__") and node.args:
+            target = node.args[0]
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield Import(target.value, node.lineno, late)
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def rule(table: dict, module: str):
+    return table[max((name for name in table if within(module, name)), key=len)]
+
+
+def import_problem(module: str, found: Import) -> str | None:
+    """Why `module` may not import this; None if it may."""
+    target, top = found.module, found.module.partition(".")[0]
+    if within(target, "rlhf_spmd"):
+        if module == LAZY and not found.late and target != "rlhf_spmd.errors":
+            return f"imports {target} at module level; import it where it is used"
+        allowed = ("errors",) if module.endswith("_math") else (*rule(OURS, module), "errors")
+        if ANYTHING[0] in allowed or any(within(target, f"rlhf_spmd.{name}") for name in allowed):
+            return None
+        return f"may not import {target} (of ours only: {', '.join(sorted(allowed))})"
+    if top in NOT_PACKAGES:
+        return f"may not import {target}: nothing in the package does"
+    if top in sys.stdlib_module_names:
+        if within(module, NO_FILES) and top in OPENERS:
+            return f"imports {target}, but {NO_FILES} opens no files"
+        return None
+    if module == LAZY and not found.late:
+        return f"imports {target} at module level; import it where it is used"
+    if top in FENCES:
+        return None if within(module, FENCES[top]) else f"imports {top}, which only {FENCES[top]} may"
+    others = None if module.endswith("_math") else rule(OTHERS, module)
+    if others is not None and top not in others:
+        return f"may not import {target} (of others only: {', '.join(others) or 'none'})"
+    return None
+
+
+def size_problems(path: Path, where: Path) -> list[str]:
+    """What is too long in a file."""
+    found, source = [], path.read_text()
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_LINES:
+        found.append(f"{where}: {num_lines} lines, at most {MAX_LINES}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION:
+                found.append(f"{where}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION}")
+    return found
+
+
+def bench_problem(module: str, found: Import) -> str | None:
+    """Why a bench may not import this of the benches; None if it may. It may import anything else."""
+    allowed = rule(BENCH_ROOMS, module)
+    if not within(found.module, "bench") or allowed == ANYTHING or any(within(found.module, name) for name in allowed):
+        return None
+    return f"may not import {found.module} (of the benches only: {', '.join(allowed) or 'none'})"
+
+
+def cycle(arrows: dict[str, set[str]]) -> list[str]:
+    """Modules that import one another in a circle, the first one again at the end; empty if there is no circle."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        circle = next((circle for target in sorted(arrows[module]) if (circle := walk(target, [*path, module]))), [])
+        done.add(module)
+        return circle
+
+    return next((circle for module in sorted(arrows) if (circle := walk(module, []))), [])
+
+
+def problems_of(root: Path) -> list[str]:
+    """Everything in a tree that breaks a rule, one line each: path, line, what."""
+    found, arrows = [], {}
+    modules = modules_of(root)
+    beside = [path for folder in BESIDE for path in sorted((root / folder).rglob("*.py"))]
+    for path in [*modules.values(), *beside]:
+        found += size_problems(path, path.relative_to(root))
+    for module, path in modules.items():
+        where, tree = path.relative_to(root), ast.parse(path.read_text())
+        imports = list(imports_of(tree, module, path.name == "__init__.py", set(modules)))
+        for item in imports:
+            problem = bench_problem(module, item) if within(module, "bench") else import_problem(module, item)
+            found += [f"{where}:{item.line}: {problem}"] if problem else []
+        arrows[module] = {item.module for item in imports} & set(modules) - {module}
+        for node in ast.walk(tree):
+            if within(module, NO_FILES) and isinstance(node, ast.Call) and _name(node.func) in OPENING:
+                found.append(f"{where}:{node.lineno}: calls {_name(node.func)}, but {NO_FILES} opens no files")
+    if circle := cycle(arrows):
+        found.append(f"{modules[circle[0]].relative_to(root)}: a circle of imports: {' -> '.join(circle)}")
+    return found
