@@ -12,11 +12,9 @@ mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 """
 
 import argparse
-import json
 import os
 import stat
 import sys
-import time
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
@@ -36,8 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         parsed = _parse(arguments)
         _refuse_launcher(parsed.verb)
-        verbs = {"check": _check, "plan": _plan, "convert": _convert, "status": _status, "postmortem": _postmortem}
-        status = verbs[parsed.verb](parsed)
+        status = _verb(parsed)
         print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
         return status
     except UserError as error:
@@ -172,44 +169,19 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
     )
 
 
-def _check(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.verbs.check import run
-
+def _verb(parsed: argparse.Namespace) -> int:
+    """A verb that runs in one process -> the exit status."""
+    if parsed.verb == "check":
+        from rlhf_spmd.verbs.check import run
+    elif parsed.verb == "plan":
+        from rlhf_spmd.verbs.plan import run
+    elif parsed.verb == "convert":
+        from rlhf_spmd.verbs.convert import run
+    elif parsed.verb == "status":
+        from rlhf_spmd.verbs.status import run
+    else:
+        from rlhf_spmd.verbs.postmortem import run
     return run(parsed)
-
-
-def _plan(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.verbs.plan import run
-
-    return run(parsed)
-
-
-def _measure_on(world, parsed: argparse.Namespace) -> None:
-    from rlhf_spmd.verbs.plan import measure
-
-    measure(world, parsed)
-
-
-def _status(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.runtime.guard.postmortem import status
-
-    print(json.dumps(status(parsed.run)))
-    return 0
-
-
-def _postmortem(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.runtime.guard.postmortem import postmortem
-
-    print(json.dumps(postmortem(parsed.run)))
-    return 0
-
-
-def _convert(parsed: argparse.Namespace) -> int:
-    from rlhf_spmd.model.hf import convert_gguf
-
-    convert_gguf(parsed.gguf, parsed.folder)
-    print(json.dumps({"folder": str(parsed.folder), "ok": True}))
-    return 0
 
 
 def _on_ranks(arguments: list[str]) -> int:
@@ -232,8 +204,7 @@ def _on_ranks(arguments: list[str]) -> int:
     try:
         with world.together("reading the command line"):
             parsed = _parse(arguments)
-        verbs = {"generate": _generate_on, "plan": _measure_on, "profile": _profile_on}
-        status = _train_on(world, parsed, asked) if parsed.verb == "train" else verbs[parsed.verb](world, parsed)
+        status = _verb_on(world, parsed, asked)
         world.shutdown()
         sys.stdout.flush()
         world.finalize()
@@ -242,41 +213,19 @@ def _on_ranks(arguments: list[str]) -> int:
     return status or 0
 
 
-def _train_on(world, parsed: argparse.Namespace, asked) -> int:
-    from rlhf_spmd.verbs.train import run
+def _verb_on(world, parsed: argparse.Namespace, asked) -> int | None:
+    """A verb that runs on all ranks -> the exit status, if it is not 0. asked: the signals that come."""
+    if parsed.verb == "train":
+        from rlhf_spmd.verbs.train import run as train
 
-    return run(world, parsed, asked)
-
-
-def _profile_on(world, parsed: argparse.Namespace) -> None:
-    from rlhf_spmd import config as configs
-    from rlhf_spmd.calibration_file import check_out, write_calibration
-    from rlhf_spmd.runtime.profile.profile import profile, result, summary
-    from rlhf_spmd.runtime.world.devices import describe
-
-    began = time.perf_counter()
-    with world.together("reading the configuration"):
-        config = configs.load(parsed.preset, parsed.overrides, parsed.model)
-        check_out(parsed.out, overwrite=parsed.overwrite)
-    world.use_device(config.device)
-    with world.together("reading the configuration for this device"):
-        on_gpu = world.computes.index is not None
-        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=on_gpu)
-    world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
-    world.set_deadline(config.deadline_s)
-    found = profile(world, config, name=Path(parsed.out).stem)
-    with world.together("writing the calibration"):
-        if world.rank == 0:
-            write_calibration(found, parsed.out)
-    if world.rank == 0:
-        print(f"{summary(found)}\nmeasured on: {describe(world.computes, world.size)}")
-        print(json.dumps(result(found, parsed.out, time.perf_counter() - began)))
-
-
-def _generate_on(world, parsed: argparse.Namespace) -> None:
-    from rlhf_spmd.verbs.generate import run
-
-    run(world, parsed)
+        return train(world, parsed, asked)
+    if parsed.verb == "generate":
+        from rlhf_spmd.verbs.generate import run
+    elif parsed.verb == "profile":
+        from rlhf_spmd.verbs.profile import run
+    else:
+        from rlhf_spmd.verbs.plan import measure as run
+    return run(world, parsed)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,12 @@ def size_problems(path: Path, where: Path) -> list[str]:
 def bench_problem(module: str, found: Import) -> str | None:
     """Why a bench may not import this of the benches; None if it may. It may import anything else."""
     allowed = rule(BENCH_ROOMS, module)
-    if not within(found.module, "bench") or allowed == ANYTHING or any(within(found.module, name) for name in allowed):
+    if (
+        not within(found.module, "bench")
+        or found.module == "bench"
+        or allowed == ANYTHING
+        or any(within(found.module, name) for name in allowed)
+    ):
         return None
     return f"may not import {found.module} (of the benches only: {', '.join(allowed) or 'none'})"
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rows import ABOUT, REPOSITORY, RESULTS, provenance, read_rows, write
+from bench.rows import ABOUT, REPOSITORY, RESULTS, TIMED, provenance, read_rows, write
 from bench.speed.strategies import TWO_TYPES
 from bench.tables import text_table
 
@@ -36,7 +36,6 @@ LIMIT_S = 300.0
 ITERATIONS = 8  # a multiple of NUM_KILLS
 OPTIONS = ["rollout_batch=32", "mini_batch=16", "ppo.epochs=2", "generation.max_new_tokens=12", "num_samples=2"]
 OPTIONS += [f"iterations={ITERATIONS}", "checkpoint.every=1", "ppo.kl_controller=adaptive", "deadline_s=30"]
-TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
 POINTS = RESULTS / "fault_points.jsonl"
 
 

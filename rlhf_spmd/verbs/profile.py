@@ -1,0 +1,33 @@
+"""The profile verb on the ranks of an MPI world: measures this machine and writes the calibration."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from rlhf_spmd import config as configs
+from rlhf_spmd.calibration_file import check_out, write_calibration
+from rlhf_spmd.runtime.profile.profile import profile, result, summary
+from rlhf_spmd.runtime.world.devices import describe
+from rlhf_spmd.runtime.world.world import World
+
+
+def run(world: World, parsed: argparse.Namespace) -> None:
+    """Measures, and writes FILE.json on rank 0. Raises UserError."""
+    began = time.perf_counter()
+    with world.together("reading the configuration"):
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+        check_out(parsed.out, overwrite=parsed.overwrite)
+    world.use_device(config.device)
+    with world.together("reading the configuration for this device"):
+        on_gpu = world.computes.index is not None
+        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=on_gpu)
+    world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
+    world.set_deadline(config.deadline_s)
+    found = profile(world, config, name=Path(parsed.out).stem)
+    with world.together("writing the calibration"):
+        if world.rank == 0:
+            write_calibration(found, parsed.out)
+    if world.rank == 0:
+        print(f"{summary(found)}\nmeasured on: {describe(world.computes, world.size)}")
+        print(json.dumps(result(found, parsed.out, time.perf_counter() - began)))

@@ -1,0 +1,99 @@
+"""The status verb: what the ranks of a run do now, read from its run folder."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
+from rlhf_spmd.runtime.guard.postmortem import numbers_of, records_of, slowest_rank, state_of
+from rlhf_spmd.runtime.observe.flight_recorder import Record
+
+RECENT = 10  # iterations that rates are taken from
+COLUMNS = ("rank", "host", "state", "memory", "seen", "for", "what it does")
+STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "Z": "ended"}
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints one screen and, last, a line of JSON -> the exit status. Raises UserError."""
+    print(json.dumps(status(parsed.run)))
+    return 0
+
+
+def status(folder: str | Path) -> dict[str, Any]:
+    """Prints one screen about a run; returns the same as numbers. Raises UserError if this is no run folder."""
+    run, now = Path(folder), time.time()
+    records = records_of(run)
+    metrics = _metrics(run)
+    total = _total(run)
+    recent = metrics[-RECENT:]
+    seconds = [row["iteration_s"] for row in recent if row.get("iteration_s")]
+    pace_s = statistics.median(seconds) if seconds else None
+    tokens_s = [row["gen_tokens_per_s"] for row in recent if row.get("gen_tokens_per_s")]
+    speed = statistics.median(tokens_s) if tokens_s else None
+    slowest = slowest_rank(records)
+    newest = newest_checkpoint(run)
+    state = state_of(records, now)
+    print(f"{run}: {state}")
+    of = f" of {total}" if total else ""
+    left = ""
+    if pace_s and total and state == "running":
+        left = f", about {pace_s * (total - len(metrics)):,.0f} s left"
+    pace = f", {pace_s:.2f} s each{left}" if pace_s else ""
+    print(f"  iterations  {len(metrics)}{of} done{pace}" + (f", {speed:,.0f} tokens/s generated" if speed else ""))
+    if metrics:
+        shown = {name: metrics[-1].get(name) for name in ("reward", "kl", "response_length")}
+        print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None))
+    age_s = now - (newest / "manifest.json").stat().st_mtime if newest else 0.0
+    print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
+    if slowest is not None:
+        rank, share = slowest
+        print(f"  slowest     rank {rank}: it waits least, {share:.0%} of its time")
+    print(_table([_row(record, now) for record in records]))
+    return {
+        "run": str(run),
+        "state": state,
+        "iteration": len(metrics),
+        "iterations": total,
+        "iteration_s": pace_s,
+        "gen_tokens_per_s": speed,
+        "slowest_rank": slowest[0] if slowest else None,
+        "checkpoint": str(newest) if newest else None,
+        "ranks": [numbers_of(record, now) for record in records],
+        "ok": state in ("running", "finished"),
+    }
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    rows = []
+    if (run / "metrics.jsonl").exists():
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # the last line of a killed run may be cut
+                continue
+    return rows
+
+
+def _total(run: Path) -> int | None:
+    try:
+        return int(json.loads((run / "config.json").read_text())["iterations"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _row(record: Record, now: float) -> tuple[str, ...]:
+    memory = f"{record.memory_bytes / 2**30:.2f} GiB"
+    memory += f" + {record.device_bytes / 2**30:.1f} on device" if record.device_bytes else ""
+    state = "ended" if record.end_s else STATES.get(record.state, record.state)
+    seen, since = f"{now - record.beat_s:,.1f} s ago", f"{now - record.since_s:,.1f} s"
+    return str(record.rank), record.host, state, memory, seen, since, record.where
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in [COLUMNS, *rows]) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [COLUMNS, *rows]]
+    return "\n".join("  " + line.rstrip() for line in lines)
