@@ -107,7 +107,7 @@ def ours_only() -> None:
             peers.spread(vocab_size, num=64, places=PLACES, limit=64),
         ):
             taken_s = _seconds(lambda work=work, mine=mine: peers.by_ours(mine, work))
-            print(f"{_name(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
+            print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
 
 
 def keep(rows: list[dict], name: str) -> None:
