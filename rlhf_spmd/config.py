@@ -28,88 +28,87 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Checkpoint folders. An empty reference is the actor; an empty critic starts from the reward model if that has
-    the actor's tokenizer, otherwise from the actor with a head of zeros; an empty reward needs a reward_function."""
+    """Checkpoint folders."""
 
-    actor: str = ""
-    critic: str = ""
-    reference: str = ""
-    reward: str = ""
+    actor: str = ""  # the model that is trained; `--model` sets it
+    critic: str = ""  # empty: the reward model if it has the actor's tokenizer, else the actor with a head of zeros
+    reference: str = ""  # empty: the actor as it is at the start of the run
+    reward: str = ""  # the reward model; may stay empty if reward_function replaces it
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    prompts: str = ""  # .jsonl, .parquet or .txt
-    key: str = "prompt"  # field or column that holds the prompt
-    max_prompt: PositiveInt = 128  # tokens
-    long_prompts: Literal["error", "truncate", "drop"] = "error"
+    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt
+    key: str = "prompt"  # field (.jsonl) or column (.parquet) that holds the prompt
+    max_prompt: PositiveInt = 128  # most tokens of a prompt
+    long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    max_new_tokens: PositiveInt = 128
-    min_new_tokens: NonNegativeInt = 0
-    temperature: PositiveFloat = 1.0
-    top_k: NonNegativeInt = 0  # 0: off; bounds the set that is stored with every token and replayed in every pass
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    min_p: Fraction01 = 0.0
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # texts that end a response, and stay in it
-    max_sequences: PositiveInt = 256  # decoded at the same time by one copy of the actor
-    block_size: NonNegativeInt = 0  # tokens of a block of the KV cache; 0: 16 on a GPU, a whole sequence on a CPU
-    cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # of the memory that is free when generation begins
+    max_new_tokens: PositiveInt = 128  # most tokens of a response
+    min_new_tokens: NonNegativeInt = 0  # no end of sequence is drawn before this many tokens
+    temperature: PositiveFloat = 1.0  # logits are divided by it, in generation and in every later pass
+    top_k: NonNegativeInt = 0  # draw from the k most likely tokens; 0: off
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the fewest tokens with this total probability
+    min_p: Fraction01 = 0.0  # draw from tokens with at least this share of the largest probability
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # texts that end a response and stay in it
+    max_sequences: PositiveInt = 256  # most sequences that one copy of the actor decodes at once
+    block_size: NonNegativeInt = 0  # tokens per block of the KV cache; 0: 16 on a GPU, a whole sequence on a CPU
+    cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the free memory that the KV cache may take
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """AdamW, linear warm-up, then a schedule."""
 
-    actor_lr: PositiveFloat = 1e-6
-    critic_lr: PositiveFloat = 5e-6
-    warmup_steps: NonNegativeInt = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    beta1: BelowOne = 0.9
-    beta2: BelowOne = 0.95
-    eps: PositiveFloat = 1e-5
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: PositiveFloat = 1.0
+    actor_lr: PositiveFloat = 1e-6  # learning rate of the actor
+    critic_lr: PositiveFloat = 5e-6  # learning rate of the critic
+    warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
+    beta1: BelowOne = 0.9  # decay of AdamW's first moment
+    beta2: BelowOne = 0.95  # decay of AdamW's second moment
+    eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
+    weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """What lets a run be resumed; one is written at the end and on SIGUSR1 and SIGTERM, too."""
+    """A checkpoint is also written at the end of the run and on SIGUSR1 and SIGTERM."""
 
-    every: NonNegativeInt = 10  # iterations; 0: none in between
-    keep: PositiveInt = 2  # the newest ones
+    every: NonNegativeInt = 10  # iterations between two checkpoints; 0: none while the run goes on
+    keep: PositiveInt = 2  # number of newest checkpoints to keep
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
-    preset: str
+    preset: str  # name of the preset; set by `--preset` only
     models: Models = Models()
-    shape: str = ""  # a preset without weights names a model shape instead (for check and plan)
-    device: DeviceChoice = "auto"  # where ranks compute, see runtime/world/devices.py
-    device_type: str = "cpu"  # of the forecast of bytes, see plan/cluster.py
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    iterations: PositiveInt = 10
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    rollout_batch: PositiveInt = 128  # prompts
-    samples_per_prompt: PositiveInt = 1
-    mini_batch: PositiveInt = 32
-    micro_batch: PositiveInt = 32
-    reward_function: str = ""  # module:function or file.py:function
-    reward_function_mode: Literal["replace", "add"] = "replace"  # instead of the reward model, or added to its score
-    parity_tolerance: NonNegative | None = None  # nats of one token; None: 1e-4 in float32, 2 in bfloat16
-    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long
-    num_samples: NonNegativeInt = 3  # prompts whose responses before and after are shown
-    wandb: str = ""  # project at Weights & Biases for the metrics; WANDB_MODE=offline: in the run folder
+    shape: str = ""  # model shape of a preset without weights, for check and plan
+    device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
+    device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
+    iterations: PositiveInt = 10  # number of iterations: generate, score, train
+    dtype: Literal["float32", "bfloat16"] = "float32"  # precision while computing; master weights are float32
+    rollout_batch: PositiveInt = 128  # prompts per iteration, over all ranks
+    samples_per_prompt: PositiveInt = 1  # responses to each prompt
+    mini_batch: PositiveInt = 32  # sequences per optimizer step, over all ranks
+    micro_batch: PositiveInt = 32  # sequences per forward on one data-parallel shard
+    reward_function: str = ""  # a Python function: module:function or file.py:function
+    reward_function_mode: Literal["replace", "add"] = "replace"  # replace the reward model, or add to its score
+    parity_tolerance: NonNegative | None = None  # most nats for one token; none: 1e-4 in float32, 2 in bfloat16
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
+    num_samples: NonNegativeInt = 3  # prompts whose responses are shown before and after training
+    wandb: str = ""  # project at Weights & Biases; empty: off
     data: Data = Data()
     generation: Generation = Generation()
     ppo: PPO = PPO()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpointing = Checkpointing()
-    strategy: dict[str, Any] = field(default_factory=dict)  # options of the strategy's place()
+    strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
 
 def tiny() -> Config:

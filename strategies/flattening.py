@@ -11,8 +11,8 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def place(workload: Workload, cluster: Cluster, *, zero: int = 0, micro_batch: int | None = None) -> Placement:
-    """zero: ZeRO stage of actor and critic; 3 shards reference and reward, too. micro_batch: sequences per forward,
-    None takes the workload's."""
+    """zero: ZeRO stage of actor and critic; 3 also shards the weights of reference and reward. micro_batch: sequences
+    per forward; None: the option micro_batch."""
     trained = Layout.data_parallel(cluster.ranks, zero=zero, micro_batch=micro_batch)
     frozen = Layout.data_parallel(cluster.ranks, zero=3 if zero == 3 else 0, micro_batch=micro_batch)
     return Placement.by_model(workload, actor=trained, critic=trained, reference=frozen, reward=frozen)

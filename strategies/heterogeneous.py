@@ -28,8 +28,8 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """generation_device: the type that generates and infers; None: that of the last node. The other options are those
-    of separation."""
+    """generation_device: device type that generates and infers; None: that of the last node. The other options are
+    those of separation."""
     types = cluster.device_types
     if len(types) != 2:
         raise UserError(

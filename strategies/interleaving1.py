@@ -21,8 +21,8 @@ def place(
     zero: int = 0,
     micro_batch: int | None = None,
 ) -> Placement:
-    """ratios: the share of the ranks that a model gets, all if it is not named; shares below 1 sum to 1.
-    zero: ZeRO stage of actor and critic; 3 shards reference and reward, too, each over its own ranks.
-    micro_batch: sequences per forward, None takes the workload's."""
+    """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4; a model that is not named gets all
+    ranks, and the shares below 1 sum to 1. zero: ZeRO stage of actor and critic; 3 also shards the weights of reference
+    and reward, each over its own ranks. micro_batch: sequences per forward; None: the option micro_batch."""
     placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, micro_batch=micro_batch)
     return replace(placed, own_first=("reference_infer", "reward_infer"))

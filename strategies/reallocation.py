@@ -28,12 +28,14 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """generation_tp, generation_pp: slices of the actor while it generates, and stages where it does not fit otherwise
-    (they work one after another). training_tp, training_pp: slices and stages of actor and
-    critic in training; tp None: as many as a node and the key-value heads allow. inference_tp, inference_pp: of the
-    reference, the reward model and the critic's values; tp None: as in training. zero: ZeRO stage of training.
-    recompute: activations are computed again in the backward pass. offload: reference and reward model wait in host
-    memory between uses. micro_batch: sequences per forward, None takes the workload's; or tokens: a budget instead."""
+    """generation_tp: tensor-parallel slices of the actor in generation. generation_pp: pipeline stages of the actor in
+    generation; stages decode one after another, so use them only if the actor does not fit otherwise. training_tp:
+    tensor-parallel slices of actor and critic in training; None: as many as a node and the key-value heads allow.
+    training_pp: pipeline stages of actor and critic in training. inference_tp: tensor-parallel slices of reference,
+    reward model and the critic's values; None: as in training. inference_pp: pipeline stages of the same. zero: ZeRO
+    stage of training. recompute: compute activations again in the backward pass. offload: keep reference and reward
+    model in host memory between their calls. micro_batch: sequences per forward; None: the option micro_batch. tokens:
+    most tokens per forward; replaces micro_batch."""
     ranks, limits = cluster.ranks, {"micro_batch": micro_batch, "tokens": tokens}
     if training_tp is None:
         training_tp = workload.largest_tp(cluster, pp=training_pp)

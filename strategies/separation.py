@@ -30,12 +30,14 @@ def place(
     micro_batch: int | None = None,
     tokens: int | None = None,
 ) -> Placement:
-    """generation_ranks: how many of the ranks, the last ones, generate and infer; None: half of them.
-    ratios: shares of those, e.g. actor=1/2,critic=1/6,reference=1/6,reward=1/6; a model that is not named gets all of
-    them. generation_tp, generation_pp: slices and stages of every model there. training_tp, training_pp: of actor and
-    critic in training. in_flight: mini-batches on their way at a time. zero: ZeRO stage of the trainers. recompute:
-    activations are computed again in the backward pass. micro_batch: sequences per forward, None takes the workload's;
-    or tokens: a budget instead."""
+    """generation_ranks: number of ranks, counted from the last, that generate and infer; None: half of the ranks.
+    ratios: share of these ranks for each model, such as actor=1/2,critic=1/6,reference=1/6,reward=1/6; a model that is
+    not named gets all of them. generation_tp: tensor-parallel slices of each model on these ranks. generation_pp:
+    pipeline stages of each model on these ranks. training_tp: tensor-parallel slices of actor and critic in training.
+    training_pp: pipeline stages of actor and critic in training. in_flight: mini-batches that may be in transit at once
+    while streaming. zero: ZeRO stage of actor and critic in training. recompute: compute activations again in the
+    backward pass. micro_batch: sequences per forward; None: the option micro_batch. tokens: most tokens per forward;
+    replaces micro_batch."""
     size = cluster.num_devices
     num = size // 2 if generation_ranks is None else generation_ranks
     if not 0 < num < size:

@@ -20,23 +20,23 @@ Fraction01 = Annotated[float, Field(ge=0, le=1)]
 class PPO:
     """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
 
-    epochs: PositiveInt = 4
-    kl_coef: NonNegative = 0.05
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    kl_target: PositiveFloat = 6.0  # nats per response
-    kl_horizon: PositiveInt = 10_000  # sequences
-    gamma: Fraction01 = 1.0
-    lam: Fraction01 = 0.95
-    clip_ratio: PositiveFloat = 0.2
-    clip_value: PositiveFloat = 0.2
+    epochs: PositiveInt = 4  # passes over the rows of an iteration
+    kl_coef: NonNegative = 0.05  # weight of the KL penalty that is subtracted from each token's reward
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive changes kl_coef between iterations
+    kl_target: PositiveFloat = 6.0  # target of the adaptive controller, nats per response
+    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, sequences
+    gamma: Fraction01 = 1.0  # discount of GAE
+    lam: Fraction01 = 0.95  # lambda of GAE
+    clip_ratio: PositiveFloat = 0.2  # range of the probability ratio around 1 in the policy loss
+    clip_value: PositiveFloat = 0.2  # range of a value around its old value in the value loss
     entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
-    whiten: Literal["mini_batch", "batch"] = "mini_batch"
-    old_logprobs: Literal["generator", "recompute"] = "generator"
-    truncation: Literal["penalty", "bootstrap", "score"] = "penalty"
-    truncation_penalty: float = -1.0
-    clip_score: PositiveFloat | None = None
-    normalize_scores: bool = False
-    kl_early_stop: PositiveFloat | None = None  # nats per token; skips the rest of the iteration's actor steps
+    whiten: Literal["mini_batch", "batch"] = "mini_batch"  # where advantages are whitened; batch: no streaming
+    old_logprobs: Literal["generator", "recompute"] = "generator"  # recompute: another forward pass of the actor
+    truncation: Literal["penalty", "bootstrap", "score"] = "penalty"  # reward of a response without an end of sequence
+    truncation_penalty: float = -1.0  # the reward under truncation=penalty
+    clip_score: PositiveFloat | None = None  # scores are clipped to this range around 0
+    normalize_scores: bool = False  # subtract the running mean of the scores, divide by their standard deviation
+    kl_early_stop: PositiveFloat | None = None  # nats per token that end the iteration's actor steps early
 
 
 def workflow(options: PPO, *, replay: bool = False) -> Workflow:

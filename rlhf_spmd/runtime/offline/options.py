@@ -18,26 +18,26 @@ class Generation(configs.Generation):
     """As in training, but for two things: greedy decoding is allowed, and nothing is stored for replay, so that top_p
     and min_p need no top_k."""
 
-    temperature: NonNegative = 1.0  # 0: the most likely token
+    temperature: NonNegative = 1.0  # logits are divided by it; 0: the most likely token
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    key: str = "prompt"  # field or column that holds the prompt
-    max_prompt: NonNegativeInt = 0  # tokens; 0: what the model's context leaves beside the new ones
-    long_prompts: Literal["error", "truncate", "drop"] = "error"
+    key: str = "prompt"  # field (.jsonl) or column (.parquet) that holds the prompt
+    max_prompt: NonNegativeInt = 0  # most tokens of a prompt; 0: the model's context less max_new_tokens
+    long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """One run of `generate`."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: configs.DeviceChoice = "auto"  # as in training
-    tp: PositiveInt = 1  # ranks that hold one copy of the model together
-    samples_per_prompt: PositiveInt = 1
-    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # a rank that others wait for may be idle so long
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers
+    dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the weights
+    device: configs.DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
+    tp: PositiveInt = 1  # tensor-parallel ranks of one copy of the model
+    samples_per_prompt: PositiveInt = 1  # responses to each prompt
+    deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
     data: Data = Data()
     generation: Generation = Generation()
 
