@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and RESULTS.md from results/*.jsonl, between `<!-- rows: NAME -->` and `<!-- end -->`.
+"""Writes the tables of PAGES, between `<!-- rows: NAME -->` and `<!-- end -->`, from rows, and docs/options.md.
 
 Cost: none. Command: python -m bench tables. A unit test fails when a table and its rows differ.
 """
@@ -7,10 +7,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from bench.rows import REPOSITORY, RESULTS, STRATEGIES, on_ranks, read_rows
+from bench import evidence, options_page
+from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
+from bench.suites import STRATEGIES
 
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "bench" / "RESULTS.md")
+PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md"))
+WRITTEN = {"evidence": evidence.table, "option_names": options_page.names_elsewhere}  # not the rows of one file
 LEFT = 3  # columns of a table in a terminal that start at the left: names
+ABSENT = ("1e0787d", "6a7bd61", "8a5d435", "dff037d")  # commits of rows whose work entered the history as 87d4212
 BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -18,6 +22,7 @@ def main(arguments: list[str]) -> int:
     assert not arguments, "tables takes no options"
     for page in PAGES:
         page.write_text(render(page.read_text()))
+    options_page.PAGE.write_text(options_page.page())
     print(json.dumps({"bench": "tables", "ok": True}))
     return 0
 
@@ -28,12 +33,16 @@ def render(text: str) -> str:
 
 
 def _table(name: str) -> str:
+    if name in WRITTEN:
+        return "\n".join(markdown(*WRITTEN[name]()))
     file, joined, columns = JOINED.get(name) or (name, list, COLUMNS[name])
     rows = read_rows(RESULTS / f"{file}.jsonl")
     lines, about = markdown(columns, joined(rows)), rows[0]
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     commits = list(dict.fromkeys(row["commit"] for row in rows))  # some benches measure a part of their rows
     of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    if set(commits) & set(ABSENT):
+        of += f" ({' and '.join(one for one in commits if one in ABSENT)}: in the history as a part of 87d4212)"
     return "\n".join([*lines, "", f"{about['date']}, {of}, {about['hardware']}, {versions}."])
 
 
@@ -113,6 +122,11 @@ def _phase(name: str) -> Callable[[dict], str]:
     return lambda row: _number(row["device_s"][name] if "device_s" in row else None)
 
 
+def _fitted(row: dict) -> str:
+    """Whether the constants of `bench validate` were fitted to the rows of this system."""
+    return "fitted" if row["system"] == "ReaL-Heuristic" else "forecast"
+
+
 Columns = dict[str, Callable[[dict], str]]
 PLACE: Columns = {
     "model": lambda row: row["preset"],
@@ -141,6 +155,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         by_system,
         {
             "system": lambda row: row["system"],
+            "seconds are": _fitted,
             "published rows": lambda row: str(row["rows"]),
             "mean error": lambda row: _percent(row["mean"]),
             "worst": lambda row: _percent(row["worst"]),
@@ -292,6 +307,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
     },
     "validate": {
         "system": lambda row: row["system"],
+        "seconds are": _fitted,
         "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",
         "GPUs": lambda row: row["n_gpus"],
         "new tokens": lambda row: row["gen_len"],

@@ -1,0 +1,94 @@
+"""The five numbers of README.md's section on evidence, each from the rows of a bench, with the kind of number."""
+
+from collections.abc import Sequence
+
+from bench.rows import RESULTS, read_rows
+
+COLUMNS = {
+    "statement": lambda row: row["statement"],
+    "number": lambda row: row["number"],
+    "kind": lambda row: row["kind"],
+    "rows": lambda row: f"[rows](bench/RESULTS.md#{row['section']})",
+}
+SCAN_PLACE = ("llama-13b", "2x8")  # the forecast that is quoted
+
+
+def table() -> tuple[dict, list[dict[str, str]]]:
+    """Its columns, and a row for each number."""
+    return COLUMNS, [_same_tokens(), _kills(), _generation(), _published(), _planner()]
+
+
+def _row(statement: str, number: str, kind: str, section: str) -> dict[str, str]:
+    return {"statement": statement, "number": number, "kind": kind, "section": section}
+
+
+def _of(name: str) -> list[dict]:
+    return read_rows(RESULTS / f"{name}.jsonl")
+
+
+def _listed(values: Sequence) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _same_tokens() -> dict[str, str]:
+    found = [row for row in _of("invariance") if row["ranks"] > 1]
+    same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
+    ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
+    return _row(
+        f"Placements that draw the tokens of one rank, in float32 with three seeds ({_listed(tuple(strategies))}; "
+        f"{_listed(ranks)} ranks); largest relative error of losses, norms, KL and reward",
+        f"{len(same)} of {len(found)}; {worst:.1e}",
+        "measured, CPU",
+        "the-same-numbers-everywhere",
+    )
+
+
+def _kills() -> dict[str, str]:
+    found = _of("faults")
+    total = {key: sum(row[key] for row in found) for key in ("points", "equal", "hangs", "orphans")}
+    return _row(
+        "Runs killed at a random moment that resume to the bits of an uninterrupted run; hangs; orphans",
+        "{equal} of {points}; {hangs}; {orphans}".format(**total),
+        "measured, CPU",
+        "kills",
+    )
+
+
+def _generation() -> dict[str, str]:
+    ratios = [row["ratio"] for row in _of("generate")]
+    return _row(
+        "Tokens per second of generation, relative to `generate` of transformers",
+        f"{min(ratios):.1f} to {max(ratios):.1f}",
+        "measured, CPU",
+        "generation",
+    )
+
+
+def _published() -> dict[str, str]:
+    found = [row for row in _of("validate") if row["system"] == "ReaL-Heuristic"]
+    errors = [abs(row["error"]) for row in found]
+    return _row(
+        f"Mean error of simulated against published seconds per iteration: {len(errors)} runs of ReaL-Heuristic, "
+        "to which four constants are fitted",
+        f"{100 * sum(errors) / len(errors):.1f}%",
+        "fitted",
+        "published-runs",
+    )
+
+
+def _planner() -> dict[str, str]:
+    model, layout = SCAN_PLACE
+    found = {
+        row["strategy"]: row["samples_per_s"]
+        for row in _of("scan")
+        if (row["preset"], row["layout"]) == SCAN_PLACE and row["samples_per_s"]
+    }
+    best = max((name for name in found if name != "planner"), key=found.__getitem__)
+    return _row(
+        f"Samples per second of the planner's placement for {model} on {layout} A100s; of the best shipped strategy, "
+        f"`{best}`",
+        f"{found['planner']:.1f}; {found[best]:.1f}",
+        "forecast",
+        "forecasts-of-the-strategies",
+    )

@@ -1,0 +1,215 @@
+"""Writes docs/options.md: every option with its type, its default and its meaning, read from the code.
+
+The options of a run and of `generate` are fields of dataclasses; a field's meaning is the comment behind it. The
+options of a strategy are arguments of its place(), whose docstring says `name: meaning.` of each.
+
+Cost: none. Command: python -m bench tables, which writes this page too. A unit test fails when the page is not current.
+"""
+
+import ast
+import dataclasses
+import inspect
+import io
+import re
+import tokenize
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from bench.rows import REPOSITORY
+from rlhf_spmd import config as configs
+from rlhf_spmd.option_names import ELSEWHERE
+from rlhf_spmd.runtime import offline_options
+from rlhf_spmd.strategy import load_strategy, names
+
+PAGE = REPOSITORY / "docs" / "options.md"
+HEAD = """# Options
+
+*`python -m bench tables` writes this page from the code; do not edit it.*
+
+Options are `KEY=VALUE` words on the command line, for example `iterations=3 ppo.kl_coef=0.02 strategy.zero=2`. `none`
+stands for no value, and lists are separated by commas. The program rejects an unknown option and suggests known ones,
+also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two dashes, such as `--model`, are listed by
+`python -m rlhf_spmd train --help`.
+"""
+RUN = """
+## Options of a run
+
+`train`, `check`, `plan` and `profile` take these. The defaults below hold for all presets but where
+[Presets](#presets) names another value.
+"""
+PRESETS = """
+## Presets
+
+`--preset NAME` chooses a preset. Without it, `train` uses `tiny`, or `model` if `--model FOLDER` is given. The
+table has the options whose value differs from the default. The lengths of `model` are half of the model's context, but
+at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` differ from `llama-7b` in
+`shape` only; they have no weights and serve `check` and `plan`.
+"""
+OFFLINE = """
+## Options of generate
+
+A line of a `.jsonl` file of prompts may set some of these for its own prompt; see [Generation](generation.md).
+"""
+STRATEGIES = """
+## Options of the strategies
+
+Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strategy does.
+"""
+SHOWN_PRESETS = ("tiny", "model", "smollm2", "llama-7b")
+
+
+def page() -> str:
+    """The page as it has to be."""
+    parts = [HEAD, RUN, *_tables(configs.Config), PRESETS, _table_of_presets(), OFFLINE]
+    parts += [*_tables(offline_options.Options, " of generate"), STRATEGIES]
+    for name in names():
+        rows = [_row(*option) for option in strategy_options(name)]
+        parts += [f"\n### {name}\n\n", _lines(("option", "type", "default", "meaning"), rows)]
+    return "".join(parts)
+
+
+def names_elsewhere() -> tuple[dict, list[dict[str, Sequence[str]]]]:
+    """A table of names in other systems, for docs/coming_from.md: its columns, and a row for what means the same."""
+
+    def listed(key: str) -> Callable[[Mapping], str]:
+        return lambda row: ", ".join(f"`{one}`" for one in row[key])
+
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, ours in ELSEWHERE.items():
+        alike.setdefault(ours, []).append(name)
+    rows = [{"elsewhere": names, "here": ours} for ours, names in alike.items()]
+    return {"there": listed("elsewhere"), "here": listed("here")}, rows
+
+
+def _tables(cls: type, verb: str = "") -> list[str]:
+    """A table of the plain fields of a dataclass, then one for each group of fields. verb: added to their titles."""
+    groups = [field for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.type)]
+    rows = [_row(*option) for option in fields_of(cls) if option[0] not in {field.name for field in groups}]
+    head = ("option", "type", "default", "meaning")
+    parts = ["\n", _lines(head, rows)]
+    for group in groups:
+        rows = [_row(f"{group.name}.{name}", *rest) for name, *rest in fields_of(group.type)]
+        parts += [f"\n### {group.name}{verb}\n\n", _lines(head, rows)]
+    return parts
+
+
+def fields_of(cls: type) -> list[tuple[str, Any, Any, str]]:
+    """Name, type, default and meaning of each field of a dataclass, those that it inherits first."""
+    hints, found = get_type_hints(cls, include_extras=True), {}
+    for base in reversed(cls.__mro__[:-1]):
+        found |= _comments(base)
+    named = [field for field in dataclasses.fields(cls) if field.name != "preset"]  # that is --preset
+    return [(field.name, hints[field.name], _default(field), found.get(field.name, "")) for field in named]
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return "" if field.default is dataclasses.MISSING else field.default
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """The comment behind each field of a class."""
+    source = inspect.getsource(cls)
+    by_line = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    body = ast.parse(source).body[0].body
+    return {one.target.id: by_line.get(one.end_lineno, "") for one in body if isinstance(one, ast.AnnAssign)}
+
+
+def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
+    """Name, type, default and meaning of each option of a strategy. What heterogeneous does not explain itself means
+    what it means in separation."""
+    place = load_strategy(name).place
+    parameters = list(inspect.signature(place, eval_str=True).parameters.values())[2:]  # workload, cluster
+    meanings = _meanings("separation") | _meanings(name) if name == "heterogeneous" else _meanings(name)
+    return [(one.name, one.annotation, one.default, meanings.get(one.name, "")) for one in parameters]
+
+
+def _meanings(name: str) -> dict[str, str]:
+    """What the docstring of a strategy's place() says of each option."""
+    place = load_strategy(name).place
+    text = " ".join(inspect.getdoc(place).split())
+    options = "|".join(list(inspect.signature(place).parameters)[2:])
+    parts = re.split(rf"(?:^|(?<=\. ))({options}): ", text)[1:]
+    return {
+        option: text.partition(" The other ")[0].strip() for option, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def _table_of_presets() -> str:
+    """The options that presets set."""
+    values = {name: _values(configs.PRESETS[name]()) for name in SHOWN_PRESETS}
+    defaults = _values(configs.Config(preset=""))
+    keys = [key for key in defaults if any(values[name][key] != defaults[key] for name in values) and key != "preset"]
+    rows = []
+    for key in keys:
+        cells = (values[name][key] if values[name][key] != defaults[key] else None for name in values)
+        rows.append([f"`{key}`", *("" if value is None else value_text(value) for value in cells)])
+    return "\n" + _lines(("option", *(f"`{name}`" for name in SHOWN_PRESETS)), rows)
+
+
+def _values(config: configs.Config) -> dict[str, Any]:
+    """The value of each option by its dotted key."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= {f"{field.name}.{one.name}": getattr(value, one.name) for one in dataclasses.fields(value)}
+        elif not isinstance(value, Mapping):
+            found[field.name] = value
+    return found
+
+
+def _row(name: str, annotation: Any, default: Any, meaning: str) -> list[str]:
+    meaning = meaning.rstrip(".").replace("None: ", "`none`: ")
+    return [f"`{name}`", type_text(annotation), value_text(default), meaning[:1].upper() + meaning[1:]]
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "`none`"
+    if isinstance(value, Mapping) or value in ("", ()):
+        return "-"
+    if isinstance(value, str) and str(REPOSITORY) in value:
+        return "embedded"  # a file of the package
+    text = ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else value
+    return f"`{text}`"
+
+
+def type_text(annotation: Any) -> str:
+    """A type in words: `whole number, at least 1`."""
+    if get_origin(annotation) is Annotated:
+        inner, *extras = get_args(annotation)
+        bounds = [one for extra in extras for one in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+        words = ", ".join([type_text(inner), *filter(None, map(_bound, bounds))])
+        return words.replace("whole number, above 0", "whole number, at least 1")
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [type_text(one) for one in get_args(annotation) if one is not type(None)]
+        return " or ".join([*parts, "`none`"])
+    if get_origin(annotation) is Literal:
+        return " ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return "texts"
+    return {int: "whole number", float: "number", bool: "`true` `false`", str: "text"}.get(annotation, "group")
+
+
+def _bound(one: Any) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = next((name for name in words if getattr(one, name, None) is not None), None)
+    if found is None:
+        return ""
+    limit = getattr(one, found)
+    return f"{words[found]} {'2^64' if limit == 2**64 else limit}"
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
