@@ -48,7 +48,8 @@ def _kills() -> dict[str, str]:
     found = _of("faults")
     total = {key: sum(row[key] for row in found) for key in ("points", "equal", "hangs", "orphans")}
     return _row(
-        "Runs killed at a random moment that resume to the bits of an uninterrupted run; hangs; orphans",
+        "Runs that were killed at a random moment and, resumed, ended with the bits of an uninterrupted run; hangs; "
+        "orphans",
         "{equal} of {points}; {hangs}; {orphans}".format(**total),
         "measured, CPU",
         "kills",
