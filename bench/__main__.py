@@ -5,8 +5,8 @@ import sys
 
 BENCHES = {
     "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
-    "invariance": "three seeds under every strategy at 1, 2, 4, 5 and 8 ranks: tokens, metrics and weights compared",
-    "bfloat16": "reward curves of ten iterations in bfloat16 under every strategy: within noise?",
+    "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
+    "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
     "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
     "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
     "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
@@ -19,7 +19,7 @@ BENCHES = {
     "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
     "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
     "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
-    "convergence": "reward and KL under every strategy on top of each other: does the placement change them?",
+    "convergence": "reward and KL under five strategies on top of each other: does the placement change them?",
     "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
     "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
     "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",

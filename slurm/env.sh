@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# The facts of this site, all of them and nothing else. Fill them in once, then submit from the repository's root:
+# All site-specific settings. Fill them in once, then submit from the repository's root:
 #
 #     . slurm/env.sh
 #     sbatch -N 2 --ntasks-per-node=8 slurm/train.sbatch --preset smollm2 --model FOLDER --strategy separation
 #
-# A variable that is set already keeps its value, so that one job may differ: RLHF_SPMD_LAUNCHER=mpirun sbatch ...
+# A variable that is already set keeps its value, so one job may differ: RLHF_SPMD_LAUNCHER=mpirun sbatch ...
 # The jobs read this file again on their nodes.
 
 # What sbatch reads itself: where jobs go, how long they may run, what a node has. Empty: the site's default.
@@ -14,7 +14,7 @@
 : "${RLHF_SPMD_VENV:=$PWD/.venv}"  # the virtual environment, in a folder that all nodes see
 : "${RLHF_SPMD_RUNS:=$PWD/runs}"   # parent of the run folders; all nodes see it, too
 : "${RLHF_SPMD_LAUNCHER:=srun}"    # srun, or mpirun where Slurm and the MPI library have no PMI in common
-: "${RLHF_SPMD_PMI:=pmi2}"         # of srun: pmi2 for MPICH and Intel MPI, pmix for Open MPI (see srun --mpi=list)
+: "${RLHF_SPMD_PMI:=pmi2}"         # of srun, see srun --mpi=list: pmi2 (MPICH), pmix (Open MPI), cray_shasta (Cray)
 : "${RLHF_SPMD_INTERFACE:=}"       # network interface between the nodes, for example ib0; empty: the route decides
 
 for name in SBATCH_PARTITION SBATCH_ACCOUNT SBATCH_QOS SBATCH_TIMELIMIT SBATCH_GPUS_PER_NODE RLHF_SPMD_INTERFACE; do
