@@ -47,6 +47,9 @@ PRESETS = """
 table has the options whose value differs from the default. The lengths of `model` are half of the model's context, but
 at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` differ from `llama-7b` in
 `shape` only; they have no weights and serve `check` and `plan`.
+
+With `--preset tiny --model FOLDER` everything else still comes from the preset, whose values suit a toy; also set
+prompts, reward, lengths and learning rates.
 """
 OFFLINE = """
 ## Options of generate
