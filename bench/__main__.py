@@ -3,31 +3,49 @@
 import importlib
 import sys
 
-BENCHES = {
-    "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
-    "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
-    "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
-    "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
-    "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
-    "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
-    "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; floors",
-    "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the device; "
-    "with --static, what they take of an H100, without one",
-    "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
-    "validate": "the simulator against published measurements of PPO iterations: error per row",
-    "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
-    "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
-    "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
-    "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
-    "convergence": "reward and KL under five strategies on top of each other: does the placement change them?",
-    "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
-    "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
-    "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",
-    "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds and memory; 100,000 prompts",
-    "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
-    "unchanged": "does this tree compute what COMMIT computed? tokens, weights, metrics, programs, to the bit",
-    "report": "all rows and pictures of bench/results/ on one page, report.html",
-    "tables": "the tables of README.md and RESULTS.md, written anew from bench/results/, and docs/options.md",
+ROOMS = {
+    "speed": {
+        "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
+        "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
+        "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
+        "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; "
+        "floors",
+        "kernels": "sampling, logprobs, attention and small kernels against their peers and the ceilings of the "
+        "device; with --static, what they take of an H100, without one",
+        "iteration-size": "8,192 rows x 4,096 tokens on eight ranks without a model: seconds, memory; 100,000 prompts",
+        "guards": "what recorder, deadlines, supervisors and checkpoints cost of an iteration on eight ranks",
+    },
+    "forecast": {
+        "validate": "the simulator against published measurements of PPO iterations: error per row",
+        "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
+        "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
+        "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
+        "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
+    },
+    "numbers": {
+        "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
+        "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
+        "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
+        "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
+        "convergence": "reward and KL under five strategies on top of each other: does the placement change them?",
+    },
+    "faults": {
+        "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
+        "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
+        "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",
+    },
+    "first_light": {
+        "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
+    },
+    "": {
+        "report": "all rows and pictures of bench/results/ on one page, report.html",
+        "tables": "the tables of README.md and RESULTS.md, written anew from bench/results/, and docs/options.md",
+    },
+}
+MODULES = {
+    name: ".".join(filter(None, ("bench", room, name.replace("-", "_"))))
+    for room, names in ROOMS.items()
+    for name in names
 }
 
 

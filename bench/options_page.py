@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from bench.rows import REPOSITORY
 from rlhf_spmd import config as configs
 from rlhf_spmd.option_names import ELSEWHERE
-from rlhf_spmd.runtime import offline_options
+from rlhf_spmd.runtime.offline import options as offline_options
 from rlhf_spmd.strategy import load_strategy, names
 
 PAGE = REPOSITORY / "docs" / "options.md"

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from bench import evidence, options_page
-from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows
-from bench.suites import STRATEGIES
+from bench.rows import REPOSITORY, RESULTS, STRATEGIES, on_ranks, read_rows
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md"))
 WRITTEN = {"evidence": evidence.table, "option_names": options_page.names_elsewhere}  # not the rows of one file

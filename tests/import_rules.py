@@ -36,9 +36,8 @@ SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}" for name in ("cluster", "shard", "layout", "workflow", "workload", "placement", "validate")
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
-BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("speed", "forecast", "numbers", "faults", "first_light"), ("bench.rows", "bench.tables", "bench.plots")
-)
+SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it
+BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(("speed", "forecast", "numbers", "faults", "first_light"), SHARED)
 
 
 def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -75,7 +74,7 @@ OURS: dict[str, tuple[str, ...]] = {
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),
 }
-BENCH_ROOMS = {"bench": ANYTHING, "bench.rows": (), "bench.plots": ("bench.rows",), "bench.tables": ("bench.rows",)}
+BENCH_ROOMS = {"bench": ANYTHING} | {name: SHARED[:number] for number, name in enumerate(SHARED)}
 BENCH_ROOMS |= rooms("bench", BENCH)
 # The same for other people's packages; None: any but those behind a fence.
 OTHERS: dict[str, tuple[str, ...] | None] = {

@@ -15,7 +15,7 @@ from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
 from rlhf_spmd.config import load
-from rlhf_spmd.runtime import offline_options
+from rlhf_spmd.runtime.offline import options as offline_options
 from rlhf_spmd.strategy import names
 
 ROOT = Path(__file__).parents[2]
@@ -170,10 +170,10 @@ def test_make_targets_exist(page):
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=named)
 def test_benches_exist(page):
-    from bench.__main__ import BENCHES
+    from bench.__main__ import MODULES
 
     for name in re.findall(r"python -m bench\s+([a-z][a-z0-9-]+)", page.read_text()):
-        assert name in BENCHES, name
+        assert name in MODULES, name
 
 
 @pytest.mark.parametrize("page", [*DOCS, README], ids=named)

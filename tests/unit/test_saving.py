@@ -67,7 +67,7 @@ def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     saver.save(8, {})
-    with pytest.raises(UserError, match="rank-0000.safetensors can't be written: No space left.*store.keep"):
+    with pytest.raises(UserError, match="rank-0000.safetensors can't be written: No space left.*checkpoint.keep"):
         saver.finish()
     with pytest.raises(UserError):
         saver.check()
