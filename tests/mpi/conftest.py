@@ -145,9 +145,9 @@ def cheap_garbage_collection():
 
     import torch
 
-    from rlhf_spmd.runtime.engines import engine
+    from rlhf_spmd.runtime.engines import deepspeed_engine
 
-    engine._import_deepspeed(torch.device("cpu"))
+    deepspeed_engine._import_deepspeed(torch.device("cpu"))
     gc.collect()
     gc.freeze()
     yield
