@@ -1,20 +1,20 @@
-"""Attention of one new token per row over a KV cache that lies in blocks (paged, arXiv:2309.06180).
+"""Attention of one new token per row over a paged KV cache (arXiv:2309.06180).
 
     out_bh = sum_t softmax_t(q_bh . k_bt / sqrt(d)) v_bt      over the last `window` of the row's lengths_b tokens
 
 Token t of row b lies in block tables_bm[t // s], slot t % s, of a cache of n blocks of s slots. Query head h reads
-key-value head h // (H / K). lengths count the token at hand, which is already written. A row of length 0 (the padding
-of a CUDA graph's batch) gives zeros. Table entries beyond a row's length may hold anything.
+key-value head h // (H / K). Lengths include the new token, whose keys and values are already in the cache. A row of
+length 0 (padding in a CUDA graph's batch) gives zeros. Table entries beyond a row's length may hold anything.
 
 The kernel is bound by reading keys and values once. A small batch would leave most of a GPU idle, so a row's tokens are
-split among programs (flash decoding, arXiv:2311.01282), each of which leaves its part of the output and the log of its
-sum of exponentials; a second kernel merges them. The number of splits follows from shapes alone, never from lengths, so
-that a CUDA graph can hold the launch. The query heads of one key-value head fill the rows of a matrix product.
+split among programs (flash decoding, arXiv:2311.01282). Each program writes its part of the output and the log of its
+sum of exponentials; a second kernel merges them. The number of splits depends on shapes only, never on lengths, so a
+CUDA graph can capture the launch. The query heads of one key-value head form the rows of a matrix product.
 
-On a CPU torch's attention runs over a mask that is made once per step for all layers (`Decode.prepare`).
+On a CPU torch's attention runs with a mask that is made once per step for all layers (`Decode.prepare`).
 
 Legend: B rows, H heads, K key-value heads, G heads of a group padded to 16, n blocks, s slots of a block, M blocks of a
-row's table, S slots at hand, d head dim, D that dim padded to a power of two, P parts of a split row.
+row's table, S slots in use, d head dim, D that dim padded to a power of two, P parts of a split row.
 """
 
 import functools
@@ -28,21 +28,21 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.backend import tl, triton
 
-MIN_TOKENS = 64  # no program takes fewer tokens of a row than this, while the row has them
-MAX_TOKENS = 2048  # nor is planned to take more: one long row must not hold up a batch of short ones
+MIN_TOKENS = 64  # a program takes at least this many tokens, if the row has them
+MAX_TOKENS = 2048  # a program is planned to take at most this many: one long row must not delay a batch of short ones
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight to fill the memory bus
 TILE_BYTES = 16384  # of keys (and of values) that a program loads at once
-TOGETHER_TOKENS = 256  # longest rows whose grouped queries a CPU reads together in half precision
-WITHOUT = 2**31 - 1  # a window that hides nothing
+TOGETHER_TOKENS = 256  # longest rows whose grouped queries a CPU processes together in half precision
+WITHOUT = 2**31 - 1  # the window of full attention
 
 
 @dataclass(slots=True)
 class Decode:
     """What the rows of one decode step attend to: made once per step, used by every layer.
 
-    On a GPU it only holds the two tensors, and nothing is read back, so a CUDA graph may be captured with it. On a CPU
-    it also holds what all layers share: the mask, and where the blocks lie.
+    On a GPU it only holds the two tensors and reads nothing back, so it can be used in a CUDA graph. On a CPU it also
+    holds the mask and the positions of the blocks, which all layers share.
     """
 
     tables_BM: Tensor  # int32
@@ -51,18 +51,18 @@ class Decode:
     dtype: torch.dtype
     num_slots: int  # the longest row on a CPU, the longest possible one on a GPU
     in_place: bool = False  # row b has one block, block b: the cache itself is the batch
-    used_BM: Tensor | None = None  # CPU: the table up to the longest row, harmless beyond each row's length
+    used_BM: Tensor | None = None  # CPU: the table up to the longest row, 0 beyond each row's length
     empty_B: Tensor | None = None  # CPU: rows of length 0, if any
     _masks: dict = field(default_factory=dict)  # window -> mask_B11S
     _places: dict = field(default_factory=dict)  # K -> index of (row, kv head, block) in the cache
 
     @classmethod
     def prepare(cls, tables_BM: Tensor, lengths_B: Tensor, block_size: int, dtype: torch.dtype) -> "Decode":
-        """tables_BM int32, lengths_B int32 or int64, on the cache's device; dtype: the queries'."""
+        """tables_BM int32, lengths_B int32 or int64, on the cache's device; dtype: of the queries."""
         assert tables_BM.shape[0] == lengths_B.shape[0] and tables_BM.device == lengths_B.device
         if tables_BM.is_cuda:
             return cls(tables_BM, lengths_B, block_size, dtype, tables_BM.shape[1] * block_size)
-        tables, lengths = tables_BM.numpy(), lengths_B.numpy()  # whose small operations cost a third of torch's
+        tables, lengths = tables_BM.numpy(), lengths_B.numpy()  # small operations cost a third of torch's
         longest = max(int(lengths.max(initial=0)), 1)
         assert longest <= tables.shape[1] * block_size, "a row is longer than its table"
         num_blocks = -(-longest // block_size)
@@ -76,7 +76,7 @@ class Decode:
         return step
 
     def mask(self, window: int | None) -> Tensor | None:
-        """CPU: mask_B11S to add to scores, 0 or -inf; None: every row sees every slot. The same for all layers."""
+        """CPU: mask_B11S to add to scores, 0 or -inf; None: every row sees every slot. Shared by all layers."""
         if window is not None and window >= self.num_slots:
             window = None
         if window not in self._masks:
@@ -84,7 +84,7 @@ class Decode:
             hidden_BS = slots_S >= lengths_B1
             if window is not None:
                 hidden_BS |= slots_S < lengths_B1 - window
-            hidden_BS &= lengths_B1 > 0  # a softmax over nothing would be NaN; the output of these rows is cleared
+            hidden_BS &= lengths_B1 > 0  # a softmax over no slot would be NaN; the output of these rows is zeroed
             if hidden_BS.any():
                 mask_BS = torch.zeros(hidden_BS.shape, dtype=self.dtype)
                 mask_BS.masked_fill_(torch.from_numpy(hidden_BS), -torch.inf)
@@ -94,7 +94,7 @@ class Decode:
         return self._masks[window]
 
     def gather(self, cache_nKsd: Tensor) -> Tensor:
-        """CPU: cache_BKSd, the slots at hand of every row: a view where the blocks stand in order, else one copy."""
+        """CPU: cache_BKSd, the slots in use of every row: a view if the blocks are in order, else a copy."""
         num_blocks, num_kv_heads, block_size, head_dim = cache_nKsd.shape
         if self.in_place:
             return cache_nKsd[: len(self.lengths_B), :, : self.num_slots]
@@ -109,10 +109,10 @@ class Decode:
 def decode_attention(
     q_BHd: Tensor, keys_nKsd: Tensor, values_nKsd: Tensor, step: Decode, *, window: int | None = None
 ) -> Tensor:
-    """-> out_BHd, in the queries' dtype. window: how many of a row's last tokens it sees; None: all.
+    """-> out_BHd, in the queries' dtype. window: number of a row's last tokens that are visible; None: all.
 
-    On a CPU the cache must be finite everywhere (zeros at first), since a hidden slot has weight 0, and 0 times NaN
-    is NaN. There is no backward pass.
+    On a CPU the cache must be finite everywhere (initialise it with zeros), because a hidden slot has weight 0, and
+    0 x NaN is NaN. There is no backward pass.
     """
     assert not (torch.is_grad_enabled() and q_BHd.requires_grad), "decode_attention has no backward pass"
     assert keys_nKsd.shape[2] == step.block_size, (keys_nKsd.shape, step.block_size)
@@ -122,10 +122,10 @@ def decode_attention(
 
 
 def _on_cpu(q_BHd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, mask_B11S: Tensor | None, empty_B: Tensor | None) -> Tensor:
-    """torch's attention without repeating anything: the heads of a group are the queries of one key-value head.
+    """torch's attention without repeating keys and values: the heads of a group are queries of one key-value head.
 
-    But for one thread, or long rows, in half precision: there torch packs keys for several queries, which costs more
-    than it saves (a third at 32 rows and 8/4 heads of 64; elsewhere it is the other way round).
+    The exception is half precision with one thread or long rows: there torch packs keys for several queries, which
+    costs more than it saves (a third at 32 rows and 8/4 heads of 64).
     """
     num_rows, num_heads, head_dim = q_BHd.shape
     num_kv_heads = k_BKSd.shape[1]
@@ -145,7 +145,7 @@ def decode_attention_ref(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """The twin: row by row, token by token, in float32 or wider."""
+    """The reference: row by row, token by token, in float32 or wider."""
     wide = torch.promote_types(q_BHd.dtype, torch.float32)
     block_size, group = keys_nKsd.shape[2], q_BHd.shape[1] // keys_nKsd.shape[1]
     out_BHd = torch.zeros_like(q_BHd)
@@ -170,7 +170,7 @@ def _scan(
     keys_ptr,  # [n, s, d]
     values_ptr,  # [n, s, d]
     table_ptr,  # [M]
-    # the queries, and the tokens that they see
+    # the queries, and the range of tokens that they see
     q_GD,
     start,
     end,
@@ -189,7 +189,7 @@ def _scan(
     D: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """-> the sum of exponentials times values, their maximal exponent (base 2), their sum; one pass over the tokens."""
+    """-> the sum of exponentials times values, the maximal exponent (base 2), the sum of exponentials; in one pass."""
     dims_D = tl.arange(0, D)
     max_G = tl.full([G], -float("inf"), tl.float32)
     sum_G = tl.zeros([G], tl.float32)
@@ -279,7 +279,7 @@ def _split_kernel(
     sum_G = tl.where(sum_G > 0, sum_G, 1.0)
     out_GD = out_GD / sum_G[:, None]  # zeros where there is no token
     row_G = (b * num_heads + kv_head * group + heads_G).to(tl.int64) * P + part
-    if P > 1:  # nobody reads an empty part
+    if P > 1:  # an empty part is not read
         inside_GD = (heads_G < tl.where(start < end, group, 0))[:, None] & (dims_D < head_dim)[None, :]
         tl.store(logs_ptr + row_G, max_G + tl.log2(sum_G), mask=heads_G < group)  # -inf for an empty part
     out_ptrs_GD = out_ptr + row_G[:, None] * head_dim + dims_D[None, :]
@@ -304,7 +304,7 @@ def _merge_kernel(
     highest = tl.max(logs_P, 0)
     empty_P = logs_P == -float("inf")
     weights_P = tl.where(empty_P, 0.0, tl.exp2(logs_P - tl.where(highest == -float("inf"), 0.0, highest)))
-    # An empty part was never written: it is not read either.
+    # An empty part was never written, so it is not read.
     inside_PD = (logs_P > -float("inf"))[:, None] & (dims_D < head_dim)[None, :]
     at_PD = (row * P + parts_P)[:, None] * head_dim + dims_D[None, :]
     parts_PD = tl.load(parts_ptr + at_PD, mask=inside_PD, other=0.0)
@@ -323,8 +323,8 @@ def decode_attention_triton(
     window: int | None = None,
     num_parts: int | None = None,
 ) -> Tensor:
-    """The launcher. num_parts: a power of two; None: chosen from the shapes. The last dim of q and of the cache must
-    be contiguous, nothing else."""
+    """The launcher. num_parts: a power of two; None: chosen from the shapes. Only the last dim of q and of the cache
+    must be contiguous."""
     (num_rows, num_heads, head_dim), (_, num_kv_heads, block_size, _) = q_BHd.shape, keys_nKsd.shape
     assert keys_nKsd.shape == values_nKsd.shape and keys_nKsd.shape[3] == head_dim, (q_BHd.shape, keys_nKsd.shape)
     assert q_BHd.dtype == keys_nKsd.dtype == values_nKsd.dtype, "queries and cache have one dtype"
@@ -369,11 +369,11 @@ def decode_attention_triton(
 
 
 def choose_parts(num_pairs: int, longest: int, num_processors: int) -> int:
-    """Parts that a row is split into, a power of two: about enough programs to fill the device, none with too long a
-    chain of tokens, none with too few. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have.
+    """Parts that a row is split into, a power of two: about enough programs to fill the device, with MIN_TOKENS to
+    MAX_TOKENS each. num_pairs: (row, key-value head) pairs; longest: tokens that a row can have.
 
-    What would fill the device exactly is rounded to the nearest power of two, not up: parts cost bytes, which the
-    second kernel reads again, and a whole device gains nothing from twice as many programs."""
+    The number that fills the device is rounded to the nearest power of two, not up: parts cost bytes, which the
+    second kernel reads again, and a full device gains nothing from twice as many programs."""
     exactly = num_processors * PROGRAMS_PER_PROCESSOR / num_pairs
     to_fill = 1 << max(round(math.log2(exactly)), 0)
     wanted = max(min(to_fill, longest // MIN_TOKENS), -(-longest // MAX_TOKENS), 1)

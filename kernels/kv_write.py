@@ -1,8 +1,9 @@
-"""Write new keys and values into a KV cache that lies in blocks.
+"""Writes new keys and values into a paged KV cache.
 
-    cache_n[slot // s, k, slot % s] = new_t[k]       slot = slots_t = block * s + offset; -1: nowhere
+    cache_n[slot // s, k, slot % s] = new_t[k]       slot = slots_t = block * s + offset; -1: not written
 
-Slots of one call differ (but for -1), so the order of writing does not matter. Bound by writing 2 T K d numbers.
+The slots of one call are distinct (except -1), so the order of writing does not matter. Bound by writing 2 T K d
+numbers.
 
 Legend: T new tokens, K key-value heads, d head dim, n blocks, s slots of a block.
 """
@@ -14,7 +15,7 @@ from rlhf_spmd.kernels.backend import tl, triton
 
 
 def heads_of(slots_T: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Where each head of each token goes in a contiguous cache seen as [n * K * s, d]: int64 [T * K]. A CPU finds it
+    """The row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K]. On a CPU, computed
     once for all layers; no slot may be -1."""
     blocks_T = slots_T.div(block_size, rounding_mode="floor")
     first_T = blocks_T * (num_heads * block_size) + slots_T.remainder(block_size)
@@ -30,7 +31,7 @@ def kv_write(
     slots_T: Tensor,
     heads_TK: Tensor | None = None,
 ) -> None:
-    """slots_T int64: where each token goes; -1: nowhere (padding). heads_TK: `heads_of` them, on a CPU, if at hand."""
+    """slots_T int64: the slot of each token; -1: not written (padding). heads_TK: `heads_of` the slots (CPU only)."""
     if keys_TKd.is_cuda:
         kv_write_triton(keys_TKd, values_TKd, cache_keys_nKsd, cache_values_nKsd, slots_T)
         return
@@ -39,7 +40,7 @@ def kv_write(
             head_dim = new_TKd.shape[2]
             cache_nKsd.view(-1, head_dim).index_copy_(0, heads_TK, new_TKd.reshape(-1, head_dim))
         return
-    slots = slots_T.numpy()  # its small operations cost a third of torch's
+    slots = slots_T.numpy()  # small operations cost a third of torch's
     if len(slots) and slots.min() < 0:
         real_T = slots_T >= 0
         keys_TKd, values_TKd, slots = keys_TKd[real_T], values_TKd[real_T], slots[slots >= 0]
@@ -51,7 +52,7 @@ def kv_write(
 def kv_write_ref(
     keys_TKd: Tensor, values_TKd: Tensor, cache_keys_nKsd: Tensor, cache_values_nKsd: Tensor, slots_T: Tensor
 ) -> None:
-    """The twin: token by token."""
+    """The reference: token by token."""
     block_size = cache_keys_nKsd.shape[2]
     for t, slot in enumerate(slots_T.tolist()):
         if slot >= 0:

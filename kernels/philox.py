@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based random numbers behind every sampled token.
 
-A random number here is a function of *what it is for* - (seed, stream, iteration, prompt, sample, position) - and not
-of who asks or in which order, so a run gives the same tokens on any number of ranks and under every strategy. All
-operations are on integers, therefore numpy, torch, a Triton kernel and its interpreter agree bit for bit.
+A random number is a function of its use - (seed, stream, iteration, prompt, sample, position) - and not of the rank or
+the order of calls, so a run gives the same tokens on any number of ranks and under every strategy. All operations are
+on integers, so numpy, torch, a Triton kernel and its interpreter agree bit for bit.
 
 Formula (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011), ten rounds of
 
@@ -44,13 +44,13 @@ def philox_uint32(seed: int, c0, c1, c2, c3) -> np.ndarray:
 def random_bits(seed: int, stream: int, iteration: int, prompt_B, sample_B, num_positions: int) -> np.ndarray:
     """The random bits of each response token, int64 [B, G], for global prompt and sample indices.
 
-    stream: what the tokens are for, in [0, 2**8); numbers of different streams have nothing in common. The key is the
-    seed and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions.
-    The low half of the bits is the first output word, from which the number of a token's top level is made, the high
-    half the second, for all other levels (tree.py).
+    stream: the purpose of the tokens, in [0, 2**8); numbers of different streams are independent. The key is the seed
+    and the counter is (prompt, sample, stream * 2**24 + position, iteration), with at most 2**24 positions. The low
+    half of the bits is the first output word, used for the top level of the tree; the high half is the second word,
+    used for all other levels (cdf_tree.py).
     """
-    assert 0 <= stream < 2**STREAM_BITS, f"stream {stream} leaves {STREAM_BITS} bits"
-    assert 0 <= num_positions <= 2**POSITION_BITS, f"{num_positions} positions leave {POSITION_BITS} bits"
+    assert 0 <= stream < 2**STREAM_BITS, f"stream {stream} exceeds {STREAM_BITS} bits"
+    assert 0 <= num_positions <= 2**POSITION_BITS, f"{num_positions} positions exceed {POSITION_BITS} bits"
     prompt_B1, sample_B1 = np.asarray(prompt_B)[:, None], np.asarray(sample_B)[:, None]
     position_1G = (stream << POSITION_BITS) + np.arange(num_positions)[None, :]
     words = philox_uint32(seed, prompt_B1, sample_B1, position_1G, iteration)
@@ -59,5 +59,5 @@ def random_bits(seed: int, stream: int, iteration: int, prompt_B, sample_B, num_
 
 def _words(counter) -> np.ndarray:
     counter = np.asarray(counter)
-    assert counter.size == 0 or (counter.min() >= 0 and counter.max() <= WORD_MASK), "a counter word leaves 32 bits"
+    assert counter.size == 0 or (counter.min() >= 0 and counter.max() <= WORD_MASK), "a counter word exceeds 32 bits"
     return counter.astype(np.uint64)

@@ -2,7 +2,7 @@
 
     s = x + residual          y = s / sqrt(mean(s^2) + eps) * weight
 
-s is rounded to the dtype of x, since it is what goes on along the residual stream; the statistics and y are float32 and
+s is rounded to the dtype of x because it continues the residual stream; statistics and y are computed in float32 and
 rounded once, as torch's rms_norm does. Bound by reading x and residual and writing y and s, each once.
 
 Legend: N rows, H heads (rows may be [T, H]: norms of queries and keys), D size of a row, R rows of a program.
@@ -17,21 +17,21 @@ TILE = 2048  # numbers that a program holds, if a row is shorter than that
 
 
 def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """-> (y, s): the normed rows, and x + residual (x itself without a residual). x may also be [T, H, D].
+    """-> (y, s): the normalised rows, and x + residual (x itself without a residual). x may also be [T, H, D].
 
     There is no backward pass.
     """
     assert not (torch.is_grad_enabled() and x_ND.requires_grad), "rmsnorm has no backward pass"
     if x_ND.is_cuda:
         return rmsnorm_triton(x_ND, weight_D, eps, residual_ND)
-    s_ND = x_ND if residual_ND is None else residual_ND + x_ND  # laid out as the residual stream is
+    s_ND = x_ND if residual_ND is None else residual_ND + x_ND  # this order gives the memory layout of the residual
     wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
-    scale_N1 = wide_ND.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()  # fewer steps than F.rms_norm takes
+    scale_N1 = wide_ND.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()  # fewer operations than F.rms_norm
     return (wide_ND * scale_N1).mul_(weight_D).to(s_ND.dtype), s_ND
 
 
 def rmsnorm_ref(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The twin: the formula, in float32 or wider."""
+    """The reference: the formula, in float32 or wider."""
     s_ND = x_ND if residual_ND is None else x_ND + residual_ND
     wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
     y_ND = wide_ND * torch.rsqrt(wide_ND.square().mean(dim=-1, keepdim=True) + eps) * weight_D

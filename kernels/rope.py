@@ -2,8 +2,8 @@
 
     y_i = x_i cos_i - x_{i+f} sin_i      y_{i+f} = x_{i+f} cos_i + x_i sin_i      i < f = d / 2
 
-in Hugging Face's order of dimensions. Every product is rounded to the dtype of x before the sum, as the torch code of
-training does, so that generation and training turn by the same bits. Bound by reading and writing q and k once.
+in Hugging Face's order of dimensions. Every product is rounded to the dtype of x before the sum, as in the torch code
+of training, so generation and training give the same bits. Bound by reading and writing q and k once.
 
 Legend: T tokens, H query heads, K key-value heads, d head dim, f pairs of a head.
 """
@@ -15,9 +15,9 @@ from rlhf_spmd.kernels.backend import tl, triton
 
 
 def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (q_THd, k_TKd) turned. q and k may be views of one projection. There is no backward pass on a GPU.
+    """-> (q_THd, k_TKd) rotated. q and k may be views of one projection. There is no backward pass on a GPU.
 
-    On a CPU cos and sin may be `doubled`, once for all layers."""
+    On a CPU cos and sin may be `doubled`, computed once for all layers."""
     if q_THd.is_cuda:
         grads = q_THd.requires_grad or k_TKd.requires_grad
         assert not (torch.is_grad_enabled() and grads), "rope has no backward pass"
@@ -29,13 +29,13 @@ def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[
 
 
 def doubled(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """What a CPU multiplies a head by, and a head with its halves exchanged: [T, 1, d]. Fewer, longer steps than half
-    by half, to the same bits."""
+    """Factors [T, 1, d] for a whole head, and for a head with its halves exchanged. On a CPU this takes fewer, longer
+    operations than half by half, and gives the same bits."""
     return torch.cat((cos_Tf, cos_Tf), dim=-1)[:, None], torch.cat((-sin_Tf, sin_Tf), dim=-1)[:, None]
 
 
 def _together(q_THd: Tensor, k_TKd: Tensor) -> Tensor:
-    """Both as one tensor: a view where they are neighbours in one projection."""
+    """q and k as one tensor: a view if they are adjacent in one projection."""
     num_tokens, num_heads, head_dim = q_THd.shape
     one_storage = q_THd.untyped_storage().data_ptr() == k_TKd.untyped_storage().data_ptr()
     behind = q_THd.storage_offset() + num_heads * q_THd.stride(1)
@@ -45,7 +45,7 @@ def _together(q_THd: Tensor, k_TKd: Tensor) -> Tensor:
 
 
 def rope_ref(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin: one after the other."""
+    """The reference: q and k separately."""
     return _rotate(q_THd, cos_Tf, sin_Tf), _rotate(k_TKd, cos_Tf, sin_Tf)
 
 
@@ -138,6 +138,6 @@ def rope_triton(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) ->
             K=triton.next_power_of_2(num_kv_heads),
             F=triton.next_power_of_2(head_dim // 2),
             num_warps=4,
-            enable_fp_fusion=False,  # a product that goes unrounded into a sum is not the product that torch adds
+            enable_fp_fusion=False,  # a fused multiply-add skips the rounding that torch does
         )
     return turned_q_THd, turned_k_TKd

@@ -1,7 +1,7 @@
-"""sample() for a CPU, in torch and numpy: no row is sorted, and what is as wide as a row is done in the cache.
+"""sample() for a CPU, in torch and numpy: no row is sorted, and work as wide as a row stays in the cache.
 
-Rows that keep everything need the masses of their blocks and the tokens of one block. Of rows that keep some only the
-largest logits are listed, which is enough unless a nucleus is very wide; then the threshold is found by sorting.
+Unrestricted rows need the masses of their blocks and the tokens of one block. For restricted rows only the largest
+logits are listed, which is enough unless a nucleus is very wide; then the threshold is computed by sorting.
 
 Legend: B sequences, R some of them, V vocabulary, N blocks of it, K tokens of a block, C listed tokens, L levels.
 """
@@ -10,17 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.kept import Rules, Sampled, first_candidates, in_order, kept_counts, largest, least_kept
-from rlhf_spmd.kernels.tree import BLOCK, LEVELS_INSIDE, descend, descend_listed, level_numbers, levels_over
+from rlhf_spmd.kernels.cdf_tree import BLOCK, LEVELS_INSIDE, descend, descend_listed, level_numbers, levels_over
+from rlhf_spmd.kernels.support import (
+    Rules,
+    Sampled,
+    first_candidates,
+    in_order,
+    largest,
+    support_minimum,
+    support_sizes,
+)
 
-CHUNK = 2**17  # logits that are worked on at a time: their float32 copy stays in a core's cache
+CHUNK = 2**17  # logits processed at a time: their float32 copy stays in a core's cache
 LOWEST = torch.finfo(torch.float32).min
 
 
 def sample_cpu(
     logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int, any_restricted: bool = True
 ) -> Sampled:
-    """any_restricted: whether any row may keep less than all."""
+    """any_restricted: whether any row may be restricted."""
     if len(logits_BV) == 0:
         return empty(logits_BV, rules, num_stored)
     if not any_restricted:
@@ -41,8 +49,8 @@ def empty(logits_BV: Tensor, rules: Rules, num_stored: int) -> Sampled:
     num_rows, device = len(logits_BV), logits_BV.device
     tokens_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
     numbers = (torch.empty_like(rules.temperature_B) for _ in range(3))
-    kept_BK = torch.full((num_rows, num_stored), -1, dtype=torch.int32, device=device) if num_stored else None
-    return Sampled(tokens_B, *numbers, kept_BK)
+    support_BK = torch.full((num_rows, num_stored), -1, dtype=torch.int32, device=device) if num_stored else None
+    return Sampled(tokens_B, *numbers, support_BK)
 
 
 def block_masses(
@@ -58,7 +66,7 @@ def block_masses(
     masses_BN = max_B.new_empty(num_rows, num_blocks)
     scaled = bool((temperature_B != 1).any())
     chunk = max(1, CHUNK // (num_blocks * BLOCK)) if max_B.device.type == "cpu" else num_rows
-    padded = offset or width % BLOCK  # what is beyond the vocabulary has no mass
+    padded = offset or width % BLOCK  # padding has no mass
     whole_RNK = (max_B.new_zeros if padded else max_B.new_empty)(min(chunk, num_rows), num_blocks, BLOCK)
     for start in range(0, num_rows, chunk):
         rows = slice(start, min(start + chunk, num_rows))
@@ -77,7 +85,7 @@ def block_masses(
 def _draw_open(
     logits_BV: Tensor, bits_B: Tensor, rules: Rules, least_B: Tensor | None = None, total_B: Tensor | None = None
 ) -> Sampled:
-    """Rows that keep everything, or all from least_B up; total_B is then the mass of everything."""
+    """Draws from unrestricted rows, or from all z >= least_B, with total_B the mass of the whole vocabulary."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     max_B, masses_BN = block_masses(logits_BV, rules.temperature_B, least_B=least_B)
     over = levels_over(vocab_size)
@@ -104,26 +112,26 @@ def draw_inside(
     max_B: Tensor,
     blocks_B: Tensor,
     numbers_BL: np.ndarray,
-    kept_B: Tensor,
+    support_mass_B: Tensor,
     total_B: Tensor | None,
     vocab_size: int,
 ) -> Sampled:
-    """Draws a token of the chosen block, whose z (used up) are -inf where it is not kept; kept_B, total_B: mass of all
-    blocks."""
+    """Draws a token of the chosen block. z_BK: -inf outside the support; overwritten. support_mass_B, total_B: mass of
+    all blocks."""
     shifted_BK = z_BK.sub_(max_B[:, None])
     inside_B = descend(shifted_BK.exp().cpu().numpy(), numbers_BL)
     inside_B1 = torch.from_numpy(inside_B).to(z_BK.device)[:, None]
     tokens_B = (blocks_B * BLOCK + inside_B1[:, 0]).clamp_(max=vocab_size - 1)  # a row of NaN may end in the padding
-    return _told(tokens_B, shifted_BK.gather(1, inside_B1)[:, 0], kept_B, total_B)
+    return _result(tokens_B, shifted_BK.gather(1, inside_B1)[:, 0], support_mass_B, total_B)
 
 
-def _told(tokens_B: Tensor, shifted_B: Tensor, kept_B: Tensor, total_B: Tensor | None) -> Sampled:
-    """Tokens with z - max z, from a kept set of mass kept_B of total_B (None: of all)."""
+def _result(tokens_B: Tensor, shifted_B: Tensor, mass_B: Tensor, total_B: Tensor | None) -> Sampled:
+    """shifted_B: z - max z of the tokens; mass_B: of the support; total_B: of the vocabulary (None: the same)."""
     if total_B is None:
-        logprobs_B = (shifted_B - kept_B.log()).to(shifted_B.dtype)
+        logprobs_B = (shifted_B - mass_B.log()).to(shifted_B.dtype)
         return Sampled(tokens_B, logprobs_B, logprobs_B, logprobs_B * 0 + 1)  # 1 or NaN
-    logprobs_B = torch.where(kept_B > 0, shifted_B.double() - kept_B.log(), torch.nan)
-    numbers = torch.stack((logprobs_B, shifted_B - total_B.log(), kept_B / total_B))
+    logprobs_B = torch.where(mass_B > 0, shifted_B.double() - mass_B.log(), torch.nan)
+    numbers = torch.stack((logprobs_B, shifted_B - total_B.log(), mass_B / total_B))
     return Sampled(tokens_B, *numbers.masked_fill(~(total_B > 0), torch.nan).to(shifted_B.dtype).unbind())
 
 
@@ -138,26 +146,26 @@ def draw_listed(
     vocab_size: int,
     num_stored: int,
 ) -> tuple[Sampled, Tensor]:
-    """Draws from the largest logits of each row, sorted; for below_B and the second result see kept_counts."""
+    """Draws from the sorted largest logits of each row; for below_B and the second result see support_sizes."""
     shifted_BC = z_BC - max_B[:, None]
     masses_BC = shifted_BC.double().exp()
-    counts_B, certain_B = kept_counts(z_BC, masses_BC, total_B, below_B, rules)
+    counts_B, certain_B = support_sizes(z_BC, masses_BC, total_B, below_B, rules)
     dropped_BC = torch.arange(z_BC.shape[1], device=z_BC.device) >= counts_B[:, None]
     masses_BC.masked_fill_(dropped_BC, 0.0)
     numbers_BL = level_numbers(bits_B.cpu().numpy(), levels_over(vocab_size) + LEVELS_INSIDE)
     tokens = descend_listed(ids_BC.cpu().numpy(), masses_BC.cpu().numpy(), numbers_BL)
     tokens_B = torch.from_numpy(tokens).to(z_BC.device).clamp_(max=vocab_size - 1)
     shifted_B = torch.where(ids_BC == tokens_B[:, None], shifted_BC, 0.0).sum(1)
-    sampled = _told(tokens_B, shifted_B, masses_BC.sum(1), total_B)
+    sampled = _result(tokens_B, shifted_B, masses_BC.sum(1), total_B)
     if num_stored:
-        kept_BC = ids_BC.masked_fill(dropped_BC, -1)[:, :num_stored].int()
-        kept_BK = torch.nn.functional.pad(kept_BC, (0, num_stored - kept_BC.shape[1]), value=-1)
-        sampled = sampled._replace(kept_BK=kept_BK)
+        support_BC = ids_BC.masked_fill(dropped_BC, -1)[:, :num_stored].int()
+        support_BK = torch.nn.functional.pad(support_BC, (0, num_stored - support_BC.shape[1]), value=-1)
+        sampled = sampled._replace(support_BK=support_BK)
     return sampled, certain_B
 
 
 def _draw_restricted(logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored: int) -> Sampled:
-    """Rows that keep some."""
+    """Draws from restricted rows."""
     vocab_size = logits_BV.shape[1]
     max_B, masses_BN = block_masses(logits_BV, rules.temperature_B)
     total_B = masses_BN.sum(1)
@@ -177,12 +185,12 @@ def _draw_restricted(logits_BV: Tensor, bits_B: Tensor, rules: Rules, num_stored
     if certain_B.all():
         return sampled
     limited_B = (rules.limit_B < vocab_size) | (num_stored > 0)
-    many_R = (~certain_B & limited_B).nonzero()[:, 0]  # equals at the edge: their ids decide
+    many_R = (~certain_B & limited_B).nonzero()[:, 0]  # ties at the edge are cut by id
     if len(many_R):
         sampled.put(many_R, listed(many_R, vocab_size)[0])
     wide_R = (~certain_B & ~limited_B).nonzero()[:, 0]
     if len(wide_R):
         wide_RV, mine = logits_BV[wide_R], rules.rows(wide_R)
-        least_R = least_kept(wide_RV / mine.temperature_B[:, None], total_B[wide_R], mine)
+        least_R = support_minimum(wide_RV / mine.temperature_B[:, None], total_B[wide_R], mine)
         sampled.put(wide_R, _draw_open(wide_RV, bits_B[wide_R], mine, least_R, total_B[wide_R]))
     return sampled

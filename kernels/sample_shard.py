@@ -1,14 +1,15 @@
-"""sample() where every tensor-parallel rank holds the logits of a slice of the vocabulary: the same token on all ranks,
-which is the one that sample() draws from whole rows.
+"""sample() where every tensor-parallel rank holds the logits of a slice of the vocabulary. All ranks draw the same
+token, the one that sample() draws from whole rows.
 
-On a GPU the slices are gathered and every rank draws from whole rows, by the kernels of sample(): 256 rows of 128,256
-logits in bfloat16 are 66 MB, a tenth of a millisecond or two over NVLink, and nothing waits for the host. On a CPU,
-where messages are slow and numpy is near, whole rows never travel:
+On a GPU the slices are gathered and every rank draws from whole rows with the kernels of sample(): 256 rows of 128,256
+logits in bfloat16 are 66 MB, 0.1 to 0.2 ms over NVLink, and nothing waits for the host. On a CPU messages are slow, and
+whole rows are never sent:
 
-Two messages for rows that keep everything: row maxima with block masses, then the logits of the one chosen block. One
-message for rows that keep some: maxima, sums and the largest logits of each slice with their ids; more of them, alike
-on all ranks, for the rows whose set does not fit. Batches of both kinds share the first message. All that is drawn
-from is the same bits on every rank.
+- Unrestricted rows take two messages: row maxima with block masses, then the logits of the chosen block.
+- Restricted rows take one: maxima, sums and the largest logits of each slice with their ids. Rows whose support does
+  not fit take further messages with more logits; all ranks decide this identically.
+
+Batches of both kinds share the first message. Every rank draws from bitwise equal data.
 
 Legend: B sequences, R some of them, v a slice of the vocabulary, S slices, N blocks, K tokens of a block, C candidates.
 """
@@ -19,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels.cdf_tree import BLOCK, LEVELS_INSIDE, descend, level_numbers, levels_over
 from rlhf_spmd.kernels.collectives import all_gather
-from rlhf_spmd.kernels.kept import Rules, Sampled, first_candidates, in_order, largest, make_rules
 from rlhf_spmd.kernels.sample import sample
 from rlhf_spmd.kernels.sample_cpu import block_masses, draw_inside, draw_listed, empty
-from rlhf_spmd.kernels.tree import BLOCK, LEVELS_INSIDE, descend, level_numbers, levels_over
+from rlhf_spmd.kernels.support import Rules, Sampled, first_candidates, in_order, largest, make_rules
 
-WIDER = 8  # so many times more candidates for rows that need more
+WIDER = 8  # factor by which the number of candidates grows for rows that need more
 
 
 @torch.no_grad()
@@ -41,16 +42,16 @@ def sample_shard(
     min_p=0.0,
     num_stored: int = 0,
 ) -> Sampled:
-    """sample() of rows of which every rank of the group has the logits [B, v] of its slice of the vocabulary.
+    """sample() for rows whose logits [B, v] each rank of the group holds for its slice of the vocabulary.
 
-    slices: of each rank, one after the other; they need not meet the blocks. Everything but the logits is the same on
-    all ranks, and so is what comes back.
+    slices: of each rank, consecutive; they need not align with the blocks. All arguments except the logits, and the
+    result, are the same on all ranks.
     """
     vocabulary, vocab_size = slices[group.rank()], slices[-1].stop
     assert logits_Bv.shape[1] == len(vocabulary) > 0 and vocabulary.step == 1 and len(slices) == group.size()
     if logits_Bv.is_cuda:
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        return sample(gathered(logits_Bv, slices, group), bits_B, **options, num_stored=num_stored)
+        return sample(gather_slices(logits_Bv, slices, group), bits_B, **options, num_stored=num_stored)
     like_B1 = logits_Bv.new_empty(len(logits_Bv), 1).expand(-1, vocab_size)  # the shape of whole rows
     rules = make_rules(like_B1, temperature, top_k, top_p, min_p, num_stored)
     bits_B = torch.as_tensor(bits_B, device=logits_Bv.device)
@@ -64,8 +65,8 @@ def sample_shard(
     local_max_B, local_Bn = block_masses(logits_Bv, rules.temperature_B, offset=vocabulary.start % BLOCK)
     first, num_blocks = vocabulary.start // BLOCK, -(-vocab_size // BLOCK)
     local_BN = torch.nn.functional.pad(local_Bn, (first, num_blocks - first - local_Bn.shape[1]))
-    masses = local_BN if len(open_R) else local_BN.sum(1, keepdim=True)  # a list needs no more than the sum
-    lists = _largest_here(logits_Bv[left_R], rules.rows(left_R), num, vocabulary)
+    masses = local_BN if len(open_R) else local_BN.sum(1, keepdim=True)  # restricted rows need only the sum
+    lists = _local_candidates(logits_Bv[left_R], rules.rows(left_R), num, vocabulary)
     max_SB, masses_SBN, *lists = _from_all((local_max_B, masses, *lists), group)
     max_B = max_SB.amax(0)
     shares_SB = torch.where(max_SB == -torch.inf, 0.0, (max_SB - max_B).exp())  # an all-banned slice adds nothing
@@ -79,15 +80,15 @@ def sample_shard(
         left_R = left_R[~certain_R]
         if len(left_R):
             num = min(num * WIDER, vocab_size)
-            lists = _from_all(_largest_here(logits_Bv[left_R], rules.rows(left_R), num, vocabulary), group)
+            lists = _from_all(_local_candidates(logits_Bv[left_R], rules.rows(left_R), num, vocabulary), group)
     if len(open_R):
         here = (max_B[open_R], masses_BN[open_R], bits_B[open_R], rules.temperature_B[open_R])
-        sampled.put(open_R, _draw_open(logits_Bv[open_R], *here, vocabulary, vocab_size, group))
+        sampled.put(open_R, _draw_unrestricted(logits_Bv[open_R], *here, vocabulary, vocab_size, group))
     return sampled
 
 
-def gathered(logits_Bv: Tensor, slices: Sequence[range], group: dist.ProcessGroup) -> Tensor:
-    """Whole rows of logits [B, V] out of every rank's slice, in one message."""
+def gather_slices(logits_Bv: Tensor, slices: Sequence[range], group: dist.ProcessGroup) -> Tensor:
+    """Whole rows of logits [B, V] from the slices of all ranks, in one message."""
     missing = max(map(len, slices)) - logits_Bv.shape[1]
     mine_Bv = torch.nn.functional.pad(logits_Bv, (0, missing)) if missing else logits_Bv.contiguous()
     all_SBv = mine_Bv.new_empty(group.size(), *mine_Bv.shape)
@@ -96,7 +97,7 @@ def gathered(logits_Bv: Tensor, slices: Sequence[range], group: dist.ProcessGrou
 
 
 def _from_all(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensors, float64 [S, ...] each, in one message: ids and masses are exact in it."""
+    """Every rank's tensors, each float64 [S, ...], in one message; ids and masses are exact in float64."""
     mine = torch.cat([part.double().flatten() for part in parts])
     out = mine.new_empty(group.size() * len(mine))
     all_gather(out, mine, group=group)
@@ -105,8 +106,9 @@ def _from_all(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> list[Tenso
     return [piece.reshape(group.size(), *part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _largest_here(logits_Rv: Tensor, rules: Rules, num: int, vocabulary: range) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest z of this slice and their ids [R, C], padded with -inf; from which z on there may be gaps [R]."""
+def _local_candidates(logits_Rv: Tensor, rules: Rules, num: int, vocabulary: range) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest z of this slice and their ids [R, C], padded with -inf, and below_R: tokens with z > below_R are all
+    listed."""
     here = min(num, len(vocabulary))
     values_RC, ids_RC = largest(logits_Rv, here)
     z_RC = values_RC / rules.temperature_B[:, None]
@@ -118,12 +120,12 @@ def _largest_here(logits_Rv: Tensor, rules: Rules, num: int, vocabulary: range) 
 def _merged(
     z_SRC: Tensor, ids_SRC: Tensor, below_SR: Tensor, dtype: torch.dtype, complete: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One list per row out of the slices'."""
+    """Merges the lists of the slices into one per row."""
     z_RC, ids_RC = (x_SRC.transpose(0, 1).flatten(1) for x_SRC in (z_SRC.to(dtype), ids_SRC.long()))
     return *in_order(z_RC, ids_RC), None if complete else below_SR.amax(0).to(dtype)
 
 
-def _draw_open(
+def _draw_unrestricted(
     logits_Rv: Tensor,
     max_R: Tensor,
     masses_RN: Tensor,
@@ -133,7 +135,7 @@ def _draw_open(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> Sampled:
-    """Rows that keep everything: the second message is the logits of each row's block, from their owners."""
+    """Draws from unrestricted rows. The owners send the logits of each row's block (the second message)."""
     over = levels_over(vocab_size)
     numbers_RL = level_numbers(bits_R.cpu().numpy(), over + LEVELS_INSIDE)
     blocks_R = torch.from_numpy(descend(masses_RN.cpu().numpy(), numbers_RL[:, :over])).to(logits_Rv.device)

@@ -2,10 +2,10 @@
 
     y = silu(gate) * up        silu(x) = x / (1 + exp(-x))
 
-silu is computed in float32 and rounded to the dtype of gate before the product, as the torch code of training does.
+silu is computed in float32 and rounded to the dtype of gate before the product, as in the torch code of training.
 Bound by reading gate and up and writing y, each once.
 
-Legend: N rows, I inner size, J inner size at hand of a program.
+Legend: N rows, I inner size, J part of I that a program takes.
 """
 
 import torch
@@ -30,7 +30,7 @@ def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
 
 
 def silu_mul_ref(gate_NI: Tensor, up_NI: Tensor) -> Tensor:
-    """The twin: the formula, in float32 or wider, with its one rounding between."""
+    """The reference: the formula, in float32 or wider, with one rounding before the product."""
     wide_NI = gate_NI.to(torch.promote_types(gate_NI.dtype, torch.float32))
     return (wide_NI / (1.0 + (-wide_NI).exp())).to(gate_NI.dtype) * up_NI
 

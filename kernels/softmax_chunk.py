@@ -1,19 +1,20 @@
-"""Softmax of a chunk of logits: what has to be known of every row to merge chunks, and the gradients of the logits.
+"""Softmax over a chunk of logits: the statistics of each row that suffice to merge chunks, and the logits' gradients.
 
     z = logits / temperature,   highest = max z,   total = sum exp(z - highest),   token = z_t,
     weighted = sum exp(z - highest) (z - highest)
 
-merge over chunks c of a row (Milakov and Gimelshein, arXiv 1805.02867): with s_c = highest_c - max_c highest_c,
+These merge over the chunks c of a row (Milakov and Gimelshein, arXiv 1805.02867): with s_c = highest_c - max_c
+highest_c,
 
     highest' = max_c highest_c,   total' = sum_c exp(s_c) total_c,   token' = sum_c token_c,
     weighted' = sum_c exp(s_c) (weighted_c + s_c total_c)
 
-and give logprob = token' - highest' - log total' and entropy = log total' - weighted' / total'. With the gradients g
-and e of these two, and p = exp(z - log_total), log_total = highest' + log total':
+Then logprob = token' - highest' - log total' and entropy = log total' - weighted' / total'. With g and e the gradients
+of logprob and entropy, log_total = highest' + log total', and p = exp(z - log_total):
 
     d logits_nv = (g_n ([v = t] - p_nv) - e_n p_nv (log p_nv + entropy_n)) / temperature
 
-Both are one pass over the chunk.
+Statistics and gradients each take one pass over the chunk.
 
 Legend: N rows, C columns (tokens of the vocabulary), R rows of a piece.
 """
@@ -25,23 +26,23 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.backend import tl, triton
 
-CACHED_BYTES = 2 * 2**20  # of float32 numbers that a CPU works on at a time, to find them in its cache again
-LOWEST = -1e30  # stands for log 0 where it is multiplied by 0
-BLOCK, WARPS = 4096, 8  # columns of one step of the Triton kernels
+CACHED_BYTES = 2 * 2**20  # of float32 numbers that a CPU processes at a time, so that they stay in its cache
+LOWEST = -1e30  # used for log 0 where it is multiplied by 0
+BLOCK, WARPS = 4096, 8  # columns per step of the Triton kernels
 HIGHEST, TOTAL, WEIGHTED, TOKEN = range(4)  # a row's statistics
 
 # ---- plain torch ----------------------------------------------------------------------------------------------------
 
 
 def _pieces(logits_NC: Tensor) -> list[slice]:
-    """Rows that a CPU has in its cache at once; a GPU takes all."""
+    """Slices of rows that fit a CPU's cache; a GPU takes all rows at once."""
     rows = len(logits_NC) if logits_NC.is_cuda else CACHED_BYTES // (4 * logits_NC.shape[1])
     rows = max(rows, 1)
     return [slice(start, start + rows) for start in range(0, len(logits_NC), rows)]
 
 
-def scaled(logits_RC: Tensor, temperature: float) -> Tensor:
-    """In at least float32; the tensor itself if there is nothing to do."""
+def divide_by_temperature(logits_RC: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in at least float32; the tensor itself if that changes nothing."""
     z_RC = logits_RC.to(torch.promote_types(logits_RC.dtype, torch.float32))
     return z_RC if temperature == 1.0 else z_RC / temperature
 
@@ -49,23 +50,23 @@ def scaled(logits_RC: Tensor, temperature: float) -> Tensor:
 def statistics_ref(logits_NC: Tensor, tokens_N: Tensor, *, temperature: float, entropy: bool) -> Tensor:
     """(highest, total, weighted, token) of each row: [4, N], at least float32.
 
-    tokens_N: columns of the chunk; the token's entry is 0 where it is none of them. weighted is 0 unless entropy.
+    tokens_N: columns of the chunk; `token` is 0 for a token outside the chunk. weighted is 0 unless entropy.
     """
     wide = torch.promote_types(logits_NC.dtype, torch.float32)
-    found_4N = torch.zeros(4, len(logits_NC), dtype=wide, device=logits_NC.device)
+    statistics_4N = torch.zeros(4, len(logits_NC), dtype=wide, device=logits_NC.device)
     for piece in _pieces(logits_NC):
-        z_RC = scaled(logits_NC[piece], temperature)
+        z_RC = divide_by_temperature(logits_NC[piece], temperature)
         highest_R = z_RC.amax(1)
-        # A row of nothing but -inf has the total 0, not NaN.
+        # A row of -inf only has the total 0, not NaN.
         shifted_RC = z_RC - highest_R.masked_fill(highest_R == -math.inf, 0.0)[:, None]
         exp_RC = shifted_RC.exp() if entropy else shifted_RC.exp_()
-        found_4N[HIGHEST, piece], found_4N[TOTAL, piece] = highest_R, exp_RC.sum(1)
+        statistics_4N[HIGHEST, piece], statistics_4N[TOTAL, piece] = highest_R, exp_RC.sum(1)
         if entropy:  # x exp(x) is 0 at -inf
-            found_4N[WEIGHTED, piece] = shifted_RC.clamp_(min=LOWEST).mul_(exp_RC).sum(1)
+            statistics_4N[WEIGHTED, piece] = shifted_RC.clamp_(min=LOWEST).mul_(exp_RC).sum(1)
     inside_N, column_N1 = _inside(tokens_N, logits_NC.shape[1])
-    token_N = scaled(logits_NC.gather(1, column_N1)[:, 0], temperature)
-    found_4N[TOKEN] = torch.where(inside_N, token_N, 0.0)
-    return found_4N
+    token_N = divide_by_temperature(logits_NC.gather(1, column_N1)[:, 0], temperature)
+    statistics_4N[TOKEN] = torch.where(inside_N, token_N, 0.0)
+    return statistics_4N
 
 
 def gradients_ref(
@@ -82,11 +83,11 @@ def gradients_ref(
     """The logits' gradients, written to `out` (which may be the logits): [N, C].
 
     log_total_N: highest + log total over the whole vocabulary; +inf for a row without token. entropy_N and its
-    gradient: None if nobody asked for it.
+    gradient: None if entropy was not requested.
     """
     grad_N = grad_N / temperature
     for piece in _pieces(logits_NC):
-        z_RC, out_RC = scaled(logits_NC[piece], temperature), out[piece]
+        z_RC, out_RC = divide_by_temperature(logits_NC[piece], temperature), out[piece]
         if grad_entropy_N is None:
             to = out_RC if out_RC.dtype == z_RC.dtype else None
             part_RC = torch.sub(z_RC, log_total_N[piece, None], out=to).exp_().mul_(-grad_N[piece, None])
@@ -104,7 +105,7 @@ def gradients_ref(
 
 
 def _inside(tokens_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Which tokens are columns of a chunk, and an index [N, 1] for gather that is in range for the others too."""
+    """Which tokens are columns of the chunk, and an index [N, 1] for gather, clamped into range."""
     return (tokens_N >= 0) & (tokens_N < num_columns), tokens_N.clamp(0, num_columns - 1)[:, None]
 
 
@@ -116,7 +117,7 @@ def _statistics_kernel(
     # pointers
     logits_NC,
     tokens_N,
-    found_4N,
+    statistics_4N,
     # sizes
     num_rows,
     num_columns,
@@ -140,20 +141,20 @@ def _statistics_kernel(
         newer = tl.maximum(highest, tl.max(z, 0))
         base = tl.where(newer == -float("inf"), 0.0, newer)  # -inf - -inf would be NaN
         shift = tl.where(highest == -float("inf"), 0.0, highest - base)
-        kept = tl.exp(shift)  # of sums relative to the maximum so far; those are 0 while that is -inf
+        rescale = tl.exp(shift)  # of sums relative to the previous maximum; they are 0 while it is -inf
         exp = tl.exp(z - base)
         if ENTROPY:
             product = exp * tl.maximum(z - base, LOWEST)  # x exp(x) is 0 at -inf
-            weighted = kept * (weighted + shift * total) + tl.sum(product, 0)
-        total = kept * total + tl.sum(exp, 0)
+            weighted = rescale * (weighted + shift * total) + tl.sum(product, 0)
+        total = rescale * total + tl.sum(exp, 0)
         highest = newer
     token = tl.load(tokens_N + row)
     inside = (token >= 0) & (token < num_columns)
     z_token = tl.load(logits_C + token, mask=inside, other=0.0).to(tl.float32) / temperature
-    tl.store(found_4N + row, highest)
-    tl.store(found_4N + num_rows + row, total)
-    tl.store(found_4N + 2 * num_rows + row, weighted)
-    tl.store(found_4N + 3 * num_rows + row, z_token)
+    tl.store(statistics_4N + row, highest)
+    tl.store(statistics_4N + num_rows + row, total)
+    tl.store(statistics_4N + 2 * num_rows + row, weighted)
+    tl.store(statistics_4N + 3 * num_rows + row, z_token)
 
 
 def statistics_triton(logits_NC: Tensor, tokens_N: Tensor, *, temperature: float, entropy: bool) -> Tensor:
@@ -161,12 +162,12 @@ def statistics_triton(logits_NC: Tensor, tokens_N: Tensor, *, temperature: float
     num_rows, num_columns = logits_NC.shape
     assert logits_NC.stride(1) == 1 and logits_NC.dtype != torch.float64
     assert tokens_N.shape == (num_rows,) and tokens_N.dtype == torch.int64 and tokens_N.is_contiguous()
-    found_4N = torch.empty(4, num_rows, dtype=torch.float32, device=logits_NC.device)
+    statistics_4N = torch.empty(4, num_rows, dtype=torch.float32, device=logits_NC.device)
     if num_rows:
         _statistics_kernel[(num_rows,)](
             logits_NC,
             tokens_N,
-            found_4N,
+            statistics_4N,
             num_rows,
             num_columns,
             temperature,
@@ -176,7 +177,7 @@ def statistics_triton(logits_NC: Tensor, tokens_N: Tensor, *, temperature: float
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-    return found_4N
+    return statistics_4N
 
 
 @triton.jit
@@ -212,9 +213,9 @@ def _gradients_kernel(
     if ENTROPY:
         surprise = tl.maximum(logprob, LOWEST) + tl.load(entropy_N + row)
         slope += tl.load(grad_entropy_N + row) * p * surprise
-    found = tl.where(columns == tl.load(tokens_N + row), grad, 0.0) - slope
+    z_grad = tl.where(columns == tl.load(tokens_N + row), grad, 0.0) - slope
     out = out_NC + row * out_stride + columns
-    tl.store(out, (found / temperature).to(out_NC.dtype.element_ty), mask=inside)
+    tl.store(out, (z_grad / temperature).to(out_NC.dtype.element_ty), mask=inside)
 
 
 def gradients_triton(

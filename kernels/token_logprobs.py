@@ -1,16 +1,16 @@
-"""Log-probabilities of given tokens straight from hidden states: output projection, softmax and gather in one.
+"""Log-probabilities of given tokens from hidden states: output projection, softmax and gather fused.
 
     z_nv = h_n . w_v / temperature,   logprob_n = z_nt - log sum_v exp z_nv,   entropy_n = -sum_v p_nv log p_nv
 
-The logits [N, V] would be the largest tensor of a training step. Here they exist C tokens of the vocabulary at a time:
-of each chunk every row keeps four numbers, and these are merged over the chunks and, where every rank holds a slice of
-the vocabulary, over the ranks, by the same rule (softmax_chunk.py). The backward pass makes a chunk's logits again (a
-fourth matrix product besides the usual three; a single chunk is kept instead) and turns them in place into gradients.
+The logits [N, V] would be the largest tensor of a training step. Here only C columns of them exist at a time. Each
+chunk leaves four numbers per row, which are merged over chunks and, with tensor parallelism, over the ranks' slices of
+the vocabulary by the same rule (softmax_chunk.py). The backward pass recomputes a chunk's logits (a fourth matrix
+product; a single chunk is saved instead) and turns them into gradients in place.
 
-Chunks are columns, not rows, so that each yields its part of the weight's gradient whole, and only [N, D] is summed
-over chunks, in float32. (Cut Cross-Entropy, arXiv 2411.09009, does all this inside the product's kernel.)
+Chunks are columns, not rows: each yields a complete part of the weight's gradient, and only [N, D] is summed over
+chunks, in float32. (Cut Cross-Entropy, arXiv 2411.09009, does all this inside the kernel of the matrix product.)
 
-Legend: N tokens, D hidden, V vocabulary (this rank's slice of it), C a chunk of V, K kept tokens.
+Legend: N tokens, D hidden, V vocabulary (this rank's slice of it), C a chunk of V, K tokens of the support.
 """
 
 import math
@@ -26,28 +26,28 @@ from rlhf_spmd.kernels.softmax_chunk import (
     TOKEN,
     TOTAL,
     WEIGHTED,
+    divide_by_temperature,
     gradients_ref,
     gradients_triton,
-    scaled,
     statistics_ref,
     statistics_triton,
 )
 
-CHUNK_BYTES = 32 * 2**20  # of a chunk's logits, if they were float32; see chunk_columns
-MOST_CHUNKS = 24  # fewer columns than V / 24 would cost more in sums over chunks than they save
-MULTIPLE = 128  # of a chunk's columns: whole tiles of the matrix product
+CHUNK_BYTES = 32 * 2**20  # of a chunk's logits, counted as float32; see columns_per_chunk
+MOST_CHUNKS = 24  # with fewer columns than V / 24, sums over chunks would cost more than is saved
+MULTIPLE = 128  # a chunk's columns are whole tiles of the matrix product
 
-Banned = tuple[tuple[int, ...], Tensor]  # token ids, and early_N (bool): where they are impossible
+Banned = tuple[tuple[int, ...], Tensor]  # token ids, and early_N (bool): the rows in which they are banned
 
 
-def chunk_columns(num_rows: int, vocab_size: int) -> int:
-    """Columns C of a chunk: what CHUNK_BYTES hold, at least V / MOST_CHUNKS."""
+def columns_per_chunk(num_rows: int, vocab_size: int) -> int:
+    """Columns C of a chunk: as many as fit CHUNK_BYTES, at least V / MOST_CHUNKS."""
     least = -(-vocab_size // MOST_CHUNKS)
     columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), least)
     return min(-(-columns // MULTIPLE) * MULTIPLE, vocab_size)
 
 
-# ---- the twin: holds [N, V] and leaves the gradient to autograd ------------------------------------------------------
+# ---- the reference: holds [N, V] and leaves the gradient to autograd -------------------------------------------------
 
 
 def token_logprobs_ref(
@@ -57,7 +57,7 @@ def token_logprobs_ref(
     *,
     temperature: float = 1.0,
     banned: Banned | None = None,
-    kept_NK: Tensor | None = None,
+    support_NK: Tensor | None = None,
     entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What token_logprobs computes, for the whole vocabulary."""
@@ -65,8 +65,8 @@ def token_logprobs_ref(
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     real_N = tokens_N >= 0
     possible_NV = torch.ones_like(z_NV, dtype=torch.bool)
-    if kept_NK is not None:
-        ids_NK = torch.where(kept_NK >= 0, kept_NK, len(weight_VD)).long()  # padding goes to a column that is cut off
+    if support_NK is not None:
+        ids_NK = torch.where(support_NK >= 0, support_NK, len(weight_VD)).long()  # padding: an extra column
         possible_NV = torch.zeros(len(z_NV), len(weight_VD) + 1, dtype=torch.bool, device=z_NV.device)
         possible_NV = possible_NV.scatter_(1, ids_NK, True)[:, :-1] | ~real_N[:, None]
     if banned is not None:
@@ -86,8 +86,8 @@ def token_logprobs_ref(
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
-    """What is no tensor to differentiate by."""
+class _Settings:
+    """Arguments that are not differentiated."""
 
     temperature: float
     banned: Banned | None
@@ -97,7 +97,7 @@ class _How:
     triton: bool
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, columns: range, out_NC: Tensor) -> Tensor:
-        """A chunk before temperature, in the model's dtype as generation sees it; what is banned is -inf."""
+        """The logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are -inf."""
         torch.mm(hidden_ND, weight_VD[columns.start : columns.stop].T, out=out_NC)
         return self.ban(out_NC, columns, -math.inf)
 
@@ -128,7 +128,7 @@ class _How:
         sums_4N = torch.zeros_like(parts_C4N[0])
         sums_4N[TOTAL] = (scale_CN * parts_C4N[:, TOTAL]).sum(0)
         sums_4N[WEIGHTED] = (scale_CN * (parts_C4N[:, WEIGHTED] + shift_CN * parts_C4N[:, TOTAL])).sum(0)
-        sums_4N[TOKEN] = parts_C4N[:, TOKEN].sum(0)  # its owner's
+        sums_4N[TOKEN] = parts_C4N[:, TOKEN].sum(0)  # all but the owner add 0
         if self.group is not None:
             dist.all_reduce(sums_4N[TOTAL:], group=self.group)
         sums_4N[HIGHEST] = highest_N
@@ -136,37 +136,37 @@ class _How:
 
 
 def _chunks(num_rows: int, vocab_size: int) -> list[range]:
-    columns = chunk_columns(num_rows, vocab_size)
+    columns = columns_per_chunk(num_rows, vocab_size)
     return [range(start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns)]
 
 
 def _view(buffer: Tensor, num_rows: int, columns: range) -> Tensor:
-    """[N, C] in memory that all chunks share."""
+    """A view [N, C] of the memory that all chunks share."""
     return buffer[: num_rows * len(columns)].view(num_rows, len(columns))
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, tokens_N, kept_NK, how: _How):
+    def forward(ctx, hidden_ND, weight_VD, tokens_N, support_NK, how: _Settings):
         (num_rows, _), vocab_size = hidden_ND.shape, len(weight_VD)
         chunks = _chunks(num_rows, vocab_size)
         buffer = hidden_ND.new_empty(num_rows * len(chunks[0]))
         local_N, candidates_NK, member_N, parts = tokens_N - how.first, None, None, []
-        if kept_NK is not None:
-            is_token_NK = kept_NK == tokens_N[:, None]
-            kept_NK = torch.where(kept_NK >= 0, kept_NK.to(torch.int64) - how.first, -1)
+        if support_NK is not None:
+            is_token_NK = support_NK == tokens_N[:, None]
+            support_NK = torch.where(support_NK >= 0, support_NK.to(torch.int64) - how.first, -1)
             wide = torch.promote_types(hidden_ND.dtype, torch.float32)
-            candidates_NK = torch.full(kept_NK.shape, -math.inf, dtype=wide, device=hidden_ND.device)
+            candidates_NK = torch.full(support_NK.shape, -math.inf, dtype=wide, device=hidden_ND.device)
         for columns in chunks:
             logits_NC = how.logits(hidden_ND, weight_VD, columns, _view(buffer, num_rows, columns))
-            if kept_NK is None:
+            if support_NK is None:
                 parts.append(how.statistics(logits_NC, local_N - columns.start, temperature=how.temperature))
             else:
-                inside_NK = (kept_NK >= columns.start) & (kept_NK < columns.stop)
-                index_NK = (kept_NK - columns.start).clamp(0, len(columns) - 1)
-                z_NK = scaled(logits_NC.gather(1, index_NK), how.temperature)
+                inside_NK = (support_NK >= columns.start) & (support_NK < columns.stop)
+                index_NK = (support_NK - columns.start).clamp(0, len(columns) - 1)
+                z_NK = divide_by_temperature(logits_NC.gather(1, index_NK), how.temperature)
                 candidates_NK = torch.where(inside_NK, z_NK, candidates_NK)
-        if kept_NK is not None:  # the set takes the vocabulary's place, and the token its place in the set
+        if support_NK is not None:  # the support replaces the vocabulary, the index in it local_N
             member_N = is_token_NK.any(1)
             mine_N = member_N & (local_N >= 0) & (local_N < vocab_size)
             local_N = torch.where(mine_N, is_token_NK.int().argmax(1), -1)
@@ -178,17 +178,17 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs_N = logprobs_N.masked_fill(real_N & ~member_N, -math.inf)
         entropy_N = torch.where(real_N, log_N - weighted_N / total_N, 0.0) if how.entropy else None
         log_total_N = torch.where(real_N, highest_N + log_N, math.inf)  # a row without token has p = 0
-        saved_NC = logits_NC if len(chunks) == 1 and kept_NK is None else None
+        saved_NC = logits_NC if len(chunks) == 1 and support_NK is None else None
         ctx.how = how
         ctx.save_for_backward(
-            hidden_ND, weight_VD, local_N, kept_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N
+            hidden_ND, weight_VD, local_N, support_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N
         )
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_N, grad_entropy_N):
-        hidden_ND, weight_VD, local_N, kept_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N = (
+        hidden_ND, weight_VD, local_N, support_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N = (
             ctx.saved_tensors
         )
         how, (wants_hidden, wants_weight, *_) = ctx.how, ctx.needs_input_grad
@@ -198,20 +198,20 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_grad_VD = torch.empty_like(weight_VD) if wants_weight else None
         wide = torch.promote_types(hidden_ND.dtype, torch.float32) if len(chunks) > 1 else hidden_ND.dtype
         hidden_grad_ND = torch.zeros(hidden_ND.shape, dtype=wide, device=hidden_ND.device) if wants_hidden else None
-        if kept_NK is not None:
+        if support_NK is not None:
             out_NK = torch.empty_like(candidates_NK)
-            kept_grad_NK = how.gradients(candidates_NK, local_N, log_total_N, *grads, temperature=1.0, out=out_NK)
-            kept_grad_NK = (kept_grad_NK / how.temperature).to(hidden_ND.dtype)
+            support_grad_NK = how.gradients(candidates_NK, local_N, log_total_N, *grads, temperature=1.0, out=out_NK)
+            support_grad_NK = (support_grad_NK / how.temperature).to(hidden_ND.dtype)
         for columns in chunks:
             out_NC = _view(buffer, num_rows, columns)
-            if kept_NK is None:
+            if support_NK is None:
                 logits_NC = how.logits(hidden_ND, weight_VD, columns, out_NC) if saved_NC is None else saved_NC
                 token_N = local_N - columns.start
                 how.gradients(logits_NC, token_N, log_total_N, *grads, temperature=how.temperature, out=out_NC)
             else:
-                inside_NK = (kept_NK >= columns.start) & (kept_NK < columns.stop)
-                index_NK = (kept_NK - columns.start).clamp(0, len(columns) - 1)
-                out_NC.zero_().scatter_add_(1, index_NK, torch.where(inside_NK, kept_grad_NK, 0.0))
+                inside_NK = (support_NK >= columns.start) & (support_NK < columns.stop)
+                index_NK = (support_NK - columns.start).clamp(0, len(columns) - 1)
+                out_NC.zero_().scatter_add_(1, index_NK, torch.where(inside_NK, support_grad_NK, 0.0))
             how.ban(out_NC, columns, 0.0)
             part_CD = weight_VD[columns.start : columns.stop]
             if wants_weight:
@@ -232,23 +232,23 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     banned: Banned | None = None,
-    kept_NK: Tensor | None = None,
+    support_NK: Tensor | None = None,
     entropy: bool = False,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The tokens' logprobs_N under softmax(hidden weight^T / temperature) and, when asked, its entropy_N: at least
-    float32, differentiable once, 0 without gradient where the token is -1.
+    """The tokens' logprobs_N under softmax(hidden weight^T / temperature) and, on request, its entropy_N: at least
+    float32, differentiable once; 0 without gradient where the token is -1.
 
-    banned: (token ids, early_N bool): impossible in those rows. kept_NK: the tokens that each was drawn from (ids,
-    -1 padding); the distribution is that over them alone. first, group: weight_VD is the slice of the vocabulary that
-    begins with this token; the ranks of the group hold the others, and the same hidden_ND. Results are alike on all of
-    them, and so must be what is made of them: the backward pass sends nothing, and each rank's gradient of hidden_ND
-    is a part of the whole.
+    banned: (token ids, early_N bool): these tokens have probability 0 in those rows. support_NK: the support of each
+    token (ids, padded with -1), to which the distribution is restricted. first, group: weight_VD is the slice of the
+    vocabulary that begins with token `first`; the other ranks of the group hold the other slices and the same
+    hidden_ND. All ranks get the same results and must use them identically: the backward pass sends no message, and
+    each rank's gradient of hidden_ND is a partial sum.
     """
     on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
-    how = _How(temperature, banned, entropy, first, group, triton=on_gpu)
-    return _run(hidden_ND, weight_VD, tokens_N, kept_NK, how)
+    how = _Settings(temperature, banned, entropy, first, group, triton=on_gpu)
+    return _run(hidden_ND, weight_VD, tokens_N, support_NK, how)
 
 
 def token_logprobs_triton(
@@ -258,19 +258,19 @@ def token_logprobs_triton(
     *,
     temperature: float = 1.0,
     banned: Banned | None = None,
-    kept_NK: Tensor | None = None,
+    support_NK: Tensor | None = None,
     entropy: bool = False,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """token_logprobs by the Triton kernels, wherever the tensors are."""
-    how = _How(temperature, banned, entropy, first, group, triton=True)
-    return _run(hidden_ND, weight_VD, tokens_N, kept_NK, how)
+    how = _Settings(temperature, banned, entropy, first, group, triton=True)
+    return _run(hidden_ND, weight_VD, tokens_N, support_NK, how)
 
 
-def _run(hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, kept_NK: Tensor | None, how: _How):
+def _run(hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, support_NK: Tensor | None, how: _Settings):
     assert how.temperature > 0
     assert hidden_ND.dtype == weight_VD.dtype and hidden_ND.shape[1] == weight_VD.shape[1]
-    assert tokens_N.shape == hidden_ND.shape[:1] and (kept_NK is None or kept_NK.shape[:1] == tokens_N.shape)
-    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N.contiguous(), kept_NK, how)
+    assert tokens_N.shape == hidden_ND.shape[:1] and (support_NK is None or support_NK.shape[:1] == tokens_N.shape)
+    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N.contiguous(), support_NK, how)
     return (logprobs_N, entropy_N) if how.entropy else logprobs_N

@@ -20,12 +20,12 @@ from bench.speed.launches import name_of, recorded
 from bench.speed.occupancy import nvidia
 from rlhf_spmd import kernels
 from rlhf_spmd.kernels.decode_attention import decode_attention_triton
-from rlhf_spmd.kernels.kept import make_rules
 from rlhf_spmd.kernels.kv_write import kv_write_triton
 from rlhf_spmd.kernels.rmsnorm import rmsnorm_triton
 from rlhf_spmd.kernels.rope import rope_triton
 from rlhf_spmd.kernels.sample import sample_triton
 from rlhf_spmd.kernels.silu_mul import silu_mul_triton
+from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
 
 

@@ -6,7 +6,7 @@ A replay on one rank, which is deterministic, with a teacher-forced pass after e
 import torch
 
 from rlhf_spmd.config import Config
-from rlhf_spmd.kernels.tree import edge_distances
+from rlhf_spmd.kernels.cdf_tree import edge_distances
 from rlhf_spmd.model.sequences import Sequences, forward
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.generation import random_streams
@@ -42,10 +42,10 @@ class Replay(RunOf):
             logits_NV[early_N, token] = -torch.inf
         real_BG = responses_BG >= 0
         if "kept_tokens" in data.store:
-            kept_NK = data.store["kept_tokens"].flatten(0, 1)[real_BG].long()
-            kept_NK = torch.where(kept_NK >= 0, kept_NK, kept_NK[:, :1])  # the first is always there
+            support_NK = data.store["kept_tokens"].flatten(0, 1)[real_BG].long()
+            support_NK = torch.where(support_NK >= 0, support_NK, support_NK[:, :1])  # the first is always there
             open_NV = torch.full_like(logits_NV, -torch.inf)
-            logits_NV = open_NV.scatter_(1, kept_NK, logits_NV.gather(1, kept_NK))
+            logits_NV = open_NV.scatter_(1, support_NK, logits_NV.gather(1, support_NK))
         workflow = self.program.workload.workflow
         bits_N = data.random_bits(random_streams.of_call(workflow, workflow.call(call))).flatten(0, 1)[real_BG]
         distances_N = edge_distances(logits_NV, bits_N, responses_BG[real_BG], sampling["temperature"])

@@ -19,12 +19,12 @@ from torch import Tensor
 from bench.speed.occupancy import PROCESSORS
 from rlhf_spmd.config import load, make_workload
 from rlhf_spmd.kernels import decode_attention
-from rlhf_spmd.kernels.kept import make_rules
 from rlhf_spmd.kernels.kv_write import kv_write_triton
 from rlhf_spmd.kernels.rmsnorm import rmsnorm_triton
 from rlhf_spmd.kernels.rope import rope_triton
 from rlhf_spmd.kernels.sample import sample_triton
 from rlhf_spmd.kernels.silu_mul import silu_mul_triton
+from rlhf_spmd.kernels.support import make_rules
 from rlhf_spmd.kernels.token_logprobs import token_logprobs_triton
 from rlhf_spmd.plan.workload import ModelShape
 

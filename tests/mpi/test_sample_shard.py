@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.kernels.sample import sample, sample_ref
-from rlhf_spmd.kernels.sample_shard import gathered, sample_shard
+from rlhf_spmd.kernels.sample_shard import gather_slices, sample_shard
 from tests.draws import random_rows
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -62,9 +62,9 @@ def assert_drawn_alike(sampled, whole) -> None:
     for field, expected in zip(sampled[1:4], whole[1:4], strict=True):
         assert field.dtype == expected.dtype
         torch.testing.assert_close(field, expected, atol=4e-6, rtol=4e-6, equal_nan=True)
-    assert (sampled.kept_BK is None) == (whole.kept_BK is None)
-    if whole.kept_BK is not None:
-        assert torch.equal(sampled.kept_BK, whole.kept_BK)
+    assert (sampled.support_BK is None) == (whole.support_BK is None)
+    if whole.support_BK is not None:
+        assert torch.equal(sampled.support_BK, whole.support_BK)
 
 
 @pytest.mark.parametrize("vocab_size", WIDTHS)
@@ -74,8 +74,8 @@ def test_gathered_slices_are_whole_rows(world, make_group, vocab_size):
     mine = slices[world.rank]
     for dtype in (torch.float32, torch.bfloat16):
         logits_BV, _ = make_rows(7, vocab_size, dtype, seed=vocab_size)
-        found_BV = gathered(logits_BV[:, mine.start : mine.stop], slices, make_group(range(world.size)))
-        assert torch.equal(found_BV, logits_BV) and found_BV.is_contiguous()
+        whole_BV = gather_slices(logits_BV[:, mine.start : mine.stop], slices, make_group(range(world.size)))
+        assert torch.equal(whole_BV, logits_BV) and whole_BV.is_contiguous()
 
 
 @pytest.mark.rotates
@@ -130,7 +130,7 @@ def test_equal_logits_everywhere(world, make_group):
     rows = torch.zeros(20, 1100), random_rows(20)
     assert draw(world, group, *rows, temperature=0.0).tokens_B.tolist() == [0] * 20
     stored = draw(world, group, *rows, num_stored=4)
-    assert stored.kept_BK.tolist() == [[0, 1, 2, 3]] * 20 and stored.tokens_B.max() == 3
+    assert stored.support_BK.tolist() == [[0, 1, 2, 3]] * 20 and stored.tokens_B.max() == 3
     assert_drawn_alike(draw(world, group, *rows, top_p=0.5), sample(*rows, top_p=0.5))
 
 

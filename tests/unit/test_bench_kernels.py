@@ -19,9 +19,9 @@ def test_sampling_peers_draw_from_the_same_sets(rule):
     ours, theirs = case.calls["ours"](), case.calls["transformers"]()
     assert ours.tokens_B.shape == (400,) and theirs[0].shape == (400, 1)
     if rule == "top-k 50":  # of 50 tokens: all
-        assert (ours.kept_mass_B > 0.999).all()
+        assert (ours.support_mass_B > 0.999).all()
     if rule == "top-p 0.95":
-        assert (ours.kept_mass_B < 0.999).any() and (ours.kept_mass_B >= 0.9499).all()
+        assert (ours.support_mass_B < 0.999).any() and (ours.support_mass_B >= 0.9499).all()
 
 
 def test_attention_peers_agree():

@@ -92,7 +92,7 @@ def test_misuse_is_caught():
         philox_uint32(0, -1, 0, 0, 0)
     with pytest.raises(AssertionError, match="32 bits"):
         philox_uint32(0, np.array([2**32]), 0, 0, 0)
-    with pytest.raises(AssertionError, match="stream 256 leaves 8 bits"):
+    with pytest.raises(AssertionError, match="stream 256 exceeds 8 bits"):
         random_bits(0, 256, 0, [0], [0], 1)
-    with pytest.raises(AssertionError, match="16777217 positions leave 24 bits"):
+    with pytest.raises(AssertionError, match="16777217 positions exceed 24 bits"):
         random_bits(0, 0, 0, [0], [0], 2**24 + 1)

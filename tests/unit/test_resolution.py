@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from rlhf_spmd.kernels.tree import FANOUT, LEVELS_INSIDE, level_numbers, levels_over
+from rlhf_spmd.kernels.cdf_tree import FANOUT, LEVELS_INSIDE, level_numbers, levels_over
 
 # B words, L levels, F children of a node, E edges between them, V tokens
 

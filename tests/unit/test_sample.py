@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_spmd.kernels.cdf_tree import BLOCK, edge_distances, level_numbers, level_uniforms
 from rlhf_spmd.kernels.sample import sample, sample_ref
-from rlhf_spmd.kernels.tree import BLOCK, edge_distances, level_numbers, level_uniforms
 from tests.draws import bits_of, random_rows
 from tests.slow_sample import slow_draw, slow_number
 
@@ -184,4 +184,4 @@ def test_greedy_takes_the_lowest_of_equals():
     assert (sampled.logprobs_B == 0).all()
     full_BV = logits_BV.float().log_softmax(1)
     torch.testing.assert_close(sampled.full_logprobs_B, full_BV.amax(1), atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(sampled.kept_mass_B, full_BV.amax(1).exp(), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(sampled.support_mass_B, full_BV.amax(1).exp(), atol=2e-6, rtol=1e-5)

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from rlhf_spmd.kernels.kept import make_rules
+from rlhf_spmd.kernels.cdf_tree import edge_distances
 from rlhf_spmd.kernels.sample import sample, sample_ref, sample_triton
-from rlhf_spmd.kernels.tree import edge_distances
+from rlhf_spmd.kernels.support import make_rules
 from tests.draws import random_rows
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_stored": 0}
@@ -45,9 +45,9 @@ def assert_same(sampled, expected, rows_B=slice(None)) -> None:
     for field, other in zip(sampled[1:4], expected[1:4], strict=True):
         assert field.dtype == torch.float32
         torch.testing.assert_close(field[rows_B], other[rows_B], atol=5e-6, rtol=1e-5)
-    assert (sampled.kept_BK is None) == (expected.kept_BK is None)
-    if expected.kept_BK is not None:
-        assert torch.equal(sampled.kept_BK[rows_B], expected.kept_BK[rows_B])
+    assert (sampled.support_BK is None) == (expected.support_BK is None)
+    if expected.support_BK is not None:
+        assert torch.equal(sampled.support_BK[rows_B], expected.support_BK[rows_B])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,7 +62,7 @@ def test_rows_that_keep_everything(vocab_size, dtype, device):
         sure_B = (distances_B > 1e-6).to(device)
         assert sure_B.float().mean() > 0.98
         assert_same(sampled, twin, sure_B)
-        assert (sampled.kept_mass_B == 1).all()
+        assert (sampled.support_mass_B == 1).all()
 
 
 SIZES = (1, 40, 513, 5003)
@@ -81,7 +81,7 @@ def test_rows_that_keep_some(name, vocab_size, dtype, device):
     twin = sample_ref(*rows, **RULES[name])
     sampled = launch(*rows, **RULES[name])
     # where a sum is at the edge of top_p, rounding decides whether a token is kept: the masses then differ
-    same_B = (sampled.kept_mass_B - twin.kept_mass_B).abs() < 4e-6
+    same_B = (sampled.support_mass_B - twin.support_mass_B).abs() < 4e-6
     assert same_B.float().mean() > 0.99
     assert_same(sampled, twin, same_B)
 
@@ -129,7 +129,7 @@ def test_values_of_any_size(device):
     bits_B = random_rows(6).to(device)
     for top_k in (2, 352, 1050):
         sampled = launch(logits_BV, bits_B, top_k=top_k, num_stored=1100)
-        assert torch.equal(sampled.kept_BK, sample_ref(logits_BV, bits_B, top_k=top_k, num_stored=1100).kept_BK)
+        assert torch.equal(sampled.support_BK, sample_ref(logits_BV, bits_B, top_k=top_k, num_stored=1100).support_BK)
 
 
 def test_dispatch(device):
@@ -138,20 +138,20 @@ def test_dispatch(device):
     for rules in ({}, {"top_k": 3}, {"temperature": 0.0}, {"top_p": torch.full((4,), 0.5)}):
         assert_same(sample(*rows, **rules), sample_ref(*rows, **rules))
     empty = launch(rows[0][:0], rows[1][:0], num_stored=2)
-    assert empty.tokens_B.shape == (0,) and empty.kept_BK.shape == (0, 2)
+    assert empty.tokens_B.shape == (0,) and empty.support_BK.shape == (0, 2)
 
 
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rlhf_spmd.kernels import sample, stored, threshold
+from rlhf_spmd.kernels import sample, support_ids, support_threshold
 
 TYPES = {"bits": "*i64", "tokens": "*i64", "total": "*fp64", "top_k": "*i64", "limit": "*i64", "top_p": "*fp64",
          "order": "*i64", "keys": "*i64", "least": "*i32", "last": "*i32", "restricted": "*i32", "logits": "*bf16"}
 META = {"RESTRICTED": True, "LEAVES": 512, "BLOCK": 512, "BLOCKS": 8, "OVER": 3, "INSIDE": 3, "TILE": 2048, "PIVOTS": 8}
-for kernel in (sample._blocks_kernel, sample._merge_kernel, sample._draw_kernel, threshold._threshold_kernel,
-               stored._collect_kernel):
+for kernel in (sample._blocks_kernel, sample._merge_kernel, sample._draw_kernel, support_threshold._threshold_kernel,
+               support_ids._collect_kernel):
     names = kernel.arg_names
     kinds = {n: TYPES.get(n.removesuffix("_ptr"), "*fp32") if n.endswith("_ptr") else "i32" for n in names}
     meta = {n: META[n] for n in names if n in META}

@@ -67,7 +67,7 @@ def make_case(num_rows, size, vocab_size, dtype, device, *, banned=False, kept=F
             others = [v for v in torch.randperm(vocab_size, generator=generator).tolist() if v != token]
             own = ([token] + others[: n % 6])[:6] if token >= 0 else []
             sets[n, : len(own)] = torch.tensor(own, dtype=torch.int32)
-        options["kept_NK"] = sets.to(device)
+        options["support_NK"] = sets.to(device)
     hidden_ND, weight_VD = (x.to(device, dtype).requires_grad_() for x in (hidden_ND, weight_VD))
     return Case(hidden_ND, weight_VD, tokens_N.to(device), options)
 
@@ -185,8 +185,8 @@ def test_extremes(monkeypatch, device, form, num_chunks):
     for found, expected in zip(case.everything(run, entropy=True), twin, strict=True):
         assert found.isfinite().all()
         torch.testing.assert_close(found, expected)
-    kept_NK = torch.tensor([[2, 1, -1], [4, 0, -1], [1, 2, 3], [0, 1, 2]], device=device)
-    found_N = run(hidden_ND, weight_VD, tokens_N, kept_NK=kept_NK)
+    support_NK = torch.tensor([[2, 1, -1], [4, 0, -1], [1, 2, 3], [0, 1, 2]], device=device)
+    found_N = run(hidden_ND, weight_VD, tokens_N, support_NK=support_NK)
     assert found_N[0] == 0 and torch.isneginf(found_N[1:3]).all()
     with pytest.raises(AssertionError):
         run(hidden_ND, weight_VD, tokens_N, temperature=0.0)
@@ -198,8 +198,8 @@ def test_what_is_banned_or_not_kept_gets_no_gradient(device, form):
     weight_VD = torch.zeros(9, 1, device=device, requires_grad=True)
     tokens_N = torch.tensor([0, 1], device=device)
     both_N = torch.tensor([True, True], device=device)
-    kept_NK = torch.tensor([[0, 4, -1, -1], [1, 5, 6, 8]], device=device, dtype=torch.int32)
-    for options, zeros in (({"banned": ((2, 8), both_N)}, [2, 8]), ({"kept_NK": kept_NK}, [2, 3, 7])):
+    support_NK = torch.tensor([[0, 4, -1, -1], [1, 5, 6, 8]], device=device, dtype=torch.int32)
+    for options, zeros in (({"banned": ((2, 8), both_N)}, [2, 8]), ({"support_NK": support_NK}, [2, 3, 7])):
         logprobs_N, entropy_N = FORMS[form](hidden_ND, weight_VD, tokens_N, **options, entropy=True)
         (gradient_VD,) = torch.autograd.grad(logprobs_N.sum() + entropy_N.sum(), weight_VD)
         assert (gradient_VD[:, 0] == 0).nonzero()[:, 0].tolist() == zeros
@@ -253,12 +253,12 @@ def test_logits_never_exist_at_once(monkeypatch, device, kept):
 
 def test_size_of_a_chunk():
     """What the budget holds for few rows, V / 24 for many; and the forecast of bytes knows the same rule."""
-    assert token_logprobs.chunk_columns(2048, 1024) == 1024
-    assert token_logprobs.chunk_columns(4096, 49152) == 2048
-    assert token_logprobs.chunk_columns(100_000, 128_256) == 5376
+    assert token_logprobs.columns_per_chunk(2048, 1024) == 1024
+    assert token_logprobs.columns_per_chunk(4096, 49152) == 2048
+    assert token_logprobs.columns_per_chunk(100_000, 128_256) == 5376
     for num_rows in (0, 1, 100, 3000, 8192, 65536):
         for vocab_size in (1, 100, 32000, 49152, 151_936):
-            columns = token_logprobs.chunk_columns(num_rows, vocab_size)
+            columns = token_logprobs.columns_per_chunk(num_rows, vocab_size)
             assert columns == memory.chunk_columns(num_rows, vocab_size)
             assert columns == vocab_size or columns % 128 == 0
             if num_rows >= 8192 and vocab_size >= 32000:  # half precision against float32

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_spmd.kernels.kept import kept_ref, largest, make_rules
 from rlhf_spmd.kernels.sample import sample, sample_ref
+from rlhf_spmd.kernels.support import largest, make_rules, support_ref
 from tests.draws import random_rows
 
 RULES = {
@@ -62,13 +62,13 @@ def at_an_edge(logits_BV, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, margin
 
 @pytest.mark.parametrize("kind", ["plain", "banned", "ties"])
 @pytest.mark.parametrize("name", RULES)
-def test_kept_sets_are_those_of_transformers(name, kind):
+def test_supports_are_those_of_transformers(name, kind):
     rules, num_judged = RULES[name], 0
     for num_rows, vocab_size in SHAPES:
         dtype = torch.bfloat16 if kind == "ties" else torch.float32
         logits_BV, _ = make_rows(num_rows, vocab_size, dtype=dtype, banned=kind == "banned")
         z_BV = logits_BV.float() / rules.get("temperature", 1.0)
-        keep_BV = kept_ref(z_BV, make_rules(logits_BV, **(OFF | rules), num_stored=0))
+        keep_BV = support_ref(z_BV, make_rules(logits_BV, **(OFF | rules), num_stored=0))
         theirs_BV = warped(logits_BV, **rules) > -torch.inf
         sure_B = ~at_an_edge(logits_BV, **rules)
         num_judged += int(sure_B.sum())
@@ -102,7 +102,7 @@ def test_probabilities_are_those_of_transformers(name):
             expected_B = theirs_BV.double().log_softmax(1)[rows_B, sampled.tokens_B]
             close = {"atol": 4e-6, "rtol": 1e-5}
             torch.testing.assert_close(sampled.logprobs_B[sure_B].double(), expected_B[sure_B], **close)
-            torch.testing.assert_close(sampled.kept_mass_B[sure_B].double(), mass_B[sure_B], **close)
+            torch.testing.assert_close(sampled.support_mass_B[sure_B].double(), mass_B[sure_B], **close)
             torch.testing.assert_close(
                 sampled.full_logprobs_B.double(), full_BV[rows_B, sampled.tokens_B].log(), **close
             )
@@ -116,13 +116,13 @@ def test_stored_sets(num_stored, dtype):
         logits_BV, bits_B = make_rows(30, vocab_size, dtype=dtype)
         for rules in ({}, {"top_p": 0.9}, {"top_k": 12, "temperature": 2.0}, {"temperature": 0.0}):
             sampled = sample(logits_BV, bits_B, num_stored=num_stored, **rules)
-            assert sampled.kept_BK.shape == (30, num_stored) and sampled.kept_BK.dtype == torch.int32
+            assert sampled.support_BK.shape == (30, num_stored) and sampled.support_BK.dtype == torch.int32
             z_BV = logits_BV.double() / (rules.get("temperature", 1.0) or 1.0)
             rows = z_BV.tolist()
             for b in range(30):
-                kept = [v for v in sampled.kept_BK[b].tolist() if v >= 0]
+                kept = [v for v in sampled.support_BK[b].tolist() if v >= 0]
                 ranked = sorted(range(vocab_size), key=lambda v: (-rows[b][v], v))
-                assert kept == ranked[: len(kept)] and sampled.kept_BK[b, len(kept) :].eq(-1).all()
+                assert kept == ranked[: len(kept)] and sampled.support_BK[b, len(kept) :].eq(-1).all()
                 if not rules:
                     assert len(kept) == min(num_stored, vocab_size)
                 elif rules.get("temperature") == 0:
@@ -172,7 +172,7 @@ def test_form_and_twin_agree_on_anything(data):
     assert torch.equal(fast.tokens_B, twin.tokens_B)
     for field, expected in zip(fast[1:4], twin[1:4], strict=True):
         torch.testing.assert_close(field, expected, atol=4e-6, rtol=1e-5)
-    assert (fast.kept_BK is None and twin.kept_BK is None) or torch.equal(fast.kept_BK, twin.kept_BK)
+    assert (fast.support_BK is None and twin.support_BK is None) or torch.equal(fast.support_BK, twin.support_BK)
 
 
 def test_drawn_frequencies():

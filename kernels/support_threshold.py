@@ -1,16 +1,16 @@
-"""The kept set of rows on a GPU, without sorting them: the smallest z that kept.py's rules keep.
+"""The sampling support of rows on a GPU, without sorting: the smallest z that the rules of support.py keep.
 
     top-k:  the largest t with  #{v: z_v >= t} >= k
     top-p:  the largest t with  sum_{v: z_v >= t} e_v >= p x the whole
 
-with e_v = exp(z_v - max z). The search goes over the integers that order floats as their values do, so it is exact and
-ends. Each pass over a row counts, or adds, what lies above PIVOTS places between the bounds lo (enough) and hi (too
-little), and draws both bounds in to the nearest logits. Pivots are evenly spaced as values on even passes, as integers
-on odd ones: the former suit logits, the latter end in 11 turns on anything. Blocks are visited in the order of their
-maxima, and only those that reach lo: after the first pass, which the maxima themselves and the tail's largest possible
-mass bound, few are left.
+with e_v = exp(z_v - max z). The search runs over integers that have the same order as the floats (`image`), so it is
+exact and terminates. Each pass over a row counts the tokens, or sums the mass, at or above PIVOTS pivots between the
+bounds lo (enough) and hi (not enough), and then moves both bounds to the nearest logits. On even passes the pivots are
+evenly spaced as floats, which suits logits; on odd passes as integers, which ends within 11 passes on any input. Blocks
+are visited in descending order of their maxima, and only those that reach lo. The block maxima and the largest possible
+mass of the tail already bound the first pass, so few blocks remain.
 
-Bound, at most, by reading a row once for every pass; 3 to 6 passes over a tenth of the blocks are usual.
+Bound by one read of a row per pass; typical are 3 to 6 passes over a tenth of the blocks.
 
 Legend: B rows, V vocabulary, N blocks (of BLOCK tokens), P pivots, T tokens of a tile.
 """
@@ -21,32 +21,33 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.backend import tl, triton
-from rlhf_spmd.kernels.kept import Rules
-from rlhf_spmd.kernels.tree import BLOCK
+from rlhf_spmd.kernels.cdf_tree import BLOCK
+from rlhf_spmd.kernels.support import Rules
 
 TILE = 4 * BLOCK
 PIVOTS = 8
 
 
-class Kept(NamedTuple):
-    """What is kept of each row: tokens with image(z) >= least and z - max z >= floor, of those with image(z) == least
-    only ids up to last."""
+class Support(NamedTuple):
+    """The support of each row: tokens with image(z) >= least and z - max z >= floor; if image(z) == least, only ids up
+    to last."""
 
     least_B: Tensor  # int32
     last_B: Tensor  # int32
-    masses_BN: Tensor  # float32, of the kept tokens of each block relative to max z; 0 in rows without rules
-    order_BN: Tensor  # int64, blocks by their maxima
+    masses_BN: Tensor  # float32, of each block's supported tokens relative to max z; 0 in rows without rules
+    order_BN: Tensor  # int64, blocks by descending maximum
 
 
 @triton.jit
 def image(z):
-    """The integer of a float: ordered alike; -0 and 0 are one."""
+    """A float's bits as an integer with the same order; -0 equals 0."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value(image):
+    """The float of an `image`."""
     bits = image.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -55,7 +56,7 @@ def value(image):
 def load_tile(
     row_ptr, order_ptr, start, num, vocab_size, temperature, highest, floor, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Blocks start, ... (below num, in the order) -> ids, logits and images of their tokens [T]."""
+    """Blocks order[start], order[start + 1], ... below num -> ids, logits and images of their tokens [T]."""
     place_T = tl.arange(0, TILE)
     slot_T = start + place_T // BLOCK
     block_T = tl.load(order_ptr + slot_T, mask=slot_T < num, other=0).to(tl.int32)
@@ -84,7 +85,7 @@ def _search(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The largest image t with enough (goal) tokens or mass at or above it; lo: enough, hi: not enough, int64."""
+    """The largest image t with at least `goal` tokens (or mass) at or above it; lo has enough, hi has not (int64)."""
     step_P = tl.arange(0, PIVOTS) + 1
     turn = 0
     while hi - lo > 1:
@@ -111,7 +112,7 @@ def _search(
         enough_P = sums_P >= goal
         next_lo = tl.max(tl.where(enough_P, pivot_P, lo), axis=0)
         next_hi = tl.min(tl.where(enough_P, hi, pivot_P), axis=0)
-        # the same tokens lie at or above the nearest logit as at or above the bound
+        # no logit lies between a bound and the nearest logit, so moving the bound there changes no sum
         hi = tl.minimum(next_hi, nearest_hi.to(tl.int64) + 1)
         lo = tl.minimum(tl.maximum(next_lo, nearest_lo.to(tl.int64)), hi - 1)
         turn += 1
@@ -132,7 +133,7 @@ def _sums(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of the tokens at or above an image: how many, and their mass; and how many are above."""
+    """-> the mass and the number of tokens at or above the image `least`, and the number strictly above it."""
     num = tl.sum((block_images_N >= least).to(tl.int32), axis=0)
     mass = tl.full([], 0.0, tl.float64)
     count = tl.full([], 0, tl.int32)
@@ -163,7 +164,7 @@ def _last_id(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The smallest id up to which there are `quota` tokens whose image is `least`."""
+    """The smallest id such that `quota` tokens with the image `least` have ids up to it."""
     num = tl.sum((block_images_N >= least).to(tl.int32), axis=0)
     step_P = tl.arange(0, PIVOTS) + 1
     lo = tl.full([], -1, tl.int64)  # too few up to here
@@ -202,7 +203,7 @@ def _limited(
     TILE: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """A higher least, and the last id of its equals, if more than `limit` tokens are kept."""
+    """-> (least, last) with at most `limit` tokens: raises `least`, then cuts its ties after the id `last`."""
     last = tl.full([], 0, tl.int64) + vocab_size - 1
     _mass, count, above = _sums(
         row_ptr, order_ptr, block_images_N, vocab_size, temperature, highest, floor, least.to(tl.int32), scale,
@@ -231,7 +232,7 @@ def _limited(
 
 @triton.jit
 def _store_masses(
-    kept_ptr,
+    support_mass_ptr,
     row_ptr,
     order_ptr,
     num,
@@ -245,17 +246,17 @@ def _store_masses(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The kept mass of the first blocks in the order."""
+    """The supported mass of the first `num` blocks in the order."""
     slots = tl.arange(0, TILE // BLOCK)
     for start in range(0, num, TILE // BLOCK):
         ids_T, x_T, image_T = load_tile(
             row_ptr, order_ptr, start, num, vocab_size, temperature, highest, floor, BLOCK, TILE
         )
-        kept_T = (image_T > least) | ((image_T == least) & (ids_T <= last))
-        mass_T = tl.where(kept_T, tl.exp2((x_T - highest) * scale), 0.0)
+        inside_T = (image_T > least) | ((image_T == least) & (ids_T <= last))
+        mass_T = tl.where(inside_T, tl.exp2((x_T - highest) * scale), 0.0)
         mass = tl.sum(tl.reshape(mass_T, [TILE // BLOCK, BLOCK]), axis=1)
         block = tl.load(order_ptr + start + slots, mask=start + slots < num, other=0)
-        tl.store(kept_ptr + block, mass, mask=start + slots < num)
+        tl.store(support_mass_ptr + block, mass, mask=start + slots < num)
 
 
 @triton.jit
@@ -272,7 +273,7 @@ def _threshold_kernel(
     total_ptr,  # [B]
     least_ptr,  # [B]
     last_ptr,  # [B]
-    kept_ptr,  # [B, N]
+    support_mass_ptr,  # [B, N]
     # sizes
     vocab_size,
     num_blocks,
@@ -301,7 +302,7 @@ def _threshold_kernel(
     least = tl.full([], -2139095040, tl.int64)  # the image of the smallest finite float
     last = tl.full([], 0, tl.int64) + vocab_size - 1
     restricted = (top_k < vocab_size) | (limit < vocab_size) | (top_p < 1.0) | (floor > float("-inf"))
-    if restricted & (total > 0.0):  # a total of NaN: broken
+    if restricted & (total > 0.0):  # the total of a broken row is NaN
         if top_k < vocab_size:
             kth = tl.load(block_max_ptr + top_k - 1, mask=top_k <= num_blocks, other=float("-inf"))
             lo = tl.maximum(image(tl.div_rn(kth, temperature)).to(tl.int64), least)
@@ -316,7 +317,7 @@ def _threshold_kernel(
                     row_ptr, order_ptr, block_images_N, vocab_size, temperature, highest, float("-inf"),
                     least.to(tl.int32), scale, BLOCK, TILE,
                 )  # fmt: skip
-            # all the tokens below this hold less than 1 - p together, however many they are
+            # all tokens below this together hold less than 1 - p, even if they were the whole vocabulary
             tail = highest_z + tl.log(((1.0 - top_p) * whole / vocab_size).to(tl.float32))
             bound = image(tail - 0.001 - tl.abs(highest_z) * 1e-6).to(tl.int64)
             least = _search(
@@ -330,7 +331,7 @@ def _threshold_kernel(
             )  # fmt: skip
         num = tl.sum((block_images_N >= least.to(tl.int32)).to(tl.int32), axis=0)
         _store_masses(
-            kept_ptr + row * num_blocks, row_ptr, order_ptr, num, vocab_size, temperature, highest, floor,
+            support_mass_ptr + row * num_blocks, row_ptr, order_ptr, num, vocab_size, temperature, highest, floor,
             least.to(tl.int32), last.to(tl.int32), scale, BLOCK, TILE,
         )  # fmt: skip
     tl.store(least_ptr + row, least.to(tl.int32))
@@ -339,8 +340,8 @@ def _threshold_kernel(
 
 def threshold_triton(
     logits_BV: Tensor, rules: Rules, block_max_BN: Tensor, total_B: Tensor, num_leaves: int
-) -> tuple[Kept, Tensor]:
-    """-> what is kept, and the block maxima, the largest first. total_B: mass of a row relative to its max, float64."""
+) -> tuple[Support, Tensor]:
+    """-> the support, and the block maxima in descending order. total_B: mass of a row relative to its max, float64."""
     num_rows, vocab_size = logits_BV.shape
     num_blocks = block_max_BN.shape[1]
     assert logits_BV.stride(1) == 1 and block_max_BN.is_contiguous() and num_leaves >= num_blocks
@@ -348,11 +349,11 @@ def threshold_triton(
     sorted_BN, order_BN = block_max_BN.sort(dim=1, descending=True)
     sorted_BN, order_BN = sorted_BN.contiguous(), order_BN.contiguous()
     least_B = torch.empty(num_rows, dtype=torch.int32, device=logits_BV.device)
-    kept = Kept(least_B, torch.empty_like(least_B), torch.zeros_like(block_max_BN), order_BN)
+    support = Support(least_B, torch.empty_like(least_B), torch.zeros_like(block_max_BN), order_BN)
     _threshold_kernel[(num_rows,)](
         logits_BV, rules.temperature_B, rules.top_k_B, rules.top_p_B, rules.floor_B, rules.limit_B,
-        sorted_BN, order_BN, total_B, kept.least_B, kept.last_B, kept.masses_BN,
+        sorted_BN, order_BN, total_B, support.least_B, support.last_B, support.masses_BN,
         vocab_size, num_blocks, logits_BV.stride(0), LEAVES=num_leaves, BLOCK=BLOCK, TILE=TILE, PIVOTS=PIVOTS,
         num_warps=8,
     )  # fmt: skip
-    return kept, sorted_BN
+    return support, sorted_BN

@@ -1,14 +1,15 @@
-"""Which tokens temperature, top-k, top-p and min-p leave to be drawn, as a threshold on z = logits / temperature.
+"""The sampling support: the tokens that temperature, top-k, top-p and min-p allow, as a threshold on
+z = logits / temperature.
 
     top-k   keeps  z_v >= the k-th largest z
-    top-p   keeps  z_v whose strictly larger ones among those that top-k left hold less than p of their mass: the
+    top-p   keeps  z_v if the tokens with a strictly larger z hold less than p of the mass that top-k left: the
             smallest set of the largest values that reaches p (Holtzman et al., arXiv 1904.09751)
     min-p   keeps  z_v - max z >= log(min_p), i.e. probability >= min_p x the largest (arXiv 2407.01082)
-    limit   keeps  at most that many, the largest, of equals the lowest ids
+    limit   keeps  at most `limit` tokens, the largest; ties go to the lowest ids
 
-in that order, which is that of transformers' warpers. Up to the limit tokens of equal z are kept or dropped together
-(transformers cuts equals at the edge of top-p by the order in which its sort happened to leave them). The most likely
-token always stays, a banned one (-inf) never. A temperature of 0 is the limit 1 at temperature 1.
+applied in this order, as transformers' warpers do. Except at the limit, tokens of equal z are kept or dropped together
+(transformers cuts ties at the edge of top-p in the order its sort leaves them in). The most likely token is always
+kept, a banned one (-inf) never. Temperature 0 means limit 1 at temperature 1.
 
 Legend: B sequences, V vocabulary, C candidates (the largest logits of a row), K stored tokens.
 """
@@ -21,29 +22,29 @@ import torch
 from torch import Tensor
 
 FIRST_CANDIDATES = 256  # for a row without top-k; most nuclei are smaller
-SPARE = 14  # candidates beyond top-k: its equals, and one that shows that there are no more
-GROUP = 16  # of which only the largest is looked at first
+SPARE = 14  # candidates beyond top-k: room for ties, and one token below them that proves there are no more
+GROUP = 16  # tokens per group; `largest` first compares the maxima of groups
 
 
 class Sampled(NamedTuple):
     """One token per row. The numbers are float32 (float64 for float64 logits), and NaN where the logits of a row hold
-    NaN or +inf, or nothing but -inf: the caller's parity gate reports it. The token is in range all the same."""
+    NaN or +inf, or only -inf; the caller's parity gate reports it. Even then the token is in range."""
 
     tokens_B: Tensor  # int64
     logprobs_B: Tensor  # under the distribution sampled from
     full_logprobs_B: Tensor  # under softmax(logits / temperature)
-    kept_mass_B: Tensor  # of the kept set under softmax(logits / temperature)
-    kept_BK: Tensor | None = None  # int32 ids, most likely first, equals by id, -1 after the last
+    support_mass_B: Tensor  # of the support under softmax(logits / temperature)
+    support_BK: Tensor | None = None  # int32 ids, most likely first, ties by id, -1 after the last
 
     def put(self, rows_R: Tensor, part: "Sampled") -> None:
-        """Writes what was drawn for some rows."""
+        """Writes the results of some rows."""
         for whole, rows in zip(self, part, strict=True):
             if whole is not None:
                 whole[rows_R] = rows
 
 
 class Rules(NamedTuple):
-    """The rules of every row, switched-off ones included; z_B is float32, or float64 for float64 logits."""
+    """The rules of every row, including disabled ones. `z` below: float32, or float64 for float64 logits."""
 
     temperature_B: Tensor  # z; greedy rows have 1
     top_k_B: Tensor  # int64, V if off
@@ -56,7 +57,7 @@ class Rules(NamedTuple):
         return Rules(*(rule_B[index] for rule_B in self))
 
     def restricted(self, vocab_size: int) -> Tensor:
-        """Whether a row keeps less than all: bool [B]."""
+        """Whether the rules may exclude tokens of a row: bool [B]."""
         return self.has_top_k_B | (self.limit_B < vocab_size) | (self.top_p_B < 1) | (self.floor_B > -torch.inf)
 
 
@@ -64,11 +65,11 @@ def make_rules(logits_BV: Tensor, temperature, top_k, top_p, min_p, num_stored: 
     """Numbers or tensors [B] -> Rules on the device of the logits."""
     values = [x.item() if isinstance(x, Tensor) and not x.dim() else x for x in (temperature, top_k, top_p, min_p)]
     z_type = torch.promote_types(logits_BV.dtype, torch.float32)
-    made = _made if any(isinstance(value, Tensor) for value in values) else _made_before
-    return made(tuple(logits_BV.shape), z_type, logits_BV.device, *values, num_stored)
+    make = _make_rules if any(isinstance(value, Tensor) for value in values) else _make_rules_cached
+    return make(tuple(logits_BV.shape), z_type, logits_BV.device, *values, num_stored)
 
 
-def _made(
+def _make_rules(
     shape: tuple[int, int], z_type: torch.dtype, device: torch.device, temperature, top_k, top_p, min_p, num_stored: int
 ) -> Rules:
     num_rows, vocab_size = shape
@@ -94,17 +95,17 @@ def _made(
     )
 
 
-_made_before = functools.lru_cache(maxsize=1)(_made)  # of numbers: the next step's are mostly the same
+_make_rules_cached = functools.lru_cache(maxsize=1)(_make_rules)  # numbers rarely change from step to step
 
 
-def kept_ref(z_BV: Tensor, rules: Rules) -> Tensor:
-    """Whether a token is kept: bool [B, V]. The definition, by sorting whole rows."""
+def support_ref(z_BV: Tensor, rules: Rules) -> Tensor:
+    """Whether a token is in the support: bool [B, V]. The reference: sorts whole rows."""
     vocab_size = z_BV.shape[1]
-    sorted_BV, ids_BV = z_BV.sort(dim=1, descending=True, stable=True)  # equals by id
+    sorted_BV, ids_BV = z_BV.sort(dim=1, descending=True, stable=True)  # ties by id
     masses_BV = (sorted_BV.double() - sorted_BV[:, :1].double()).exp()
     keep_BV = sorted_BV >= sorted_BV.gather(1, rules.top_k_B[:, None] - 1)
     sums_BV = torch.where(keep_BV, masses_BV, 0.0).cumsum(dim=1)
-    first_BV = torch.searchsorted(-sorted_BV, -sorted_BV)  # of the equals
+    first_BV = torch.searchsorted(-sorted_BV, -sorted_BV)  # of the tied tokens
     larger_BV = torch.nn.functional.pad(sums_BV, (1, 0)).gather(1, first_BV)
     in_nucleus_BV = (larger_BV < rules.top_p_B[:, None] * sums_BV[:, -1:]) | (rules.top_p_B[:, None] >= 1)
     keep_BV &= in_nucleus_BV | (first_BV == 0)
@@ -117,8 +118,8 @@ def kept_ref(z_BV: Tensor, rules: Rules) -> Tensor:
 def largest(logits_BV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The `num` largest logits of each row and their ids [B, C], most likely first.
 
-    Only the tokens of those groups whose largest is among the `num` largest of all groups can be: two short searches
-    and one fast pass instead of a long search.
+    They all lie in the `num` groups with the largest maxima. One fast pass finds these maxima, and two short top-k
+    searches replace a long one.
     """
     vocab_size = logits_BV.shape[1]
     num_groups = vocab_size // GROUP
@@ -126,7 +127,7 @@ def largest(logits_BV: Tensor, num: int) -> tuple[Tensor, Tensor]:
         values_BC, ids_BC = logits_BV.topk(min(num, vocab_size))
         return values_BC, ids_BC
     grouped = num_groups * GROUP
-    # a group's tokens are num_groups apart: the maximum runs over whole vectors
+    # a group's tokens are num_groups apart, so amax works on whole vectors
     groups_BC = logits_BV[:, :grouped].unflatten(1, (GROUP, num_groups)).amax(1).topk(num, sorted=False).indices
     offsets = torch.arange(0, grouped, num_groups, device=logits_BV.device)
     ids_BC = (groups_BC[:, None] + offsets[:, None]).flatten(1)
@@ -136,19 +137,19 @@ def largest(logits_BV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return values_BC, ids_BC.gather(1, order_BC)
 
 
-def kept_counts(
+def support_sizes(
     z_BC: Tensor, masses_BC: Tensor, total_B: Tensor, below_B: Tensor | None, rules: Rules
 ) -> tuple[Tensor, Tensor]:
-    """How many of a row's largest values, sorted, are kept [B], and whether that is certain: bool [B].
+    """How many of a row's sorted candidates are in the support [B], and whether the number is certain: bool [B].
 
-    masses_BC = exp(z - max z), float64; total_B is their sum over the whole vocabulary. Every token with z > below_B is
-    listed, of those with z == below_B some may be missing; None says that all tokens are listed.
+    masses_BC = exp(z - max z), float64; total_B is their sum over the whole vocabulary. All tokens with z > below_B are
+    candidates, tokens with z == below_B may be missing. below_B=None: all tokens are candidates.
     """
     kth_B1 = z_BC.gather(1, rules.top_k_B[:, None].clamp(max=z_BC.shape[1]) - 1)
     kth_B1 = torch.where(rules.has_top_k_B[:, None], kth_B1, -torch.inf)
     sums_BC = torch.where(z_BC >= kth_B1, masses_BC, 0.0).cumsum(dim=1)
     goal_B = rules.top_p_B * torch.where(rules.has_top_k_B, sums_BC[:, -1], total_B)
-    # the last one before which p isn't reached; its equals are kept like it
+    # the candidate that reaches p; tokens tied with it are kept too
     last_B1 = (sums_BC < goal_B[:, None]).sum(1, keepdim=True).clamp(max=z_BC.shape[1] - 1)
     least_B1 = torch.where(rules.top_p_B[:, None] < 1, z_BC.gather(1, last_B1), -torch.inf).maximum(kth_B1)
     keep_BC = (z_BC >= least_B1) & (z_BC - z_BC[:, :1] >= rules.floor_B[:, None]) & (z_BC > -torch.inf)
@@ -157,11 +158,11 @@ def kept_counts(
         return counts_B, torch.ones_like(rules.has_top_k_B)
     last_B = z_BC.gather(1, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
     certain_B = (last_B > below_B) & (~rules.has_top_k_B | (kth_B1[:, 0] > below_B))
-    return counts_B, certain_B | (below_B == -torch.inf) | ~(total_B > 0)  # a broken row has no set to look for
+    return counts_B, certain_B | (below_B == -torch.inf) | ~(total_B > 0)  # a row of NaN has no support
 
 
 def first_candidates(rules: Rules, vocab_size: int, num_stored: int) -> int:
-    """So many of a row's largest logits are looked at first."""
+    """How many of a row's largest logits to try first."""
     limited_B = (rules.limit_B < vocab_size) | (num_stored > 0)
     wanted_B = torch.where(limited_B, rules.limit_B + SPARE, FIRST_CANDIDATES)
     wanted_B = torch.where(rules.has_top_k_B, rules.top_k_B + SPARE, wanted_B)
@@ -169,16 +170,16 @@ def first_candidates(rules: Rules, vocab_size: int, num_stored: int) -> int:
 
 
 def in_order(z_BC: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
-    """The most likely first, equals by id."""
+    """Sorts candidates: the most likely first, ties by id."""
     ids_BC, order_BC = ids_BC.sort(dim=1)
     z_BC, by_z_BC = z_BC.gather(1, order_BC).sort(dim=1, descending=True, stable=True)
     return z_BC, ids_BC.gather(1, by_z_BC)
 
 
-def least_kept(z_BV: Tensor, total_B: Tensor, rules: Rules) -> Tensor:
-    """The smallest z that is kept [B], for rows without a limit, however many are: whole rows are sorted, values only,
-    which numpy does ten times as fast as torch."""
+def support_minimum(z_BV: Tensor, total_B: Tensor, rules: Rules) -> Tensor:
+    """The smallest z in the support [B], for rows without a limit. Sorts the values of whole rows, in numpy: ten times
+    as fast as in torch."""
     sorted_BV = torch.from_numpy(np.sort(z_BV.cpu().numpy(), axis=1)).to(z_BV.device).flip(1)
     masses_BV = (sorted_BV - sorted_BV[:, :1]).exp().double()
-    counts_B, _ = kept_counts(sorted_BV, masses_BV, total_B, None, rules)
+    counts_B, _ = support_sizes(sorted_BV, masses_BV, total_B, None, rules)
     return sorted_BV.gather(1, (counts_B - 1).clamp(min=0)[:, None])[:, 0]

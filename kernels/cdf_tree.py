@@ -1,25 +1,25 @@
-"""The tree over the vocabulary down which tokens are drawn, and the random number of each of its levels.
+"""Inverse-CDF sampling down a tree over the vocabulary, with one random number per level.
 
-Blocks of BLOCK tokens, and blocks as well as their tokens in nested groups of FANOUT. From the top, each level picks
-one of FANOUT children by the inverse CDF of their masses,
+The vocabulary is divided into blocks of BLOCK tokens; the blocks, and the tokens of a block, form nested groups of
+FANOUT. From the top, each level picks one of FANOUT children by the inverse CDF of their masses,
 
     child = the first c with  m_0 + ... + m_c > u_l * (m_0 + ... + m_7)
 
-where every level has a number of its own. That is what keeps tokens when logits change by rounding: one CDF over V
-tokens has V edges, which all move when the mass of a likely token does, so a token flips with probability
-sum_v |d CDF_v|, about 50 times that of the tree at V = 1,024 (bench/LOG.md).
+Separate numbers per level make tokens robust to rounding errors in the logits. One CDF over V tokens has V edges, which
+all move with the mass of a likely token, so a token flips with probability sum_v |d CDF_v|: about 50 times that of the
+tree at V = 1,024 (bench/LOG.md).
 
 The numbers come from the two words w of the token's random bits (philox.py),
 
     u_0 = 2**-32 w_0,    u_l = 2**-32 mix(w_1 ^ (l * 0x9E3779B9 mod 2**32))  for l > 0
 
-with mix the finalizer of MurmurHash3, a permutation of 32-bit words. So each number takes each of its 2**32 values
-equally often, and u_0 is independent of the others. Those have the 2**32 values of w_1 in common: over all values, the
-tokens of a flat distribution over 131,072 are drawn with a total variation of 0.11% from their probabilities
+where mix is the finalizer of MurmurHash3, a permutation of 32-bit words. Each number therefore takes each of its 2**32
+values equally often, and u_0 is independent of the others. All other levels derive from w_1: over its 2**32 values,
+a uniform distribution over 131,072 tokens is drawn with a total variation distance of 0.11%
 (tests/unit/test_resolution.py).
 
 The inequality is strict and the target stays strictly below the total, so a token of zero probability is never drawn,
-whatever the rounding. Numbers and cumulated masses are float64.
+regardless of rounding. Numbers and cumulated masses are float64.
 
 Legend: B sequences, V vocabulary, N leaves, L levels, F children of a node, C listed tokens.
 """
@@ -30,13 +30,13 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.backend import tl, triton
 
-FANOUT = 8  # part of the definition, as is BLOCK: another tree draws other (equally good) tokens
+FANOUT = 8  # like BLOCK part of the definition: another tree draws other (equally valid) tokens
 BLOCK = FANOUT**3
 WORD_MASK = 0xFFFFFFFF
 
 
 def depth(num_leaves: int) -> int:
-    """Levels of the smallest tree with so many leaves."""
+    """Levels of the smallest tree with at least `num_leaves` leaves."""
     levels = 0
     while FANOUT**levels < num_leaves:
         levels += 1
@@ -64,7 +64,7 @@ def level_uniforms(bits_B: Tensor, num_levels: int) -> Tensor:
 
 
 def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
-    """From the root of a tree over N leaves to one of them, int64 [B]; any one if there are NaNs."""
+    """Draws one of N leaves, int64 [B]; an arbitrary one if there are NaNs."""
     missing = FANOUT ** numbers_BL.shape[1] - masses_BN.shape[1]
     levels = [torch.nn.functional.pad(masses_BN.double(), (0, missing))]  # from the leaves up
     while levels[0].shape[1] > FANOUT:
@@ -79,7 +79,7 @@ def descend_ref(masses_BN: Tensor, numbers_BL: Tensor) -> Tensor:
     return index_B1[:, 0]
 
 
-# The same in numpy, whose calls cost a third of torch's on arrays this small: most of the time of a draw on a CPU.
+# The same in numpy. On arrays this small, calls dominate a draw on a CPU, and numpy's cost a third of torch's.
 
 
 def level_numbers(bits_B: np.ndarray, num_levels: int) -> np.ndarray:
@@ -117,9 +117,9 @@ def descend(masses_BN: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
 
 
 def descend_listed(ids_BC: np.ndarray, masses_BC: np.ndarray, numbers_BL: np.ndarray) -> np.ndarray:
-    """The same draw where all mass is on a few listed leaves: ids [B, C] with their masses, 0 for what doesn't count.
+    """The same draw if only a few listed leaves have mass: ids [B, C] and their masses, 0 for excluded ones.
 
-    One pass over the lists for each level, and nothing as wide as the tree.
+    One pass over the lists per level; no array is as wide as the tree.
     """
     num_rows, num_levels = numbers_BL.shape
     bins_B1 = np.arange(num_rows)[:, None] * (FANOUT + 1)
@@ -169,10 +169,11 @@ def descend_row(masses_N, bits, FIRST: tl.constexpr, LEVELS: tl.constexpr):
 
 @torch.no_grad()
 def edge_distances(logits_BV: Tensor, bits_B: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
-    """How close the numbers came to drawing another token than this one: float64 [B], negative if they do draw another.
+    """How close the random numbers came to drawing another token: float64 [B], negative if they do draw another.
 
-    The smallest distance of a level's number from an edge of what it picks, both in [0, 1). Logits that differ by
-    rounding move the edges by about 1e-7, so only a token with a smaller distance may flip.
+    The smallest distance, over the levels, between a level's number and the edges of the chosen child's interval, both
+    in [0, 1). Rounding errors in the logits move the edges by about 1e-7, so only a token with a smaller distance may
+    flip.
     """
     num_rows, vocab_size = logits_BV.shape
     num_levels = levels_over(vocab_size) + LEVELS_INSIDE
@@ -189,7 +190,7 @@ def edge_distances(logits_BV: Tensor, bits_B: Tensor, tokens_B: Tensor, temperat
         cdf_BF = torch.nn.functional.pad(cdf_BF / cdf_BF[:, -1:], (1, 0))
         below_B, above_B = (cdf_BF[rows_B, path_B % FANOUT + i] for i in (0, 1))
         number_B = numbers_BL[:, level]
-        # 0 and 1 are no edges to other tokens
+        # 0 and 1 do not border another token
         down_B = torch.where(below_B > 0, number_B - below_B, torch.inf)
         up_B = torch.where(above_B < 1 - 1e-15, above_B - number_B, torch.inf)
         nearest_B = torch.minimum(nearest_B, torch.minimum(down_B, up_B))
