@@ -1,11 +1,10 @@
-"""Attention within sequences, and the contexts that say which tokens a query may see: rows, or packed sequences.
+"""Attention within sequences. A context defines the position of every token and which tokens a query may see.
 
-A context also knows the position of every token. Rows are left-aligned with padding on the right, so that plain causal
-attention needs no mask: padding never reaches a real token. Packed sequences lie end to end without any padding.
-Attention over a KV cache is in paged.py.
+There are two layouts. Rows are left-aligned and padded on the right, so causal attention needs no mask: no real token
+sees padding. Packed sequences are concatenated without padding. Attention over a KV cache is in paged.py.
 """
 
-# B sequences, T tokens at hand, N tokens of packed sequences, H heads, K key-value heads, d head_dim;
+# B sequences, T current tokens, N tokens of packed sequences, H heads, K key-value heads, d head_dim;
 # heads are those of this rank's slice
 
 import functools
@@ -23,7 +22,7 @@ from rlhf_spmd.model.linear import Joined
 
 
 class Context(Protocol):
-    """Where the tokens at hand stand and what they attend to; the tokens' dims are [B, T], [B] or, packed, [N]."""
+    """The positions of the current tokens and what they attend to; token dims are [B, T], [B] or, if packed, [N]."""
 
     packed: ClassVar[bool]
     cached: ClassVar[bool]  # whether keys are stored for later tokens
@@ -31,15 +30,15 @@ class Context(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """int64, broadcasts over the tokens' dims."""
+        """int64, broadcasts over the token dims."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [..., H, d], k and v [..., K, d] of the tokens at hand -> [..., H, d]."""
+        """q [..., H, d], k and v [..., K, d] of the current tokens -> [..., H, d]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens [B, T], one sequence a row, from position 0."""
+    """Tokens [B, T], one sequence per row, from position 0."""
 
     positions: Tensor  # [1, T]
     packed: ClassVar[bool] = False
@@ -48,7 +47,7 @@ class Rows:
 
     @classmethod
     def of(cls, num_tokens: int, device: torch.device) -> "Rows":
-        """Rows of so many tokens, padding included."""
+        """Rows of `num_tokens` tokens, including padding."""
         return cls(torch.arange(num_tokens, device=device)[None])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -56,14 +55,14 @@ class Rows:
 
 
 class Packed:
-    """Tokens [N] of several sequences laid end to end; each attends to itself only and starts at position 0."""
+    """Tokens [N] of several concatenated sequences; each attends to itself only and starts at position 0."""
 
     packed: ClassVar[bool] = True
     cached: ClassVar[bool] = False
     joined: ClassVar[None] = None
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", multiple: int = 1):
-        """lengths: at least 1 each. multiple: fills N up to a multiple of this with a last sequence of padding."""
+        """lengths: at least 1 each. multiple: a last sequence of padding fills N up to a multiple of this."""
         filling = -sum(lengths) % multiple
         self.lengths = [*lengths, filling] if filling else list(lengths)
         self.num_tokens = sum(self.lengths)
@@ -72,11 +71,12 @@ class Packed:
         starts_N = (ends_B - lengths_B).repeat_interleave(lengths_B, output_size=self.num_tokens)
         self.positions = (torch.arange(self.num_tokens) - starts_N).to(device)
         self._cuts_B1 = torch.cat((ends_B.new_zeros(1), ends_B)).int().to(device)
-        # neighbours of equal length share a call: (rows, length of each)
+        # adjacent sequences of equal length share a call: (rows, length of each)
         self._runs = [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Sequence by sequence: on a CPU that beats padding them, alike or by groups, from 4 rows of 30 tokens on."""
+        """Without a packed kernel: sequence by sequence. On a CPU this is faster than padding from 4 rows of 30 tokens
+        on."""
         if has_packed_kernel(q):
             left = -1 if window is None else window - 1
             cuts, longest = self._cuts_B1, max(self.lengths)
@@ -95,7 +95,7 @@ class Packed:
 
 
 def has_packed_kernel(q_NHd: Tensor) -> bool:
-    """Whether torch's kernel for packed sequences takes these: flash attention, so half precision on a GPU."""
+    """Whether torch's kernel for packed sequences supports these: flash attention, so half precision on a GPU."""
     fits = q_NHd.dtype.itemsize == 2 and q_NHd.shape[2] % 8 == 0 and q_NHd.shape[2] <= 256
     if q_NHd.device.type != "cuda" or not fits or torch.version.hip:
         return False
@@ -104,8 +104,8 @@ def has_packed_kernel(q_NHd: Tensor) -> bool:
 
 @functools.cache
 def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
-    """torch's kernel for packed sequences and the names of its options, if it has one with windows. Looked for on a GPU
-    only: the import takes a second, a third of a rank's start."""
+    """torch's kernel for packed sequences and the names of its options; None if it supports no windows. Called on a GPU
+    only, because the import takes a second, a third of a rank's start."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # old torch
@@ -115,8 +115,8 @@ def _varlen_attn() -> tuple[Callable[..., Tensor], frozenset[str]] | None:
 
 
 def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = None) -> Tensor:
-    """Causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K). window: each query
-    sees only so many tokens, itself included."""
+    """Causal softmax(q k^T / sqrt(d)) v -> out_BHTd; query head h reads key-value head h // (H / K). window: number of
+    tokens that each query sees, including its own."""
     num_tokens, group = q_BHTd.shape[2], q_BHTd.shape[1] // k_BKTd.shape[1]
     mask_TT = None
     if window is not None and num_tokens > window:
@@ -130,6 +130,6 @@ def attend(q_BHTd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, window: int | None = 
 
 
 def reads_groups(q_BHTd: Tensor, *, masked: bool) -> bool:
-    """Whether a kernel reads grouped heads in place: the CPU's, and the GPU's flash kernel (half precision, no mask).
-    Elsewhere torch would fall back to writing out the T x T matrix, which repeating keys and values avoids."""
+    """Whether a kernel reads grouped heads in place: on a CPU, and flash attention on a GPU (half precision, no mask).
+    Otherwise torch would materialise the T x T matrix, which repeating keys and values avoids."""
     return q_BHTd.device.type == "cpu" or (q_BHTd.dtype.itemsize == 2 and not masked)

@@ -1,7 +1,7 @@
-"""The shape of a model, and its translation from and to Hugging Face's config.json. Plain Python: no torch.
+"""The shape of a model, and its translation from and to Hugging Face's config.json. Plain Python without torch.
 
-The supported families (Llama 2/3, Mistral, Qwen2/2.5, Qwen3) differ only in the few switches of `ModelConfig`; all that
-a family implies (Qwen2 always has biases on q, k and v; Qwen3 always normalises q and k) is decided here, once.
+The supported families (Llama 2/3, Mistral, Qwen2/2.5, Qwen3) differ only in a few switches of `ModelConfig`. Only this
+file knows what a family implies (Qwen2 always has biases on q, k and v; Qwen3 always normalises q and k).
 """
 
 import json
@@ -15,7 +15,7 @@ from rlhf_spmd.errors import UserError
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
 
-# rope type -> the numbers it needs beside rope_theta
+# rope type -> the numbers it needs in addition to rope_theta
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -24,11 +24,11 @@ ROPE_TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
-# what else may stand beside them and is a number
+# further optional numbers
 _ROPE_NUMBERS = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast")
 _ROPE_NUMBERS += ("beta_slow",)
 
-# What transformers assumes where config.json is silent.
+# What transformers assumes for keys missing in config.json.
 _DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -38,7 +38,7 @@ _DEFAULTS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError for a missing file and for anything else in it."""
+    """The object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -51,18 +51,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def how_to_get(folder: Path) -> str:
-    """What to do where a model folder is missing: a name of the Hugging Face hub must be downloaded first."""
+    """Advice for a missing model folder: a model of the Hugging Face hub must be downloaded first."""
     if len(folder.parts) == 2 and not folder.exists() and folder.parts[0] not in ("..", folder.root):
         return (
-            f"if {folder} is a model of the Hugging Face hub, download it first, where there is a network: "
-            f"`hf download {folder} --local-dir FOLDER` (of the package huggingface_hub), and give that folder"
+            f"if {folder} is a model of the Hugging Face hub, download it first on a machine with a network "
+            f"connection: `hf download {folder} --local-dir FOLDER` (package huggingface_hub), then give that folder"
         )
     return "give a model folder in Hugging Face's format"
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """UserErrors about what a file says get its name."""
+    """Prefixes UserErrors with the name of the file they are about."""
     try:
         yield
     except UserError as error:
@@ -78,7 +78,7 @@ def read_config_json(path: Path) -> "ModelConfig":
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of one transformer. Raises UserError for what cannot be a model of its family."""
+    """The shape of one transformer. Raises UserError for shapes that its family does not support."""
 
     model_type: str
     vocab_size: int
@@ -97,7 +97,7 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 before it
+    sliding_window: int | None = None  # a token sees itself and the sliding_window - 1 tokens before it
     sliding_layers: tuple[int, ...] = ()  # the layers that have that window
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly; "
-                "the first must be a multiple of the second"
+                "the number of attention heads must be a multiple of the number of key-value heads"
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise UserError(f"head_dim is {self.head_dim}, but rotary positions need an even number")
@@ -133,7 +133,7 @@ class ModelConfig:
                 raise UserError(f"rope type {self.rope_type!r} needs a positive number {name!r}, not {value!r}")
 
     def _check_family(self) -> None:
-        """The switches that a family leaves no choice in, so that every model we make can be saved."""
+        """Checks the switches that a family fixes, so that every ModelConfig can be saved."""
         family, all_layers = self.model_type, tuple(range(self.num_layers))
         bias = self.attention_bias
         allowed = {
@@ -158,21 +158,20 @@ class ModelConfig:
         return scaling.get("rope_type") or scaling.get("type") or "default"
 
     def window(self, layer: int) -> int | None:
-        """How many tokens layer `layer` looks back, itself included; None: all of them."""
+        """How many tokens a query in this layer sees, including its own; None: all of them."""
         return self.sliding_window if layer in self.sliding_layers else None
 
 
 def from_hf(values: dict[str, Any]) -> ModelConfig:
-    """The contents of a config.json, of transformers 4 or 5 -> ModelConfig.
+    """The contents of a config.json of transformers 4 or 5 -> ModelConfig.
 
-    Raises UserError naming the key for another family, for features that this program does not have, and for values of
-    the wrong kind.
+    Raises UserError naming the key for unsupported families and features, and for values of the wrong type.
     """
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     if values.get("quantization_config"):
-        raise UserError("the weights are quantised (quantization_config), which cannot be trained; use the original")
+        raise UserError("the weights are quantised (quantization_config) and cannot be trained; use the original model")
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
     values = {"rms_norm_eps": 1e-6} | _DEFAULTS[family] | values
@@ -234,7 +233,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": scaling | {"rope_theta": config.rope_theta},
-        # The same for readers older than transformers 5, which would silently assume 10000 and no scaling.
+        # The same for versions before transformers 5, which would silently assume 10000 and no scaling.
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if config.rope_type != "default" else None,
         "tie_word_embeddings": config.tie_embeddings,
@@ -263,7 +262,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
 
 
 def token_ids(eos: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face's one, several or no end-of-sequence ids -> a tuple."""
+    """Hugging Face's eos_token_id (none, one or several ids) -> a tuple."""
     if eos is None:
         return ()
     ids = tuple(eos) if isinstance(eos, list) else (eos,)
@@ -292,7 +291,7 @@ def _number(values: dict[str, Any], name: str, *, zero: bool = False) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """JSON also has true and false, which Python counts as integers, infinity, NaN, and integers of any length."""
+    """Excludes true and false, which Python counts as integers, infinity, NaN, and huge integers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 

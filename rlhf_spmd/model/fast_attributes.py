@@ -1,7 +1,7 @@
-"""Layers whose modules find their parts at once, for the few rows of a decode step on a CPU.
+"""Faster attribute access in a model's layers, for the few rows of a decode step on a CPU.
 
-nn.Module looks its parameters and sub-modules up in dicts of its own and calls sub-modules by way of their hooks. That
-is Python's time, which nothing hides on a CPU: a sixth of what a layer of a decode step takes besides its arithmetic.
+nn.Module looks up parameters and sub-modules in its own dicts and runs hooks around sub-modules. On a CPU nothing hides
+this Python time: a sixth of what a layer of a decode step takes in addition to its arithmetic.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +13,10 @@ from rlhf_spmd.model.transformer import Transformer
 
 
 @contextmanager
-def bound(model: Transformer, forwards: Mapping[nn.Module, Callable] = {}) -> Iterator[None]:
-    """Within it, the modules inside the layers have their parameters, and the forwards of their sub-modules, as plain
-    attributes. Neither may be replaced meanwhile, and hooks inside the layers do not run. forwards: of modules inside
-    the layers, instead of their own."""
+def fast_attributes(model: Transformer, forwards: Mapping[nn.Module, Callable] = {}) -> Iterator[None]:
+    """Inside this context, the modules of the layers have their parameters, and the forwards of their sub-modules, as
+    plain attributes. Neither may be replaced meanwhile, and hooks inside the layers do not run. forwards: replacements
+    for the forwards of modules inside the layers."""
     modules = [module for layer in model.layers.values() for module in layer.modules()]
     for module in modules:
         module.__dict__.update({name: forwards.get(child, child.forward) for name, child in module.named_children()})

@@ -1,8 +1,8 @@
-"""Hugging Face folders in and out: config, weights, tokenizer, GGUF. The only file that may import transformers.
+"""Reads and writes Hugging Face folders: config, weights, tokenizer, GGUF. The only file that may import transformers.
 
-Models load without transformers, in milliseconds, because every rank of every run starts here; transformers is imported
-only to convert a GGUF file and for a tokenizer that has no tokenizer.json. What is written, transformers'
-AutoModelForCausalLM, AutoModelForSequenceClassification and AutoTokenizer load.
+Every rank loads models, so that must not import transformers, which takes seconds; it is imported only to convert a
+GGUF file and for a tokenizer without tokenizer.json. transformers' AutoModelForCausalLM,
+AutoModelForSequenceClassification and AutoTokenizer can load the written folders.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
-from rlhf_spmd.model.parallel import WHOLE, Parallel, cut
+from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
 from rlhf_spmd.model.tokenizer import TOKENIZER_FILES, Tokenizer, padding_token
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
 _HEADS = ("lm_head.weight", "score.weight")
-_TABLES = re.compile(r"rotary_emb\.inv_freq$")  # old checkpoints stored these; they follow from the config
+_TABLES = re.compile(r"rotary_emb\.inv_freq$")  # stored in old checkpoints, computed from the config here
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The shape of the model in a folder, from config.json (and the end-of-sequence ids from generation_config.json).
+    """The shape of the model in a folder, from config.json; end-of-sequence ids from generation_config.json, if given.
 
-    Raises UserError for a missing folder or file, an unsupported family or feature.
+    Raises UserError for a missing folder or file, and for an unsupported family or feature.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -56,12 +56,12 @@ def load_model(
 ) -> Transformer:
     """The model in a folder, or one shard of it, its weights in `dtype` on `device`.
 
-    Names and shapes of the whole model are checked on every rank; only the slices that the shard holds are read.
+    Every rank checks the names and shapes of the whole model, but reads only the slices of its shard.
 
-    head "scalar" from a folder of AutoModelForSequenceClassification with one label reads its score head; from a causal
-    language model it starts at zero if `fresh_head` allows (a critic's may, a reward model's would score nothing). head
-    "lm" needs a causal language model.
-    Raises UserError naming file and tensor where something is missing, left over, truncated or of a wrong shape.
+    head "lm" needs a causal language model. head "scalar" is read from a folder of AutoModelForSequenceClassification
+    with one label. From a causal language model it starts at zero if `fresh_head` (for a critic; the scores of a reward
+    model would all be 0).
+    Raises UserError naming file and tensor if a tensor is missing, unexpected, truncated or of a wrong shape.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -69,20 +69,20 @@ def load_model(
     model = Transformer(config, head=head, dtype=dtype, device="meta", parallel=parallel)
     places = weights.locate(folder)
     shapes = {_to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
-    parts = {_to_hf_name(name): cut(name, config, parallel.shard) for name in model.state_dict()}
+    parts = {_to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
     missing_head = _check_names(folder, config, head, places, shapes)
     if missing_head and not fresh_head:
         raise UserError(
-            f"{_file(folder)} has no tensor {missing_head[0]}, so it is no reward model; give a folder saved from "
+            f"{_file(folder)} has no tensor {missing_head[0]}, so it is not a reward model; give a folder saved from "
             "AutoModelForSequenceClassification with num_labels=1"
         )
     for name in missing_head:
         shapes.pop(name)
 
-    tensors = weights.read(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts)
+    tensors = weights.read_tensors(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts)
     if head == "lm":
         _check_tied(config, places, shapes, tensors, parts)
-    for name in missing_head:  # a fresh critic values everything at zero
+    for name in missing_head:  # a fresh critic's values are zero
         if name in parts:
             tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
     model.load_state_dict({_to_our_name(name): tensor for name, tensor in tensors.items()}, assign=True)
@@ -97,7 +97,7 @@ def save_model(
     source: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a model as a Hugging Face folder; see save_state."""
+    """Writes a model as a Hugging Face folder; see save_state."""
     save_state(
         model.state_dict(),
         model.config,
@@ -119,12 +119,12 @@ def save_state(
     source: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write weights under our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
+    """Writes weights with our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
 
-    source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer: takes
-    the place of source's tokenizer files. A scalar head is written so that AutoModelForSequenceClassification, which
-    pools at the last token that is not padding, pools the last real token even if it is the end of sequence: where the
-    model pads with its end-of-sequence token, config and tokenizer get another special token to pad with.
+    source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer:
+    replaces the tokenizer files of `source`. AutoModelForSequenceClassification pools at the last token that is not
+    padding. If a model with a scalar head pads with its end-of-sequence token, config and tokenizer therefore get
+    another special token for padding, so that a final end of sequence is pooled.
     """
     folder = Path(folder)
     shapes = {name: weight.shape for name, weight in Transformer(config, head=head, device="meta").state_dict().items()}
@@ -136,7 +136,7 @@ def save_state(
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    weights.write(folder, {_to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
+    weights.write_tensors(folder, {_to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
     if source is not None and (Path(source) / "generation_config.json").exists():
         _copy(Path(source), folder, ("generation_config.json",))
@@ -148,9 +148,9 @@ def save_state(
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer in a model folder: through the light `tokenizers` package if there is a tokenizer.json.
+    """The tokenizer in a model folder, read with the light `tokenizers` package if there is a tokenizer.json.
 
-    Raises UserError if the folder has none that can be read.
+    Raises UserError if the folder has no readable tokenizer.
     """
     folder = Path(folder)
     if (folder / "tokenizer.json").exists():
@@ -167,9 +167,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
-    """Turn a GGUF file of a supported family into a plain Hugging Face folder, dequantised, with its tokenizer.
+    """Converts a GGUF file of a supported family into a Hugging Face folder, dequantised, with its tokenizer.
 
-    Raises UserError where the packages gguf and accelerate are missing or the file cannot be read.
+    Raises UserError if the packages gguf and accelerate are missing or the file cannot be read.
     """
     gguf_file, folder = Path(gguf_file), Path(folder)
     if not gguf_file.is_file():
@@ -211,7 +211,7 @@ def _to_our_name(name: str) -> str:
 def _check_names(
     folder: Path, config: ModelConfig, head: Head, places: dict[str, Path], shapes: dict[str, torch.Size]
 ) -> list[str]:
-    """Compare the tensors there are (`places`) with those the model needs -> the head that is to start at zero."""
+    """Compares the stored tensors (`places`) with those the model needs -> the heads that start at zero."""
     file = _file(folder)
     if head == "lm" and "score.weight" in places:
         raise UserError(
@@ -227,8 +227,8 @@ def _check_names(
     missing = [name for name in shapes if name not in places and name not in fresh]
     if missing:
         raise UserError(
-            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json asks for; copy all of the weights, "
-            "or the config that belongs to them"
+            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; copy all weights, or the "
+            "config.json that belongs to them"
         )
     ignored = {"lm_head.weight"} if head == "scalar" or config.tie_embeddings else set()
     extra = [name for name in places if name not in shapes and name not in ignored and not _TABLES.search(name)]
@@ -252,13 +252,13 @@ def _check_tied(
     tensors: dict[str, Tensor],
     parts: dict[str, tuple[slice, ...]],
 ) -> None:
-    """A stored copy of tied weights must be a copy; looked at where a stage holds them."""
+    """Checks, on stages that hold them, that a stored copy of tied weights equals the original."""
     name = "model.embed_tokens.weight"
     if not config.tie_embeddings or "lm_head.weight" not in places or name not in tensors:
         return
     embeddings = tensors[name]
     expect, part = {"lm_head.weight": shapes[name]}, {"lm_head.weight": parts[name]}
-    copy = weights.read(places, expect, lambda tensor: tensor.to(embeddings), part)
+    copy = weights.read_tensors(places, expect, lambda tensor: tensor.to(embeddings), part)
     if not torch.equal(copy["lm_head.weight"], embeddings):
         raise UserError(
             f"{places['lm_head.weight']}: tensor lm_head.weight differs from model.embed_tokens.weight, but "

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the context of a round of generation, of prompts and new tokens."""
+"""Attention over a paged KV cache: the context of a generation round, with prompts and new tokens."""
 
 # B rows, N tokens of packed sequences, H heads, K key-value heads, d head_dim, n blocks of s tokens
 
@@ -15,17 +15,17 @@ from rlhf_spmd.model.linear import Joined
 
 
 class Cache(Protocol):
-    """What attention asks of a KV cache (runtime/generation/kvcache.py)."""
+    """The interface of a KV cache (runtime/generation/kvcache.py)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys_nKsd, values_nKsd of a layer, by its number in the whole model."""
+        """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
 
 
 class Prefill(Packed):
-    """Packed sequences that begin at position 0 and whose keys and values are stored; a part of a Round."""
+    """The prompts of a Round: packed sequences from position 0, whose keys and values are stored."""
 
     def __init__(self, lengths: Sequence[int], cache: Cache, slots_N: Tensor):
-        """slots_N: where each token goes, int64 (block * s + offset)."""
+        """slots_N: the slot of each token, int64 (block * s + offset)."""
         super().__init__(lengths, device=slots_N.device)
         self._cache, self._slots_N = cache, slots_N
 
@@ -35,10 +35,10 @@ class Prefill(Packed):
 
 
 class DecodeStep:
-    """One new token per row, [B]; it is stored, and attends to all tokens of its row; a part of a Round."""
+    """The new tokens [B] of a Round, one per row: each is stored and attends to all tokens of its row."""
 
     def __init__(self, cache: Cache, positions_B: Tensor, slots_B: Tensor, decode: Decode):
-        """positions_B: tokens before this one. slots_B: where it goes. decode: what all layers share."""
+        """positions_B: number of tokens before the new one. slots_B: its slot. decode: shared by all layers."""
         self.positions, self.slots_B, self._cache, self._decode = positions_B, slots_B, cache, decode
         self._heads: Tensor | None = None
 
@@ -51,8 +51,8 @@ class DecodeStep:
 
 
 class Round:
-    """The context of one pass of generation: a token for each row, then the prompts of newcomers; either may be
-    missing. They share every product, and only attention takes them apart."""
+    """The context of one generation pass: first a new token per running row, then the prompts of new rows; either may
+    be missing. All matrix products take both together; only attention separates them."""
 
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = True

@@ -1,14 +1,15 @@
-"""Tensor, sequence and pipeline parallelism of a model: who holds what of it, and the messages of the tp ranks.
+"""Tensor, sequence and pipeline parallelism of a model: the weights that each rank holds, and the tp collectives.
 
-Tensor parallelism (Megatron-LM, arXiv 1909.08053) cuts attention by key-value heads with their group of query heads,
+Tensor parallelism (Megatron-LM, arXiv 1909.08053) splits attention by key-value heads with their group of query heads,
 the MLP by its intermediate dimension, embeddings and output layer by the vocabulary. Sequence parallelism (arXiv
-2205.05198) cuts what lies between (norms, residual stream) by tokens, when sequences are packed. The convention:
+2205.05198) splits norms and the residual stream by tokens, if sequences are packed. The convention:
 
-- Between blocks a tp rank holds its share of the tokens: `gather_tokens` leads into a block, `scatter_tokens` out.
-- What follows a `sum_over` or `collect_tokens` is computed alike on every tp rank, the loss included.
-- A weight that tp splits gets its whole gradient where it lies. Every other weight (norms, q and k norms, the biases of
-  o_proj and down_proj, score) is held by all tp ranks and gets a *partial* gradient on each: whoever trains sums these
-  over the tp group (`is_split` tells which). Tied embeddings of several stages: over the first and the last stage too.
+- Between blocks a tp rank holds its share of the tokens; a block begins with `gather_tokens` and ends with
+  `scatter_tokens`.
+- After `sum_over` or `collect_tokens`, every tp rank computes the same, including the loss.
+- A weight that tp splits gets its whole gradient on its rank. Every other weight (norms, q and k norms, the biases of
+  o_proj and down_proj, score) is held by all tp ranks and gets a *partial* gradient on each, which the training engine
+  sums over the tp group (see `is_split`). Gradients of tied embeddings are also summed over the first and last stage.
 """
 
 # N tokens, n a tp rank's share of them, D hidden, V vocabulary
@@ -28,9 +29,9 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This rank's place in a model; the default holds the whole of it.
+    """This rank's place in a model; by default it holds the whole model.
 
-    The groups must outlive the model. `stages` carries nothing but what the stages say to each other inside a call.
+    The groups must outlive the model. `stages` carries only the messages between stages inside a call.
     """
 
     shard: Shard = Shard()
@@ -54,10 +55,10 @@ class Parallel:
 WHOLE = Parallel()
 
 
-# ---- who holds what -------------------------------------------------------------------------------------------------
+# ---- the slices of a shard ------------------------------------------------------------------------------------------
 
 _QUERIES, _KEYS, _INNER, _VOCABULARY = "queries", "keys", "intermediate", "vocabulary"
-_SPLIT = {  # end of a parameter's name -> the dim that tp splits, and what lies along it
+_SPLIT = {  # end of a parameter's name -> the dim that tp splits, and its meaning
     "q_proj.weight": (0, _QUERIES),
     "q_proj.bias": (0, _QUERIES),
     "k_proj.weight": (0, _KEYS),
@@ -85,7 +86,7 @@ def is_split(name: str) -> bool:
 
 
 def extent(config: ModelConfig, what: str, shard: Shard) -> range:
-    """The part of a dim of the whole model that a tp slice holds, in numbers (a head counts head_dim)."""
+    """The range of a dim of the whole model that a tp slice holds, in elements (a head has head_dim)."""
     if what == _VOCABULARY:
         return split(config.vocab_size, shard.tp, shard.tp_index)
     if what == _INNER:
@@ -95,8 +96,8 @@ def extent(config: ModelConfig, what: str, shard: Shard) -> range:
     return range(heads.start * width, heads.stop * width)
 
 
-def cut(name: str, config: ModelConfig, shard: Shard) -> tuple[slice, ...]:
-    """whole[cut(...)] is the slice of a parameter that a shard holds, if its stage holds the parameter at all."""
+def slice_of(name: str, config: ModelConfig, shard: Shard) -> tuple[slice, ...]:
+    """whole[slice_of(...)] is the slice of a parameter that a shard holds, if its stage holds the parameter."""
     kind = _kind(name)
     if kind is None or shard.tp == 1:
         return (slice(None),)
@@ -115,11 +116,11 @@ def vocabulary_of(config: ModelConfig, shard: Shard) -> range:
     return extent(config, _VOCABULARY, shard)
 
 
-# ---- messages of the tp ranks: no-ops without a group ---------------------------------------------------------------
+# ---- collectives of the tp ranks: no-ops without a group ------------------------------------------------------------
 
 
 def gather_tokens(x_nD: Tensor, *, group: Group) -> Tensor:
-    """Token shards -> all tokens x_ND. Backward sums: what each rank makes of the tokens is a part of the whole."""
+    """Token shards -> all tokens x_ND. Backward sums the ranks' gradients, which are partial sums."""
     return x_nD if group is None else _Gather.apply(x_nD, group)
 
 
@@ -129,22 +130,22 @@ def scatter_tokens(x_ND: Tensor, *, group: Group) -> Tensor:
 
 
 def sum_over(x: Tensor, *, group: Group) -> Tensor:
-    """The sum of the ranks' parts, on every rank. What follows is computed alike, so a part's gradient is the sum's."""
+    """The sum of the ranks' parts, on every rank. All ranks continue identically, so a part's gradient is the sum's."""
     return x if group is None else _Sum.apply(x, group)
 
 
 def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
-    """Token shards -> all tokens x_N, for what every rank computes alike: backward takes this rank's share."""
+    """Token shards -> all tokens x_N, if all ranks continue identically: backward takes this rank's share."""
     return x_n if group is None else _Collect.apply(x_n, group)
 
 
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
     all_gather(out, x.contiguous(), group=group)
     return out
 
 
-def _scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
     reduce_scatter(out, x.contiguous(), group=group)
     return out
@@ -154,22 +155,22 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_nD, group):
         ctx.group = group
-        return gathered(x_nD, group)
+        return all_gather_rows(x_nD, group)
 
     @staticmethod
     def backward(ctx, grad_ND):
-        return _scattered(grad_ND, ctx.group), None
+        return _reduce_scatter_rows(grad_ND, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, group):
         ctx.group = group
-        return _scattered(x_ND, group)
+        return _reduce_scatter_rows(x_ND, group)
 
     @staticmethod
     def backward(ctx, grad_nD):
-        return gathered(grad_nD, ctx.group), None
+        return all_gather_rows(grad_nD, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
@@ -188,7 +189,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_n, group):
         ctx.group = group
-        return gathered(x_n, group)
+        return all_gather_rows(x_n, group)
 
     @staticmethod
     def backward(ctx, grad_N):

@@ -1,9 +1,9 @@
 """Rotary positions: the frequencies of every scaling that Llama, Qwen and Mistral checkpoints use.
 
-Rotary position embedding (arXiv:2104.09864) turns dimension pair i of a head by the angle position * frequency_i. The
-scalings stretch a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained
-length), yarn (arXiv:2309.00071, with its attention factor) and llama3 (long wavelengths divided by the factor, a smooth
-ramp between). Frequencies are computed in float32, as transformers does, unless the model is float64.
+Rotary position embedding (arXiv:2104.09864) rotates dimension pair i of a head by the angle position * frequency_i. The
+scalings extend a trained context: linear (frequencies / factor), dynamic NTK (a larger base beyond the trained length),
+yarn (arXiv:2309.00071, with its attention factor) and llama3 (frequencies of long wavelengths divided by the factor,
+with a smooth ramp). Frequencies are computed in float32, as in transformers, unless the model is float64.
 """
 
 # T tokens, f frequencies = head_dim / 2
@@ -21,7 +21,7 @@ from rlhf_spmd.model.config import ModelConfig
 def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
     """-> (frequencies_f in radians per position, the factor on cos and sin).
 
-    length: tokens in the longest sequence at hand; only `dynamic` looks at it.
+    length: tokens in the longest current sequence; only `dynamic` uses it.
     """
     scaling, rope_type = config.rope_scaling or {}, config.rope_type
     if rope_type == "default":
@@ -41,15 +41,15 @@ def frequencies(config: ModelConfig, *, length: int = 0, dtype: torch.dtype = to
 def cos_sin(
     positions_BT: Tensor, frequencies_f: Tensor, factor: float, dtype: torch.dtype, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the frequencies' own precision. fast: as the fast
-    rotate_both takes them, on a CPU `doubled`."""
+    """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the precision of the frequencies. fast: for
+    rotate_both(fast=True), so `doubled` on a CPU."""
     angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
     cos_BTf, sin_BTf = (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
     return doubled(cos_BTf, sin_BTf) if fast and not cos_BTf.is_cuda else (cos_BTf, sin_BTf)
 
 
 def rotate(x_BTHd: Tensor, cos_BTf: Tensor, sin_BTf: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + head_dim/2}) of every head by their angle (Hugging Face's order of dimensions)."""
+    """Rotates the pairs (x_i, x_{i + head_dim/2}) of every head by their angle (Hugging Face's order of dimensions)."""
     cos, sin = cos_BTf.unsqueeze(-2), sin_BTf.unsqueeze(-2)  # the same for every head
     a, b = x_BTHd.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -58,7 +58,7 @@ def rotate(x_BTHd: Tensor, cos_BTf: Tensor, sin_BTf: Tensor) -> Tensor:
 def rotate_both(
     q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys; fast: in one launch, without a backward pass on a GPU."""
+    """Rotates queries and keys; fast: in one launch, without a backward pass on a GPU."""
     if fast:
         return kernel(q_THd, k_TKd, cos_Tf, sin_Tf)
     return rotate(q_THd, cos_Tf, sin_Tf), rotate(k_TKd, cos_Tf, sin_Tf)
@@ -69,7 +69,7 @@ def _plain(theta: float, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _yarn(config: ModelConfig, scaling: dict, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """arXiv:2309.00071: fast pairs keep their frequency, slow ones are divided by the factor, a ramp lies between."""
+    """arXiv:2309.00071: fast pairs keep their frequency, slow ones are divided by the factor, with a ramp between."""
     dim, theta = config.head_dim, config.rope_theta
     trained = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
     factor = scaling.get("factor") or config.max_position_embeddings / trained

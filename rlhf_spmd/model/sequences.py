@@ -1,14 +1,15 @@
-"""From stored prompts and responses to the packed tokens of a forward pass, and back to tensors [B, G].
+"""Packs stored prompts and responses into the tokens of a forward pass, and unpacks results into tensors [B, G].
 
     batch = Sequences.join(prompts_BP, responses_BG)
     output = forward(model, batch)                                  # on a later stage: forward(model, batch, hidden)
     logprobs_BG = response_logprobs(model, batch, output, ...)      # on the last stage
 
-Under tensor parallelism all of it is collective over the tp ranks, which hold the same rows and get the same results.
+Under tensor parallelism these functions are collective over the tp ranks, which hold the same rows and get the same
+results.
 """
 
-# B sequences, P prompt tokens, G response tokens (padded with -1), N real tokens of all rows laid end to end, n a tp
-# rank's share of them (padded), R real response tokens, D hidden, K kept tokens
+# B sequences, P prompt tokens, G response tokens (padded with -1), N real tokens of all rows concatenated, n a tp
+# rank's share of them (padded), R real response tokens, D hidden, K tokens of a sampling support
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from rlhf_spmd.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences without padding: row by row the prompt and right after it the response."""
+    """Sequences without padding: row by row, the prompt directly followed by the response."""
 
     tokens_N: Tensor  # int64
     lengths: tuple[int, ...]  # of each row, at least 1
@@ -36,7 +37,7 @@ class Sequences:
 
     @classmethod
     def join(cls, prompts_BP: Tensor, responses_BG: Tensor) -> "Sequences":
-        """prompts_BP (at least a token each), responses_BG: int32 or int64, padded with -1 on the right."""
+        """prompts_BP (at least one token each), responses_BG: int32 or int64, padded with -1 on the right."""
         both_BW = torch.cat((prompts_BP, responses_BG), 1)
         real_BW = both_BW >= 0
         prompt_B, response_B = (
@@ -56,11 +57,11 @@ class Sequences:
 
     @classmethod
     def of(cls, tokens_BT: Tensor) -> "Sequences":
-        """Whole sequences, -1 right of each, whose scores are wanted: prompts without responses."""
+        """Whole sequences to score, padded with -1 on the right: prompts without responses."""
         return cls.join(tokens_BT, tokens_BT.new_empty(len(tokens_BT), 0))
 
     def context(self, tp: int = 1) -> Packed:
-        """What attention needs to know of these sequences, padded to a multiple of the tp ranks."""
+        """The attention context of these sequences, padded to a multiple of the tp ranks."""
         return Packed(self.lengths, device=self.tokens_N.device, multiple=tp)
 
     def last_B(self) -> Tensor:
@@ -74,9 +75,8 @@ class Sequences:
 
 
 def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = None) -> Tensor:
-    """Runs this rank's stage -> output_nD, to hand on (`model.passes_on`) or, on the last stage, to the heads below.
-
-    hidden_nD: the output of the stage before; None on the first.
+    """Runs this rank's stage -> output_nD, for the next stage (see `model.output_shape`) or, on the last stage, for the
+    heads below. hidden_nD: the output of the previous stage; None on the first.
     """
     return model(batch.tokens_N, context=batch.context(model.parallel.shard.tp), hidden=hidden_nD)
 
@@ -85,18 +85,18 @@ def response_logprobs(
     model: Transformer,
     batch: Sequences,
     output_nD: Tensor,
-    kept_BGK: Tensor | None = None,
+    support_BGK: Tensor | None = None,
     *,
     temperature: float,
     eos_ids: tuple[int, ...],
     min_new_tokens: int,
     entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from and, when asked,
+    """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from and, on request,
     its entropy_BG; 0 on padding.
 
-    kept_BGK: the sets that the tokens were drawn from, if sampling was restricted. The EOS ids are banned at the first
-    min_new_tokens positions of a response. The logits never exist all at once.
+    support_BGK: the sampling support of each token, if sampling was restricted. The EOS ids are banned at the first
+    min_new_tokens positions of a response. The full logits are never materialised.
     """
     tokens_R = batch.responses_BG.flatten()[batch.slots_R].long()
     early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
@@ -105,19 +105,19 @@ def response_logprobs(
         tokens_N=tokens_R,
         temperature=temperature,
         banned=(eos_ids, early_R) if min_new_tokens else None,
-        kept_NK=None if kept_BGK is None else kept_BGK.flatten(0, 1)[batch.slots_R],
+        support_NK=None if support_BGK is None else support_BGK.flatten(0, 1)[batch.slots_R],
         entropy=entropy,
         first=vocabulary_of(model.config, model.parallel.shard).start,
         group=model.parallel.group,
     )
     hidden_ND = gather_tokens(output_nD, group=model.parallel.group)
-    found = model.logits(hidden_ND.index_select(0, batch.before_R), head=head)
-    return tuple(map(batch.spread, found)) if entropy else batch.spread(found)
+    per_token = model.logits(hidden_ND.index_select(0, batch.before_R), head=head)
+    return tuple(map(batch.spread, per_token)) if entropy else batch.spread(per_token)
 
 
 def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
-    """values_BG1: the value before each response token and, in column len, after the last one; 0 beyond. At least
-    float32."""
+    """values_BG1, at least float32: the value before each response token and, in column `length`, after the last one;
+    0 beyond."""
     values_N = collect_tokens(model.scalar(output_nD), group=model.parallel.group)
     values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
     columns = torch.arange(batch.responses_BG.shape[1] + 1, device=values_N.device)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the special ids of a model folder; and which token to pad with.
+"""Converts text to token ids and back, with the special ids of a model folder, and chooses a padding token.
 
-The `tokenizers` package reads tokenizer.json in milliseconds, where transformers takes seconds to import. Padding
-never enters our own tensors (they are padded with -1); it matters only in folders that transformers will read.
+The `tokenizers` package reads tokenizer.json in milliseconds; importing transformers takes seconds. Our own tensors are
+padded with -1, so the padding token matters only in folders that transformers will read.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer and its special ids (None where it has no such token)."""
+    """A tokenizer and its special ids (None if it has no such token)."""
 
     folder: Path
     vocab_size: int  # added tokens included
@@ -39,14 +39,12 @@ class Tokenizer:
     _vocabulary: Callable[[], dict[str, int]]
 
     def vocabulary(self) -> dict[str, int]:
-        """Token -> id, added tokens included. The ids may have holes."""
+        """Token -> id, including added tokens. The ids may have gaps."""
         return self._vocabulary()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; with `special`, what the tokenizer puts around a text (a beginning of sequence, if it has one).
-
-        A text that begins with that token already, as chat templates render it, does not get a second one: no model
-        was trained on two.
+        """Token ids; with `special`, including the special tokens that the tokenizer adds (such as a beginning of
+        sequence). If the text already begins with that token, as chat templates render it, no second one is added.
         """
         ids = self._encode(text, special)
         doubled = special and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
@@ -57,18 +55,18 @@ class Tokenizer:
         return self._decode([int(i) for i in ids if i >= 0], special)
 
     def decode_pair(self, prompt: Sequence[int], response: Sequence[int]) -> tuple[str, str]:
-        """The texts of a prompt and of what follows it, which join to the whole text.
+        """The texts of a prompt and its response; joined they give the whole text.
 
-        They are decoded together, since a decoder may change the beginning of a text: Llama 2's drops a space there.
+        They are decoded together because a decoder may change the beginning of a text: Llama 2's drops a space there.
         """
         before, whole = self.decode(prompt), self.decode([*prompt, *response])
         if whole.startswith(before):
             return before, whole[len(before) :]
-        return before, self.decode(response)  # a character lies across the border
+        return before, self.decode(response)  # a character spans prompt and response
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
-        """From tokenizer.json and tokenizer_config.json. Raises UserError if the first cannot be read."""
+        """From tokenizer.json and tokenizer_config.json. Raises UserError if tokenizer.json cannot be read."""
         from tokenizers import Tokenizer as Backend
 
         path = folder / "tokenizer.json"
@@ -93,7 +91,7 @@ class Tokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any, folder: Path) -> "Tokenizer":
-        """Around a tokenizer of transformers."""
+        """Wraps a tokenizer of transformers."""
         return cls(
             folder=folder,
             vocab_size=len(tokenizer),
@@ -107,10 +105,10 @@ class Tokenizer:
 
 
 def padding_token(folder: Path, config: ModelConfig) -> int:
-    """The id to pad with so that "the last token that is not padding" is the last real token: never an end of sequence.
+    """The id to pad with; never an end of sequence, so "the last token that is not padding" is the last real token.
 
-    The tokenizer's own if it is such a token, else the model's, else a special token that no text ends with; the
-    tokenizer files in `folder` are changed to pad with it. Without a tokenizer, the model's or the last possible id.
+    The tokenizer's own padding token if it qualifies, else the model's, else another special token; then the tokenizer
+    files in `folder` are changed to pad with it. Without a tokenizer: the model's, or the last possible id.
     """
     names = _special_names(folder)
     path = folder / "tokenizer.json"
@@ -129,7 +127,7 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     if allowed(config.pad_token_id) and (config.pad_token_id in text_of or not text_of):
         chosen = config.pad_token_id
     elif special:
-        chosen = min(special, key=lambda token_id: (_rank(text_of[token_id], names), token_id))
+        chosen = min(special, key=lambda token_id: (_preference(text_of[token_id], names), token_id))
     else:
         return max(filter(allowed, range(config.vocab_size)), default=0)
     if chosen in text_of:
@@ -139,8 +137,8 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     return chosen
 
 
-def _rank(name: str, names: dict[str, str]) -> int:
-    """Which special token to pad with, best first."""
+def _preference(name: str, names: dict[str, str]) -> int:
+    """The preference among special tokens to pad with, lowest first."""
     if "pad" in name.lower():
         return 0
     if "reserved" in name.lower():

@@ -1,14 +1,14 @@
 """The transformer: one definition for training, scoring and generation, covering Llama, Qwen2, Qwen3 and Mistral.
 
-Training, log-probabilities and decoding run the same code, so that generation and training agree to rounding; where
-keys are cached some steps are `fast`: the same formulas without a backward pass. Parameter names are Hugging Face's
-without the leading `model.`; heads are `lm_head` (absent when tied) and `score`. A shard of a model (parallel.py) keeps
-the names and numbers of the whole one.
+Training, log-probabilities and decoding run the same code, so generation and training agree up to rounding. With cached
+keys, some operations are `fast`: the same formulas without a backward pass. Parameter names are Hugging Face's without
+the leading `model.`; heads are `lm_head` (absent if tied) and `score`. A shard of a model (parallel.py) keeps the
+parameter names and layer numbers of the whole model.
 """
 
-# B sequences, T tokens at hand, N tokens of packed sequences, V vocabulary, D hidden, H heads, K key-value heads,
-# d head_dim, f frequencies; V, H and K are those of this rank's slice. A leading [...] is [B, T] or, packed, [N], and
-# between the blocks of a packed pass this tp rank's share of N.
+# B sequences, T current tokens, N tokens of packed sequences, V vocabulary, D hidden, H heads, K key-value heads,
+# d head_dim, f frequencies; V, H and K are those of this rank's slice. A leading [...] is [B, T] or, if packed, [N];
+# between the blocks of a packed pass, it is this tp rank's share of N.
 
 import math
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import Context, Rows
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Linear, laid_out, linear
+from rlhf_spmd.model.linear import Linear, like_results, linear
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
     Parallel,
-    cut,
     extent,
     gather_tokens,
     layers_of,
     scatter_tokens,
+    slice_of,
     sum_over,
     vocabulary_of,
 )
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, fast: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """-> the normed x; with a residual, that of x + residual, and this sum. fast: as generation does it."""
+        """-> norm(x); with a residual, norm(x + residual) and x + residual. fast: by the generation kernel."""
         if fast:
             normed, total = rmsnorm(x, self.weight, self.eps, residual)
         else:
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token vectors; also the output layer of a model with tied embeddings (see Unembedding)."""
+    """Token embeddings; also the output layer of a model with tied embeddings (see Unembedding)."""
 
     def __init__(self, vocabulary: range, hidden_size: int, group: Group):
         super().__init__()
@@ -72,21 +72,21 @@ class Embedding(nn.Module):
         self.first, self.group = vocabulary.start, group
 
     def forward(self, x: Tensor, *, packed: bool = False, head: Callable | None = None) -> Tensor:
-        """tokens [...] -> hidden [..., D], of packed tokens this rank's share; with a head, hidden -> what it makes."""
+        """tokens [...] -> hidden [..., D] (packed: this rank's share). With a head: hidden -> head(hidden, weight)."""
         if head is not None:
             return head(x, self.weight)
         if self.group is None:
             return F.embedding(x, self.weight)
         local = x - self.first
-        elsewhere = (local < 0) | (local >= len(self.weight))  # some other rank's tokens
+        elsewhere = (local < 0) | (local >= len(self.weight))  # tokens of other ranks
         part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
         return scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
 
 
 class Unembedding(nn.Module):
-    """The output layer of a model whose embeddings are not tied: applies head(hidden, weight_VD).
+    """The output layer of a model with untied embeddings: applies head(hidden, weight_VD).
 
-    Inside forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
+    The head runs inside forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
     """
 
     def __init__(self, vocabulary: range, hidden_size: int):
@@ -105,7 +105,7 @@ class RowLinear(nn.Linear):
         self.group = group
 
     def forward(self, x: Tensor, *, packed: bool, fast: bool = False) -> Tensor:
-        """x [..., this rank's inputs] -> [..., D]; of packed tokens this rank's share."""
+        """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens)."""
         if self.group is None:
             return linear(x, self.weight, self.bias, fast=fast)
         part = linear(x, self.weight, fast=fast)
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
-        """x [..., D] -> [..., D]; cos, sin of all tokens, by rope.cos_sin."""
+        """x [..., D] -> [..., D]; cos, sin: of all tokens, from rope.cos_sin."""
         fast = context.cached
         if context.packed:
             x = gather_tokens(x, group=self.group)
@@ -190,9 +190,9 @@ class Transformer(nn.Module):
     """A causal language model (head "lm") or a critic / reward model (head "scalar", one number per token), or one
     shard of it: a stage's layers, with embed_tokens on the first stage, norm and head on the last.
 
-    Made with device="meta" it holds no memory and waits for weights (`load_state_dict(..., assign=True)`); otherwise
-    it starts from `init_weights(seed)`. It never reads torch's global random state. recompute: training keeps only each
-    layer's input and computes the layer again in the backward pass (arXiv 1604.06174), to the same bits.
+    With device="meta" it holds no memory until weights are loaded (`load_state_dict(..., assign=True)`); otherwise it
+    starts from `init_weights(seed)`. It never reads torch's global random state. recompute: training saves only each
+    layer's input and recomputes the layer in the backward pass (arXiv 1604.06174), with the same bits.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
                 self.lm_head = Unembedding(vocabulary, config.hidden_size)
         self.to(dtype)
         if torch.device(device).type != "meta":
-            # not to_empty(), for which torch imports sympy: half a second
+            # not to_empty(): it makes torch import sympy, half a second
             empty = {name: torch.empty(one.shape, dtype=dtype, device=device) for name, one in self.named_parameters()}
             self.load_state_dict(empty, assign=True)
             self.init_weights(seed)
@@ -239,9 +239,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, *, std: float = 0.02, score_std: float = 0.0) -> None:
-        """GPT-2's start: normal(0, std), what writes into the residual stream smaller by sqrt(2 * layers), norms 1,
-        biases 0, the score head normal(0, score_std). The same seed gives the same weights on every device, and on
-        every shard its part of the same model."""
+        """GPT-2's initialisation: normal(0, std), divided by sqrt(2 * layers) for projections into the residual stream;
+        norms 1, biases 0, the score head normal(0, score_std). The same seed gives the same weights on every device,
+        and on every shard its part of the same model."""
         generator = torch.Generator().manual_seed(seed)
         shard, mine = self.parallel.shard, dict(self.named_parameters())
         whole = self if shard == Shard() else Transformer(self.config, head=self.head, device="meta")
@@ -257,16 +257,16 @@ class Transformer(nn.Module):
                 scale = score_std
             drawn = torch.randn(like.shape, generator=generator) * scale
             if name in mine:
-                mine[name].copy_(drawn[cut(name, self.config, shard)])
+                mine[name].copy_(drawn[slice_of(name, self.config, shard)])
 
     def forward(self, tokens: Tensor | None, *, context: Context | None = None, hidden: Tensor | None = None) -> Tensor:
-        """tokens int64 [B, T] (negative: padding, right of all real tokens) or, in a packed context, [N] -> hidden.
+        """tokens int64 [B, T] (negative: padding, on the right) or, in a packed context, [N] -> hidden.
 
-        context: see attention.py; None: rows without a cache. hidden: what the stage before returned; the first stage
-        takes none, the others do not look at the tokens. Returns this stage's output [..., D], after the final norm on
-        the last stage; in a packed context it is this tp rank's share of the tokens, see `passes_on`.
-        Rows are not for training under tp: their gradients would lack the other ranks' parts.
-        Raises UserError where `dynamic` rope meets a cache beyond the trained length: its stored keys would be stale.
+        context: see attention.py; None: rows without a cache. hidden: the output of the previous stage; None on the
+        first stage, the only one that reads the tokens. Returns this stage's output [..., D], after the final norm on
+        the last stage; in a packed context, this tp rank's share of the tokens (see `output_shape`).
+        Do not train with Rows under tp: gradients would lack the other ranks' parts.
+        Raises UserError if `dynamic` rope is used with a cache beyond the trained length: stored keys would be stale.
         """
         if context is None:
             rows = tokens if hidden is None else hidden
@@ -281,7 +281,7 @@ class Transformer(nn.Module):
             x = hidden
         frequencies_f, factor = self._rope(context.positions, x.dtype, decoding=context.cached)
         cos, sin = rope.cos_sin(context.positions, frequencies_f, factor, x.dtype, fast=context.cached)
-        x = laid_out(x) if context.cached else x
+        x = like_results(x) if context.cached else x
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)
@@ -289,35 +289,35 @@ class Transformer(nn.Module):
                 x = layer(x, cos, sin, context)
         return self.norm(x, fast=context.cached) if self.parallel.is_last else x
 
-    def passes_on(self, num_tokens: int) -> tuple[int, int]:
-        """The shape [n, D] of what a stage returns for so many packed tokens: its share of them, padding included."""
+    def output_shape(self, num_tokens: int) -> tuple[int, int]:
+        """The shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
         return -(-num_tokens // self.parallel.shard.tp), self.config.hidden_size
 
     def logits(self, hidden: Tensor, *, head: Callable = F.linear) -> Tensor:
-        """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary; or what
-        another head(hidden, weight_VD) makes of them, such as the logprobs of known tokens without holding all logits.
+        """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary; or the result
+        of another head(hidden, weight_VD), such as token_logprobs, which never holds all logits.
 
-        A packed output must be gathered first (`gather_tokens`): every slice of the vocabulary reads all tokens.
+        Gather a packed output first (`gather_tokens`): every slice of the vocabulary reads all tokens.
         """
         assert self.head == "lm", self.head
         unembedding = self.embed_tokens if self.config.tie_embeddings else self.lm_head
         return unembedding(hidden, head=head)
 
     def scalar(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] -> one number per token [...]; collect those of a packed output (`collect_tokens`)."""
+        """hidden [..., D] -> one number per token [...]; those of a packed output need `collect_tokens`."""
         assert self.head == "scalar", self.head
         return self.score(hidden).squeeze(-1)
 
     def _rope(self, positions: Tensor, dtype: torch.dtype, *, decoding: bool) -> tuple[Tensor, float]:
-        """The frequencies on the right device and in the right precision, computed once."""
+        """The frequencies, computed once per device and precision."""
         length = 0
         if self.config.rope_type == "dynamic":
             trained = self.config.max_position_embeddings
             length = max(int(positions.max()) + 1, trained)
             if decoding and length > trained:
                 raise UserError(
-                    f"a model with dynamic rope cannot generate past its trained length of {trained} tokens: every "
-                    "further token changes the frequencies of the keys already stored; shorten prompt + response"
+                    f"a model with dynamic rope cannot generate beyond its trained length of {trained} tokens, because "
+                    "further tokens change the frequencies of the keys already stored; shorten prompt + response"
                 )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         key = (positions.device, wide, length)

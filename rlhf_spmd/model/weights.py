@@ -1,7 +1,7 @@
-"""Weights in and out of a folder: safetensors only, in one file or in shards with an index. Nothing is ever unpickled.
+"""Reads and writes the weights of a folder: safetensors, in one file or in shards with an index. Nothing is unpickled.
 
-Every tensor is checked by name and shape before any memory is spent, and what is wrong is said with file, tensor and
-mend. Names here are Hugging Face's; hf.py maps them to ours.
+Every tensor is checked by name and shape before memory is allocated; errors name file, tensor and fix. Names here are
+Hugging Face's; hf.py maps them to ours.
 """
 
 import json
@@ -21,7 +21,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
+    """Writes atomically: a reader sees the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -38,7 +38,7 @@ def locate(folder: Path) -> dict[str, Path]:
         if pickled:
             raise UserError(
                 f"{folder} holds weights only as {pickled[0]}, a pickle, which this program never opens; load it with "
-                "transformers and save_pretrained() it to a new folder"
+                "transformers and save it to a new folder with save_pretrained()"
             )
         raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; copy the weights there")
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -48,7 +48,7 @@ def locate(folder: Path) -> dict[str, Path]:
         if not isinstance(shard, str) or _leaves(shard):
             raise UserError(
                 f"{folder / INDEX} places tensor {name} in {shard!r}, which is outside the folder; do not trust this "
-                "download, or mend the index"
+                "download, or fix the index"
             )
     missing = sorted({shard for shard in weight_map.values() if not (folder / shard).is_file()})
     if missing:
@@ -56,7 +56,7 @@ def locate(folder: Path) -> dict[str, Path]:
     return {name: folder / shard for name, shard in weight_map.items()}
 
 
-def read(
+def read_tensors(
     places: Mapping[str, Path],
     expect: Mapping[str, torch.Size],
     convert: Callable[[Tensor], Tensor],
@@ -64,8 +64,8 @@ def read(
 ) -> dict[str, Tensor]:
     """-> {name: convert(tensor)} for every name in `expect`, which gives the shapes; `places` is from `locate`.
 
-    parts: the names that are wanted and which slices of them; the others are checked, but not read. None: all, whole.
-    The result owns its memory: it does not change when the file does.
+    parts: the names and slices to read; all other tensors are only checked. None: reads all tensors whole.
+    The result owns its memory, so it does not change with the file.
     """
     tensors: dict[str, Tensor] = {}
     for path in dict.fromkeys(places[name] for name in expect):
@@ -83,7 +83,7 @@ def read(
                 )
             if shape != tuple(expect[name]):
                 raise UserError(
-                    f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(expect[name])}; "
+                    f"{path}: tensor {name} has shape {list(shape)}, but config.json requires {list(expect[name])}; "
                     "the two files do not belong together"
                 )
             if dtype not in _FLOATS:
@@ -99,11 +99,11 @@ def read(
     return tensors
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
-    """Write one file, or shards with an index where the tensors are larger than `max_shard_bytes`.
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
+    """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`.
 
-    Files appear complete (written aside, then renamed), and those of an earlier save that are no longer part of the
-    model disappear.
+    Every file is written under a temporary name and renamed when complete. Files of an earlier save that are no longer
+    part of the model are deleted.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -124,7 +124,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) 
         owned = {key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}
         temporary = folder / (name + ".tmp")
         temporary.touch()
-        mode = temporary.stat().st_mode  # what the user's umask allows; save_file makes files only their owner can read
+        mode = (
+            temporary.stat().st_mode
+        )  # as the user's umask allows; save_file would make files readable by the owner only
         try:
             save_file(owned, temporary, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -149,7 +151,7 @@ def _leaves(shard: str) -> bool:
 
 
 def _open(path: Path):
-    """A safetensors file opened for reading; UserError where it is missing, truncated or not one."""
+    """Opens a safetensors file for reading. Raises UserError if it is missing, truncated or not a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.numbers.bfloat16 import LIMIT, in_standard_errors
 from rlhf_spmd.config import Config, make_workload
-from rlhf_spmd.model.parallel import cut
+from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
@@ -342,5 +342,5 @@ def test_gradients_in_float64(placement, config, world, folder, gradients_alone,
         for name, gradient in gradients.items():
             whole = expected[f"{model}.{name}"]
             torch.testing.assert_close(
-                gradient, whole[cut(name, trained.config, trained.parallel.shard)], rtol=1e-10, atol=1e-10
+                gradient, whole[slice_of(name, trained.config, trained.parallel.shard)], rtol=1e-10, atol=1e-10
             )

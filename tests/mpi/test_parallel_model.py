@@ -15,14 +15,14 @@ from torch import Tensor
 
 from rlhf_spmd.kernels import token_logprobs
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.parallel import WHOLE, Parallel, cut, is_split
+from rlhf_spmd.model.parallel import WHOLE, Parallel, is_split, slice_of
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.engines.engine import make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
-from rlhf_spmd.runtime.generation.rows import generate
+from rlhf_spmd.runtime.generation.rows import generate_rows
 from tests.draws import random_responses
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(5, 8)]
@@ -105,7 +105,7 @@ def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tu
     mine = Transformer(config, head=head, dtype=dtype, parallel=team.parallel)
     weights = dict(whole.named_parameters())
     for name_, weight in mine.named_parameters():
-        weight.data = weights[name_].data[cut(name_, config, team.parallel.shard)].clone()
+        weight.data = weights[name_].data[slice_of(name_, config, team.parallel.shard)].clone()
     return whole, mine
 
 
@@ -114,17 +114,17 @@ def make_batch(num: int = 5, seed: int = 7) -> tuple[Sequences, Tensor]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, 1 + (i * 3 + seed) % 4).tolist() for i in range(num)]
     responses = [rng.integers(4, 29, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist() for i in range(num)]
-    kept_BGK = torch.full((num, MAX_RESPONSE, 8), -1, dtype=torch.int32)
+    support_BGK = torch.full((num, MAX_RESPONSE, 8), -1, dtype=torch.int32)
     for b, response in enumerate(responses):
         for t, token in enumerate(response):
             others = rng.permutation([v for v in range(VOCAB) if v != token])[: int(rng.integers(0, 8))]
-            kept_BGK[b, t, : 1 + len(others)] = torch.tensor([token, *others])
-    return Sequences.join(pad(prompts, 5), pad(responses, MAX_RESPONSE)), kept_BGK
+            support_BGK[b, t, : 1 + len(others)] = torch.tensor([token, *others])
+    return Sequences.join(pad(prompts, 5), pad(responses, MAX_RESPONSE)), support_BGK
 
 
 def through(team: Team, model: Transformer, batch: Sequences) -> tuple[Tensor | None, Tensor]:
     """-> (this stage's input with its gradient to come, its output), handed on by plain messages."""
-    hidden, shape = None, model.passes_on(len(batch.tokens_N))
+    hidden, shape = None, model.output_shape(len(batch.tokens_N))
     if team.parallel.previous is not None:
         hidden = torch.empty(shape, dtype=model.dtype)
         dist.recv(hidden, src=team.parallel.previous)
@@ -162,7 +162,8 @@ def check_gradients(team: Team, whole: Transformer, mine: Transformer) -> None:
             dist.all_reduce(gradient, group=team.ends)
         wanted = expected[name].grad
         assert wanted is not None and (wanted.abs().sum() > 0 or name.endswith("k_proj.bias")), name
-        torch.testing.assert_close(gradient, wanted[cut(name, whole.config, shard)], msg=lambda m: name + m, **CLOSE)  # noqa: B023
+        part = wanted[slice_of(name, whole.config, shard)]
+        torch.testing.assert_close(gradient, part, msg=lambda m: name + m, **CLOSE)  # noqa: B023
 
 
 PLAIN = {"temperature": 1.0, "eos_ids": EOS, "min_new_tokens": 0}
@@ -188,9 +189,9 @@ def test_logprobs_and_gradients(team, name, case, num_chunks, monkeypatch):
     whole, mine = whole_and_shard(team, name, "lm")
     mine.recompute = case != "plain"
     options, kept = CASES[case]
-    batch, kept_BGK = make_batch(seed=10 if kept else 7)
+    batch, support_BGK = make_batch(seed=10 if kept else 7)
     assert all(sum(batch.lengths) % tp for tp in (2, 3, 4, 5))  # so that tokens must be added
-    sets = kept_BGK if kept else None
+    sets = support_BGK if kept else None
     weight_BG = torch.randn(batch.responses_BG.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     options = {**options, "entropy": True}
     expected_BG, entropy_BG = response_logprobs(whole, batch, forward(whole, batch), sets, **options)
@@ -292,7 +293,7 @@ def test_draws_the_same_tokens(team, name, options):
     rng = np.random.default_rng(3)
     prompts_BP = pad([rng.integers(0, VOCAB, 1 + 2 * i % 5).tolist() for i in range(6)])
     bits_BG = random_responses(6, 9, seed=7)
-    expected, found = (generate(model, prompts_BP, bits_BG, **options) for model in (whole, mine))
+    expected, found = (generate_rows(model, prompts_BP, bits_BG, **options) for model in (whole, mine))
     assert torch.equal(found[0], expected[0])
     assert len(expected[0].unique()) > 5
     torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2e-5)
@@ -306,7 +307,7 @@ def test_shards_begin_as_slices_of_the_same_model(team):
     config = make_config("biases")
     whole = dict(Transformer(config, head="lm", seed=4).named_parameters())
     for name, weight in Transformer(config, head="lm", seed=4, parallel=team.parallel).named_parameters():
-        assert torch.equal(weight, whole[name][cut(name, config, team.parallel.shard)]), name
+        assert torch.equal(weight, whole[name][slice_of(name, config, team.parallel.shard)]), name
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -126,12 +126,12 @@ def test_response_logprobs_within_kept_sets():
     model, pairs = make_model("lm"), make_pairs()
     rng = np.random.default_rng(1)
     sets = [[[token, *rng.choice(VOCAB, t, replace=False)] for t, token in enumerate(r)] for _, r in pairs]
-    kept_BGK = torch.full((len(pairs), MAX_RESPONSE, MAX_RESPONSE + 1), -1, dtype=torch.int32)
+    support_BGK = torch.full((len(pairs), MAX_RESPONSE, MAX_RESPONSE + 1), -1, dtype=torch.int32)
     for b, t in itertools.product(range(len(pairs)), range(MAX_RESPONSE)):
         if t < len(sets[b]):
             sets[b][t] = list(dict.fromkeys(map(int, sets[b][t])))
-            kept_BGK[b, t, : len(sets[b][t])] = torch.tensor(sets[b][t])
-    found_BG = logprobs(model, join(pairs), kept_BGK, temperature=0.8, eos_ids=(EOS,), min_new_tokens=0)
+            support_BGK[b, t, : len(sets[b][t])] = torch.tensor(sets[b][t])
+    found_BG = logprobs(model, join(pairs), support_BGK, temperature=0.8, eos_ids=(EOS,), min_new_tokens=0)
     for b, (prompt, response) in enumerate(pairs):
         logits_TV = model.logits(hidden(model, prompt + response)) / 0.8
         for t in range(len(response)):
@@ -144,9 +144,9 @@ def test_response_logprobs_within_kept_sets():
 def test_a_row_without_response_has_no_gradient(kept):
     """What a rank without data passes (Calls._micro_batches): loss 0 and gradients that are 0, not NaN nor missing."""
     batch = Sequences.join(pad([[0]], MAX_PROMPT), torch.full((1, MAX_RESPONSE), -1))
-    kept_BGK = torch.zeros(1, MAX_RESPONSE, 4, dtype=torch.int32) if kept else None
+    support_BGK = torch.zeros(1, MAX_RESPONSE, 4, dtype=torch.int32) if kept else None
     model = make_model("lm")
-    found_BG = logprobs(model, batch, kept_BGK, temperature=0.7, eos_ids=(0,), min_new_tokens=2)
+    found_BG = logprobs(model, batch, support_BGK, temperature=0.7, eos_ids=(0,), min_new_tokens=2)
     assert not found_BG.any()
     found_BG.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

@@ -13,7 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.config import ModelConfig, from_hf
-from rlhf_spmd.model.parallel import Parallel, cut, is_split, layers_of, vocabulary_of
+from rlhf_spmd.model.parallel import Parallel, is_split, layers_of, slice_of, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard, split
 
@@ -169,7 +169,7 @@ def test_a_shard_is_a_slice_of_the_whole(case, head, shard, tmp_path):
     whole.init_weights(3)
     assert set(read.state_dict()) == set(drawn) == names_of(whole.config, head, shard)
     for name, weight in read.state_dict().items():
-        part = cut(name, whole.config, shard)
+        part = slice_of(name, whole.config, shard)
         assert weight.is_contiguous() and torch.equal(weight, state[name][part]), name
         assert torch.equal(drawn[name], whole.state_dict()[name][part]), name
 
@@ -180,7 +180,7 @@ def test_the_slices_make_the_whole(case, tp):
     """Side by side along one dim the slices are the weight; without such a dim every slice is all of it."""
     model = make_model(case)
     for name, weight in model.named_parameters():
-        parts = [weight[cut(name, model.config, Shard(tp=tp, tp_index=i))] for i in range(tp)]
+        parts = [weight[slice_of(name, model.config, Shard(tp=tp, tp_index=i))] for i in range(tp)]
         if is_split(name):
             assert any(sum(p.shape[d] for p in parts) == weight.shape[d] for d in range(weight.dim()))
             dim = next(d for d in range(weight.dim()) if parts[0].shape[d] < weight.shape[d])
@@ -196,7 +196,7 @@ def test_a_fresh_critic_of_a_shard(tmp_path):
     hf.save_model(make_model("llama"), tmp_path)
     last = hf.load_model(tmp_path, head="scalar", parallel=place(Shard(1, 2, 0, 2)))
     assert last.score.weight.shape == (1, 24) and not last.score.weight.any()
-    with pytest.raises(UserError, match="no reward model"):  # on every shard, not only on the one with the head
+    with pytest.raises(UserError, match="not a reward model"):  # on every shard, not only on the one with the head
         hf.load_model(tmp_path, head="scalar", fresh_head=False, parallel=place(Shard(0, 2, 0, 2)))
 
 
@@ -217,7 +217,7 @@ def test_every_shard_checks_the_whole_model(tmp_path):
     hf.load_model(tmp_path, head="lm", dtype=torch.float64, parallel=place(Shard(1, 3, 1, 2)))
 
 
-def test_what_a_stage_passes_on():
+def test_output_shape_of_a_stage():
     model = Transformer(make_model("llama").config, head="lm", device="meta", parallel=place(Shard(0, 2, 1, 3)))
-    assert [model.passes_on(num) for num in (1, 3, 7)] == [(1, 24), (1, 24), (3, 24)]
+    assert [model.output_shape(num) for num in (1, 3, 7)] == [(1, 24), (1, 24), (3, 24)]
     assert list(model.layers) == ["0"] and model.dtype == torch.float32

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.parallel import cut
+from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.tensors import Holding, local_shapes, numbers_in, overlap, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
@@ -68,7 +68,7 @@ def test_slices_are_those_of_the_model_package(family, tp):
     whole = {name: p for name, p in Transformer(config, head="lm", device="meta").named_parameters()}
     for index in range(tp):
         shard = Shard(0, 1, index, tp)
-        expected = {name: tuple(p[cut(name, config, shard)].shape) for name, p in whole.items()}
+        expected = {name: tuple(p[slice_of(name, config, shard)].shape) for name, p in whole.items()}
         assert local_shapes(shape_of(config, "lm"), Holding(shard)) == expected
 
 

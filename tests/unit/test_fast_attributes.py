@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.fast_attributes import bound
+from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import FEWEST_TO_ORDER, in_mkl_order
 from rlhf_spmd.model.transformer import Transformer
 
@@ -33,7 +33,7 @@ def test_the_same_bits_and_nothing_is_left(bias):
         torch.arange(12).view(2, 6),
     )
     before, plain = attributes(model), model(tokens_BT)
-    with bound(model):
+    with fast_attributes(model):
         assert attributes(model) != before
         assert torch.equal(model(tokens_BT), plain)
         names = [name for name, _ in model.named_parameters()]
@@ -44,7 +44,7 @@ def test_the_same_bits_and_nothing_is_left(bias):
 def test_an_error_unbinds():
     model = small()
     before = attributes(model)
-    with pytest.raises(ZeroDivisionError), bound(model):
+    with pytest.raises(ZeroDivisionError), fast_attributes(model):
         raise ZeroDivisionError
     assert attributes(model) == before
 
@@ -52,11 +52,11 @@ def test_an_error_unbinds():
 def test_new_weights_count_afterwards():
     """load_state_dict with assign replaces the parameters themselves."""
     model, tokens_BT = small(), torch.arange(6)[None]
-    with bound(model):
+    with fast_attributes(model):
         model(tokens_BT)
     other = Transformer(model.config, head="lm", seed=2)
     model.load_state_dict(other.state_dict(), assign=True)
-    with bound(model):
+    with fast_attributes(model):
         assert torch.equal(model(tokens_BT), other(tokens_BT))
 
 
@@ -86,7 +86,7 @@ def test_products_in_mkl_order_are_the_layers_own(bias, num_rows):
 def test_bound_layers_use_given_forwards():
     model = small(hidden_size=256, intermediate_size=320)
     layer, called = model.layers["0"].mlp.down_proj, []
-    with bound(model, {layer: lambda x, **_: called.append(x) or torch.zeros(*x.shape[:-1], 256)}):
+    with fast_attributes(model, {layer: lambda x, **_: called.append(x) or torch.zeros(*x.shape[:-1], 256)}):
         changed = model(torch.arange(6)[None])
     assert called and not torch.equal(changed, model(torch.arange(6)[None]))
 
