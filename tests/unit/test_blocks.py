@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.runtime.generation.blocks import Blocks, Scheduler, Waiting
+from rlhf_spmd.runtime.generation.blocks import Blocks, Scheduler, WaitingRequest
 
 LONGEST = 20
 
 
-def waiting(requests: list[tuple[int, int]]) -> list[Waiting]:
+def waiting(requests: list[tuple[int, int]]) -> list[WaitingRequest]:
     """(key, tokens of the prompt) of each; one key has one length."""
     length = {}
-    return [Waiting(n, key, *[length.setdefault(key, size)] * 2) for n, (key, size) in enumerate(requests)]
+    return [WaitingRequest(n, key, *[length.setdefault(key, size)] * 2) for n, (key, size) in enumerate(requests)]
 
 
-def check_rows(scheduler: Scheduler, keys: dict[int, Waiting]) -> None:
+def check_rows(scheduler: Scheduler, keys: dict[int, WaitingRequest]) -> None:
     """No two rows write to one block, and none is lost or taken twice."""
     blocks = scheduler.blocks
     uses = [0] * blocks.num_blocks
@@ -88,7 +88,9 @@ def test_the_youngest_leaves_and_comes_back_first():
     assert [one.waiting.request for one in scheduler.admit()] == [0, 1, 2]
     assert scheduler.grow() == []  # request 0 takes the last block
     assert scheduler.grow() == [2]  # request 1 needs one
-    assert list(scheduler.waiting) == [Waiting(2, 2, 2, 4)]  # its prompt, a token that it has drawn, and one at hand
+    assert list(scheduler.waiting) == [
+        WaitingRequest(2, 2, 2, 4)
+    ]  # its prompt, a token that it has drawn, and one at hand
     assert scheduler.admit() == []  # a block is free, but not one to spare
     scheduler.remove([0])
     (back,) = scheduler.admit()
@@ -106,7 +108,7 @@ def test_prompt_blocks_are_shared_and_given_back_last():
     assert scheduler.blocks.num_free == 3
     scheduler.remove([0])
     assert scheduler.blocks.num_free == 4  # two are still in use
-    scheduler.submit([Waiting(9, 7, 10, 10)])
+    scheduler.submit([WaitingRequest(9, 7, 10, 10)])
     (late,) = scheduler.admit()
     assert late.donor == 0 and late.row.blocks == [0, 1, 2]  # by now request 1 is the first row
 

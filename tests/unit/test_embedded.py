@@ -10,7 +10,7 @@ import torch
 from rlhf_spmd import embedded
 from rlhf_spmd.embedded import grammar
 from rlhf_spmd.model.hf import load_model, load_tokenizer
-from rlhf_spmd.runtime.generation.rows import generate
+from rlhf_spmd.runtime.generation.rows import generate_rows
 from tests.draws import random_responses
 
 ACTOR, REWARD = embedded.path_of("actor"), embedded.path_of("reward")
@@ -50,7 +50,7 @@ def samples(tokenizer, prompts):
     ids = [tokenizer.encode(prompt) for prompt in prompts[:256]]
     bits_BG = random_responses(len(ids), 24)
     actor = load_model(ACTOR, head="lm")
-    responses_BG, *_ = generate(actor, padded(ids), bits_BG, eos_ids=(tokenizer.eos_token_id,))
+    responses_BG, *_ = generate_rows(actor, padded(ids), bits_BG, eos_ids=(tokenizer.eos_token_id,))
     responses = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
     return [(start, end, tokenizer.decode(end)) for start, end in zip(ids, responses, strict=True)]
 

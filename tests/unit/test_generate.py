@@ -11,7 +11,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
-from rlhf_spmd.runtime.generation.rows import generate
+from rlhf_spmd.runtime.generation.rows import generate_rows
 from tests.draws import random_responses
 from tests.slow_sample import slow_draw
 
@@ -57,7 +57,7 @@ def draw(num: int, seed: int = 0) -> Tensor:
 
 
 def run(model: Transformer, prompts: list[list[int]], bits_BG: Tensor, **options):
-    return generate(model, pad(prompts), bits_BG, **options)
+    return generate_rows(model, pad(prompts), bits_BG, **options)
 
 
 def slow_response(
@@ -136,7 +136,7 @@ def test_equals_the_slow_twin(options, shape):
 def compare_with_slow_twin(num_rows: int, options: dict, shape: dict) -> None:
     model, prompts = make_model(**shape), make_prompts(num_rows, seed=num_rows)
     bits_BG = draw(num_rows, seed=num_rows)
-    responses_BG, logprobs_BG, kept_BGK = run(model, prompts, bits_BG, **options)
+    responses_BG, logprobs_BG, support_BGK = run(model, prompts, bits_BG, **options)
     assert responses_BG.dtype == torch.int64 and logprobs_BG.dtype == torch.float32
     slow = [slow_response(model, prompt, bits_G, **options) for prompt, bits_G in zip(prompts, bits_BG, strict=True)]
     assert rows(responses_BG) == [tokens for tokens, _, _ in slow]
@@ -144,10 +144,10 @@ def compare_with_slow_twin(num_rows: int, options: dict, shape: dict) -> None:
         assert found[: len(expected)] == pytest.approx(expected, abs=1e-5 / min(options.get("temperature", 1.0), 1.0))
         assert not any(found[len(expected) :])
     if "top_k" not in options:
-        assert kept_BGK is None
+        assert support_BGK is None
         return
-    assert kept_BGK.shape == (num_rows, MAX_RESPONSE, options["top_k"]) and kept_BGK.dtype == torch.int32
-    for found_GK, (_, _, expected) in zip(kept_BGK, slow, strict=True):
+    assert support_BGK.shape == (num_rows, MAX_RESPONSE, options["top_k"]) and support_BGK.dtype == torch.int32
+    for found_GK, (_, _, expected) in zip(support_BGK, slow, strict=True):
         assert rows(found_GK)[: len(expected)] == expected
         assert (found_GK[len(expected) :] == -1).all()
 
@@ -176,11 +176,11 @@ def test_invariant_7_logprobs_are_those_of_teacher_forcing(shape, std, dtype):
     cases = [(1.0, OFTEN, 0, 0), (0.6, SELDOM, 2, 0), (1.5, OFTEN, 4, 0), (0.8, OFTEN, 1, 9)]
     for number, (temperature, eos_ids, least, top_k) in enumerate(cases):
         sampling = {"temperature": temperature, "eos_ids": eos_ids, "min_new_tokens": least}
-        responses_BG, logprobs_BG, kept_BGK = run(
+        responses_BG, logprobs_BG, support_BGK = run(
             model, prompts, draw(24, number), **sampling, top_k=top_k, top_p=0.9 if top_k else 1.0
         )
         batch = Sequences.join(pad(prompts), responses_BG)
-        forced_BG = response_logprobs(model, batch, forward(model, batch), kept_BGK, **sampling)
+        forced_BG = response_logprobs(model, batch, forward(model, batch), support_BGK, **sampling)
         assert logprobs_BG.dtype == torch.float32
         assert not logprobs_BG[responses_BG < 0].any() and not forced_BG[responses_BG < 0].any()
         assert (logprobs_BG[responses_BG >= 0] <= 0).all()
@@ -205,7 +205,7 @@ def test_tokens_do_not_depend_on_the_batch(shape, seed):
         pieces = [slice(start, start + size) for start in range(0, 17, size)]
         apart = [row for piece in pieces for row in rows(run(model, prompts[piece], bits_BG[piece], **options)[0])]
         assert apart == together
-    wide, *_ = generate(model, pad(prompts, 30), bits_BG, **options)
+    wide, *_ = generate_rows(model, pad(prompts, 30), bits_BG, **options)
     assert rows(wide) == together
 
 
@@ -220,9 +220,9 @@ def test_a_shorter_limit_only_cuts():
 
 def test_no_rows():
     nothing_BP, bits_BG = torch.zeros(0, 5, dtype=torch.int64), draw(0)
-    responses_BG, logprobs_BG, kept_BGK = generate(make_model(), nothing_BP, bits_BG, eos_ids=SELDOM, top_k=3)
+    responses_BG, logprobs_BG, support_BGK = generate_rows(make_model(), nothing_BP, bits_BG, eos_ids=SELDOM, top_k=3)
     assert responses_BG.shape == logprobs_BG.shape == (0, MAX_RESPONSE)
-    assert responses_BG.dtype == torch.int64 and kept_BGK.shape == (0, MAX_RESPONSE, 3)
+    assert responses_BG.dtype == torch.int64 and support_BGK.shape == (0, MAX_RESPONSE, 3)
 
 
 def test_all_rows_end_at_once():

@@ -1,4 +1,4 @@
-"""The forward passes of generation on one rank, through all stages: a token for each row, and prompts of newcomers."""
+"""The forward passes of generation on one rank, through all stages: new tokens of running rows, prompts of new rows."""
 
 # A prompts, B rows, N tokens of both, M blocks of a row's table, D hidden
 
@@ -18,33 +18,33 @@ from rlhf_spmd.runtime.generation.kvcache import KVCache, slots_of
 
 
 class Decoder:
-    """Runs a model over a cache. scheduler: says in which blocks the rows are."""
+    """Runs a model over a cache. scheduler: assigns blocks to rows."""
 
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
         self._graphs = Graphs.of(model, *scheduler.tables_BM.shape)
-        # What the scheduler writes, a GPU reads while the host goes on: by the time that it is written again, the host
-        # has waited for this step's tokens, and the copy is over.
+        # The GPU copies the scheduler's tables while the host continues. Before the scheduler writes them again, the
+        # host has waited for this step's tokens, so the copy is complete.
         pinned = self.device.type == "cuda"
         self._written_BM = torch.zeros(scheduler.tables_BM.shape, dtype=torch.int32, pin_memory=pinned)
         scheduler.tables_BM = self._written_BM.numpy()
-        self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same
+        self._has_copy = self._graphs is not None or self.device.type != "cpu"  # else both are the same tensor
         self._tables_BM = self._written_BM
         if self._graphs is not None:
             self._tables_BM = self._graphs.tables_BM
         elif self._has_copy:
             self._tables_BM = self._written_BM.to(self.device)
         self._joined = Joined.of(model)
-        self.forwards = in_mkl_order(model, scheduler.max_rows)  # of some layers, instead of their own
+        self.forwards = in_mkl_order(model, scheduler.max_rows)  # replacements for the forwards of some layers
 
     def round(
         self, tokens_B: Tensor, cached_B: Tensor, prompts: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
     ) -> Tensor | None:
-        """One more token for each of the first B rows, and the prompts of newcomers with the blocks that they get, in
-        one pass -> hidden of the rows, then of the prompts' last tokens, [B + A, D]; None on all stages but the last.
+        """One pass over the current token of each of the B running rows and the prompts of A new rows, given with their
+        blocks -> hidden [B + A, D] of the rows, then of the prompts' last tokens; None except on the last stage.
 
-        cached_B: tokens before those at hand.
+        cached_B: number of tokens before the current one.
         """
         num_rows, lengths = len(tokens_B), [len(prompt) for prompt in prompts]
         tables_BM = self._tables(num_rows)
@@ -66,13 +66,13 @@ class Decoder:
     def _tables(self, num_rows: int) -> Tensor:
         """The blocks of the first rows, int32 [B, M], on the device."""
         if self._has_copy and self.scheduler.has_new_tables:
-            used = len(self.scheduler.rows)  # newcomers included, which are decoded from the next round on
+            used = len(self.scheduler.rows)  # includes new rows, which are decoded from the next round on
             self._tables_BM[:used].copy_(self._written_BM[:used], non_blocking=True)
             self.scheduler.has_new_tables = False
         return self._tables_BM[:num_rows]
 
     def _step(self, positions_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> DecodeStep:
-        """What a pass needs to know of rows with so many tokens in the cache (-1: there is no row)."""
+        """The attention context of rows with `cached_B` tokens in the cache (-1: no row)."""
         size = self.cache.block_size
         if self.scheduler.one_block:
             slots_B = torch.arange(len(cached_B), device=self.device) * size + cached_B
@@ -83,13 +83,13 @@ class Decoder:
         return DecodeStep(self.cache, positions_B, slots_B, attended)
 
     def _padded(self, tokens_B: Tensor, cached_B: Tensor, tables_BM: Tensor) -> Tensor:
-        """A decode step in which some rows are not there (cached -1): what a graph captures."""
+        """The decode step that a graph captures; missing rows have cached_B = -1."""
         step = self._step(cached_B.clamp_min(0), cached_B, tables_BM)
-        step.slots_B = torch.where(cached_B < 0, -1, step.slots_B)  # stored nowhere
+        step.slots_B = torch.where(cached_B < 0, -1, step.slots_B)  # missing rows are not stored
         return self._through_stages(tokens_B, Round(step, None))
 
     def _through_stages(self, tokens_N: Tensor, context: Round) -> Tensor:
-        """Runs this rank's stage between its neighbours -> its output_ND."""
+        """Receives from the previous stage, runs this one, sends to the next -> output_ND of this stage."""
         parallel, hidden_ND = self.model.parallel, None
         if parallel.previous is not None:
             shape = (len(tokens_N), self.model.config.hidden_size)

@@ -2,18 +2,18 @@
 
     engine = Engine(model, eos_ids=..., longest=...)
     requests = engine.submit(prompts, bits_RG, sampling)
-    engine.run(requests)                          # works ahead on later requests where places are free
-    responses_RG, logprobs_RG, kept_RGK = engine.results(requests)
+    engine.run(requests)                          # also starts later requests if rows are free
+    responses_RG, logprobs_RG, support_RGK = engine.results(requests)
 
-Each round gives free places to the next in line, and computes their prompts and a token for every row in one pass. A
-token depends on its own random bits and on nothing else: not on the rows it is decoded with, nor on block sizes,
-preemption or ranks.
+Each round admits waiting requests to free rows, and computes their prompts and a token for every running row in one
+pass. A token depends only on its context and its own random bits, not on the other rows, block sizes, preemption or
+ranks.
 
-The ranks of one copy do the same bookkeeping: those of a stage draw alike, hidden states go from stage to stage, and
-the tokens from the last stage back to all.
+All ranks of one copy of the model run the same scheduler. Hidden states go from stage to stage; the ranks of the last
+stage draw the same tokens and send them to the other stages.
 """
 
-# R requests, B rows, G longest response, K largest kept set, V vocabulary, D hidden
+# R requests, B rows, G longest response, K largest sampling support, V vocabulary, D hidden
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,20 +25,20 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
-from rlhf_spmd.model.fast_attributes import bound
+from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import logits_of
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation.blocks import Admission, Blocks, Scheduler, Waiting
+from rlhf_spmd.runtime.generation.blocks import Admission, Blocks, Scheduler, WaitingRequest
 from rlhf_spmd.runtime.generation.decoder import Decoder
 from rlhf_spmd.runtime.generation.kvcache import GPU_BLOCK, KVCache, blocks_that_fit
 from rlhf_spmd.runtime.generation.requests import Batch, Requests, Sampling
 
-PREFILL_TOKENS = 4096  # of one prefill, if it has more than one prompt
+PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
 
 
 class Engine:
-    """Generates with one copy of a model until it is dropped; weights must not change between a request's tokens."""
+    """Generates with one copy of a model. Weights must not change between the tokens of a request."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class Engine:
         num_stored: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
     ):
-        """longest: tokens of a prompt and its response. max_sequences: decoded at the same time. block_size: tokens of
-        a block; 0: on a CPU `longest`, so that a batch is a slice of the cache. num_blocks: 0: for all rows, but no
-        more than free_bytes hold. num_stored: largest kept set to keep for replay. decode: token ids to text, for
-        stop texts.
+        """longest: limit of prompt + response, in tokens. max_sequences: decoded at the same time. block_size: tokens
+        per block; 0: `longest` on a CPU, so that a batch is a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough
+        for all rows, limited by free_bytes. num_stored: largest sampling support to store for replay; 0: none. decode:
+        converts token ids to text, for stop texts.
         """
         self.model, self.parallel, self.decode = model, model.parallel, decode
         self.device = next(model.parameters()).device
         block_size = block_size or (longest if self.device.type == "cpu" else GPU_BLOCK)
         wanted = num_blocks or max_sequences * -(-longest // block_size)
-        num_blocks = _agreed(
+        num_blocks = _smallest(
             blocks_that_fit(model, block_size, wanted, longest, free_bytes), self.parallel, self.device
         )
         self.cache = KVCache(model, num_blocks, block_size)
@@ -72,7 +72,7 @@ class Engine:
         self.decoder = Decoder(model, self.cache, self.scheduler)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch.none(self.device)
-        self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # key of a prompt -> where its last token's hidden_D is
+        self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         shard = self.parallel.shard
         self._slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]
@@ -84,32 +84,32 @@ class Engine:
     def submit(
         self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]
     ) -> range:
-        """Puts requests in line -> their numbers. prompts: token ids, at least one each. bits_RG: random bits
-        of each token, int64 (philox.random_bits). sampling: of all, or of each."""
+        """Queues requests -> their numbers. prompts: token ids, at least one each. bits_RG: random bits of each token,
+        int64 (philox.random_bits). sampling: for all requests, or one per request."""
         numbers = self.requests.add(prompts, bits_RG, sampling)
         keys = self.requests.keys(numbers)
         first: dict[int, int] = {}
         for index, key in enumerate(keys):
             first.setdefault(key, index)
-        line = []
+        queued = []
         for number, key, prompt in zip(numbers, keys, prompts, strict=True):
             most = self.requests.sampling[number - self.requests.first].max_new_tokens
             assert 0 < len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
-            line.append(Waiting(number, key, len(prompt), len(prompt)))
-        self.scheduler.submit(sorted(line, key=lambda waiting: first[waiting.key]))  # equal prompts stand together
+            queued.append(WaitingRequest(number, key, len(prompt), len(prompt)))
+        self.scheduler.submit(sorted(queued, key=lambda waiting: first[waiting.key]))  # equal prompts are adjacent
         return numbers
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way or in line."""
+        """Whether no request is running or waiting."""
         return not (self.scheduler.rows or self.scheduler.waiting)
 
     @torch.inference_mode()
     def run(self, until: range | None = None, *, progress: Callable[[int, int], None] | None = None) -> None:
-        """Advances until these requests (None: all) have ended. progress: told of each round how many requests ended
-        and how many tokens were drawn."""
+        """Runs until these requests (None: all) have ended. progress: called after each round with the numbers of
+        requests that ended and of tokens drawn."""
         missing = {number for number in until or () if not self.requests.is_ended(number)}
-        with bound(self.model, self.decoder.forwards):
+        with fast_attributes(self.model, self.decoder.forwards):
             while missing or (until is None and not self.is_idle):
                 ended, num_tokens = self._round()
                 missing.difference_update(ended)
@@ -118,21 +118,21 @@ class Engine:
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
         """responses_RG (-1 after the end), logprobs_RG under the distribution sampled from (0 after the end) and, if
-        sets are stored, kept_RGK int32 (-1 padding). Collective over the stages."""
-        responses_RG, logprobs_RG, kept_RGK = self.requests.results(numbers)
+        num_stored, support_RGK int32 (padded with -1). Collective over the stages."""
+        responses_RG, logprobs_RG, support_RGK = self.requests.results(numbers)
         self._from_last_stage(logprobs_RG)
-        if kept_RGK is not None:
-            self._from_last_stage(kept_RGK)
-        return responses_RG, logprobs_RG, kept_RGK
+        if support_RGK is not None:
+            self._from_last_stage(support_RGK)
+        return responses_RG, logprobs_RG, support_RGK
 
     def _round(self) -> tuple[list[int], int]:
-        """One pass: a token for every row, the first of newcomers -> the requests that ended, and how many tokens."""
+        """One pass: draws a token for every row, including new ones -> the requests that ended, number of tokens."""
         preempted = self.scheduler.grow()
         if preempted:
             self.num_preempted += len(preempted)
             self._batch = Batch(self._batch.rows_FB[:, : len(self.scheduler.rows)])
-        crowded = preempted and self.scheduler.rows  # whoever has just left would come back at once
-        admitted = [] if crowded else self.scheduler.admit()
+        is_full = preempted and self.scheduler.rows  # admitting would bring preempted requests back at once
+        admitted = [] if is_full else self.scheduler.admit()
         hidden_BD = self._forward(admitted)
         self._batch.cached_B += 1
         if admitted:
@@ -141,8 +141,8 @@ class Engine:
         return self._draw(hidden_BD), num_tokens
 
     def _forward(self, admitted: Sequence[Admission]) -> Tensor | None:
-        """Fills the blocks of newcomers and decodes the rows before them -> hidden_BD of all, on the last stage. A
-        prompt that is in the cache already is not computed again."""
+        """Prefills new rows and decodes the running ones -> hidden_BD of all, on the last stage. A prompt that is
+        already in the cache is not computed again."""
         fresh = [one for one in admitted if one.donor is None]
         drawn = [one.waiting.num_tokens - one.waiting.num_prompt for one in fresh]
         prompts = [self.requests.tokens(one.row.request, num) for one, num in zip(fresh, drawn, strict=True)]
@@ -155,11 +155,11 @@ class Engine:
         self.cache.copy([one.copy for one in admitted if one.copy is not None], self.cache.block_size)
         if hidden is None:
             return None
-        found = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
-        return torch.cat((hidden[: len(batch)], torch.stack([hidden_ND[i] for hidden_ND, i in found])))
+        places = [place.get(one.row.request) or self._last_hidden[one.row.key] for one in admitted]
+        return torch.cat((hidden[: len(batch)], torch.stack([hidden_ND[i] for hidden_ND, i in places])))
 
     def _draw(self, hidden_BD: Tensor | None) -> list[int]:
-        """Draws a token for every row -> the requests that have ended, whose places are free again."""
+        """Draws a token for every row -> the requests that have ended; their rows are removed."""
         batch, requests = self._batch, self.requests
         index_B = batch.request_B - requests.first
         tokens_B = torch.empty_like(batch.token_B)
@@ -167,8 +167,8 @@ class Engine:
             drawn = self._sample(self.model.logits(hidden_BD, head=logits_of), batch, index_B)
             tokens_B = drawn.tokens_B
             requests.logprobs_RG[index_B, batch.drawn_B] = drawn.logprobs_B.float()
-            if drawn.kept_BK is not None:
-                requests.kept_RGK[index_B, batch.drawn_B, : drawn.kept_BK.shape[1]] = drawn.kept_BK
+            if drawn.support_BK is not None:
+                requests.support_RGK[index_B, batch.drawn_B, : drawn.support_BK.shape[1]] = drawn.support_BK
         self._from_last_stage(tokens_B)
         requests.responses_RG[index_B, batch.drawn_B] = tokens_B
         batch.token_B.copy_(tokens_B)
@@ -192,7 +192,7 @@ class Engine:
         return [row.request for row in ended]
 
     def _sample(self, logits_BV: Tensor, batch: Batch, index_B: Tensor) -> Sampled:
-        """Tokens of all rows, alike on all tp ranks."""
+        """Draws tokens for all rows, the same on all tp ranks."""
         requests = self.requests
         if requests.has_minimum and len(self._banned):
             early_B1 = (batch.drawn_B < batch.least_B)[:, None]
@@ -204,7 +204,7 @@ class Engine:
         return sample_shard(logits_BV, bits_B, slices=self._slices, group=self.parallel.group, **options)
 
     def _stopped(self, batch: Batch) -> Tensor:
-        """Which rows have just completed one of their stop texts: bool [B]."""
+        """The rows that have just completed one of their stop texts: bool [B]."""
         assert self.decode is not None, "stop texts need a tokenizer"
         requests = self.requests
         stops = [requests.sampling[row.request - requests.first].stop for row in self.scheduler.rows]
@@ -213,28 +213,28 @@ class Engine:
         places_BT = batch.drawn_B[:, None] - most + torch.arange(most, device=self.device)
         drawn_BG = requests.responses_RG[batch.request_B - requests.first]
         tails = drawn_BG.gather(1, places_BT.clamp_min(0)).masked_fill(places_BT < 0, -1).tolist()  # one read for all
-        found = []
+        stopped = []
         for stop, reach, tail in zip(stops, reaches, tails, strict=True):
             text = self.decode([token for token in tail[-reach:] if token >= 0]) if stop else ""
-            found.append(any(one in text for one in stop))
-        return torch.tensor(found, device=self.device)
+            stopped.append(any(one in text for one in stop))
+        return torch.tensor(stopped, device=self.device)
 
     def _from_last_stage(self, x: Tensor) -> None:
-        """Puts into x, on every stage, what it holds on the last."""
+        """Broadcasts x from the last stage to all stages."""
         if self.parallel.stages is not None:
             dist.broadcast(x, group_src=self.parallel.shard.pp - 1, group=self.parallel.stages)
 
 
 def _reach(stop: Sequence[str]) -> int:
-    """Tokens at the end of a response in which a stop text would be found: a character takes at most 4 (a byte each),
-    and some decoders change the first ones of a text."""
+    """Number of final tokens that are searched for stop texts: a character takes at most 4 tokens (one per byte), and
+    some decoders change the first characters of a text."""
     return 4 * max(map(len, stop)) + 8 if stop else 0
 
 
-def _agreed(number: int, parallel: Parallel, device: torch.device) -> int:
-    """The smallest number of all ranks of one copy."""
-    agreed = torch.tensor(number, device=device)
+def _smallest(number: int, parallel: Parallel, device: torch.device) -> int:
+    """The minimum over all ranks of one copy."""
+    smallest = torch.tensor(number, device=device)
     for group in (parallel.group, parallel.stages):
         if group is not None:
-            dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    return int(agreed)
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
+    return int(smallest)

@@ -1,4 +1,4 @@
-"""The tensors of a paged KV cache, and how many blocks of it fit a device. blocks.py says who is in which block."""
+"""The tensors of a paged KV cache, and how many blocks fit on a device. blocks.py assigns blocks to requests."""
 
 # L layers of this stage, n blocks, K key-value heads of this tp slice, s tokens of a block, d head_dim
 
@@ -14,7 +14,7 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.runtime.generation.blocks import Copies
 
-GPU_BLOCK = 16  # tokens; smaller ones waste less, larger ones make shorter tables
+GPU_BLOCK = 16  # tokens; smaller blocks waste less memory, larger ones need shorter tables
 
 
 class KVCache:
@@ -26,12 +26,12 @@ class KVCache:
         shape = (len(layers), num_blocks, len(heads), block_size, config.head_dim)
         device = next(model.parameters()).device
         self.first_layer, self.block_size = layers.start, block_size
-        # Zeros, not empty: a masked slot has weight 0, but 0 times an uninitialised NaN is NaN.
+        # Zeros, not empty: a masked slot has weight 0, but 0 x an uninitialised NaN is NaN.
         self.keys_LnKsd = torch.zeros(shape, dtype=model.dtype, device=device)
         self.values_LnKsd = torch.zeros(shape, dtype=model.dtype, device=device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """keys_nKsd, values_nKsd of a layer, by its number in the whole model."""
+        """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""
         return self.keys_LnKsd[layer - self.first_layer], self.values_LnKsd[layer - self.first_layer]
 
     def copy(self, copies: Copies, num_tokens: int) -> None:
@@ -45,47 +45,47 @@ class KVCache:
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> float:
-    """Memory of a device that is free now, for each of the ranks that compute on it (Device.num_ranks).
+    """Free memory of a device, divided by the number of ranks that compute on it (RankDevice.num_ranks).
 
-    On a GPU only what nobody has reserved: of what torch keeps for itself no piece may be as large as a cache, and to
-    give it back now (empty_cache) would wait for all that the device does, messages that have been posted early
-    included, which may never end. Between iterations nothing is under way, and `give_back` has made it small.
+    On a GPU this excludes memory that torch has reserved: none of its pieces may be large enough for a cache, and
+    releasing it now (empty_cache) would synchronise the device, including messages posted early that may never
+    complete. `release_unused` keeps it small between iterations, when no message is pending.
     """
     if device.type == "cpu":
         return psutil.virtual_memory().available / num_ranks
     return torch.cuda.mem_get_info(device)[0] / num_ranks
 
 
-def give_back(device: torch.device) -> None:
-    """Gives a GPU's memory that torch holds and nothing uses back to the device, so that the KV cache of the next
-    iteration finds it in one piece. Waits for all that the device does."""
+def release_unused(device: torch.device) -> None:
+    """Returns a GPU's memory that torch has reserved but does not use to the device, so that the KV cache of the next
+    iteration can be allocated in one piece. Synchronises the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def token_bytes(model: Transformer) -> int:
-    """Bytes that one token takes in the cache on this rank."""
+    """Bytes per token in the cache on this rank."""
     config, shard = model.config, model.parallel.shard
     layers, heads = layers_of(config, shard), split(config.num_kv_heads, shard.tp, shard.tp_index)
     return 2 * len(layers) * len(heads) * config.head_dim * model.dtype.itemsize
 
 
 def blocks_that_fit(model: Transformer, block_size: int, wanted: int, longest: int, free_bytes: float) -> int:
-    """How many of the wanted blocks free_bytes hold. Raises UserError if not even one sequence of `longest` tokens
-    fits."""
+    """How many of the `wanted` blocks fit into free_bytes. Raises UserError if one sequence of `longest` tokens does
+    not fit."""
     fit = int(min(free_bytes / (block_size * token_bytes(model)), wanted))
     least = -(-longest // block_size)
     if free_bytes < least * block_size * token_bytes(model):
         raise UserError(
             f"the KV cache of one sequence of {longest} tokens takes {longest * token_bytes(model) / 2**20:,.0f} MiB, "
-            f"but only {free_bytes / 2**20:,.0f} MiB are left for it; lower generation.max_new_tokens, raise "
-            "generation.cache_fraction, or give generation more tp"
+            f"but only {free_bytes / 2**20:,.0f} MiB are available; lower generation.max_new_tokens, raise "
+            "generation.cache_fraction, or raise the tp of generation"
         )
     return max(fit, least)
 
 
 def slots_of(blocks: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> Tensor:
-    """Where the tokens of packed sequences go: block * s + offset for each, int64 [N]. blocks: of each sequence."""
+    """The slot of each token of packed sequences: block * s + offset, int64 [N]. blocks: of each sequence."""
     widest = max(map(len, blocks))
     tables_AM = torch.tensor([[*row, *[0] * (widest - len(row))] for row in blocks])
     lengths_A = torch.tensor(lengths)

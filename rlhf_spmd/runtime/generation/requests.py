@@ -1,6 +1,6 @@
-"""What the generation engine was asked for and what it has drawn: sampling parameters, random bits and results."""
+"""The requests of the generation engine: sampling parameters, random bits and results."""
 
-# R requests, B rows under way, G longest response, K largest kept set
+# R requests, B running rows, G longest response, K largest sampling support
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from rlhf_spmd.runtime.generation.blocks import Admission
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of a request are drawn. temperature 0: the most likely one. stop: texts that end a response (they
-    stay in it). A response ends with an EOS id, a stop text, or after max_new_tokens."""
+    """How the tokens of a request are drawn. temperature 0: the most likely token. stop: texts that end a response, and
+    are part of it. A response ends with an EOS id, a stop text, or after max_new_tokens."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -39,42 +39,42 @@ class Sampling:
 
 
 class Requests:
-    """Requests by their number; `forget` frees the oldest."""
+    """Requests by number; `forget` drops the oldest."""
 
     def __init__(self, device: torch.device, num_stored: int):
         self.device, self.num_stored = device, num_stored
-        self.first = 0  # the number of the oldest request that is kept
+        self.first = 0  # the number of the oldest stored request
         self.prompts: list[list[int]] = []
         self.sampling: list[Sampling] = []
         self.lengths: list[int | None] = []  # of the finished responses
         self.bits_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.responses_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs_RG = torch.zeros(0, 0, device=device)
-        self.kept_RGK = torch.zeros(0, 0, num_stored, dtype=torch.int32, device=device) if num_stored else None
+        self.support_RGK = torch.zeros(0, 0, num_stored, dtype=torch.int32, device=device) if num_stored else None
         self._keys: dict[tuple[int, ...], int] = {}
         self._prepare()
 
     def add(self, prompts: Sequence[Sequence[int]], bits_RG: Tensor, sampling: Sampling | Sequence[Sampling]) -> range:
-        """-> the numbers of these requests."""
+        """Stores requests -> their numbers."""
         num, width = bits_RG.shape
         each = [sampling] * num if isinstance(sampling, Sampling) else list(sampling)
         assert len(prompts) == num == len(each), (len(prompts), num, len(each))
-        assert all(one.max_new_tokens <= width for one in each), "every token has its random bits"
+        assert all(one.max_new_tokens <= width for one in each), "random bits are missing for some tokens"
         start = self.first + len(self.prompts)
         self.prompts += [list(prompt) for prompt in prompts]
         self.sampling += each
         self.lengths += [None] * num
         width = max(width, self.bits_RG.shape[1])
-        self.bits_RG = _joined(self.bits_RG, bits_RG.to(self.device), width, 0)
-        self.responses_RG = _joined(self.responses_RG, self.responses_RG.new_empty(num, 0), width, -1)
-        self.logprobs_RG = _joined(self.logprobs_RG, self.logprobs_RG.new_empty(num, 0), width, 0)
-        if self.kept_RGK is not None:
-            self.kept_RGK = _joined(self.kept_RGK, self.kept_RGK.new_empty(num, 0, self.num_stored), width, -1)
+        self.bits_RG = _stack(self.bits_RG, bits_RG.to(self.device), width, 0)
+        self.responses_RG = _stack(self.responses_RG, self.responses_RG.new_empty(num, 0), width, -1)
+        self.logprobs_RG = _stack(self.logprobs_RG, self.logprobs_RG.new_empty(num, 0), width, 0)
+        if self.support_RGK is not None:
+            self.support_RGK = _stack(self.support_RGK, self.support_RGK.new_empty(num, 0, self.num_stored), width, -1)
         self._prepare()
         return range(start, start + num)
 
     def _prepare(self) -> None:
-        """The parameters of drawing: a number where all requests have the same, else a tensor [R]."""
+        """Collects the sampling parameters: a number if all requests agree, else a tensor [R]."""
         self.has_minimum = any(one.min_new_tokens for one in self.sampling)
         self.has_stops = any(one.stop for one in self.sampling)
         self._limits: dict[str, float | Tensor] = {}
@@ -84,16 +84,16 @@ class Requests:
             self._limits[name] = values[0] if alike else torch.tensor(values, device=self.device)
 
     def limits(self, index_B: Tensor) -> dict[str, float | Tensor]:
-        """Temperature, top-k, top-p and min-p of these requests; numbers, where they can be: nobody sees in a tensor,
-        without waiting for a GPU, that a rule is off."""
+        """Temperature, top-k, top-p and min-p of these requests, as numbers where possible: reading from a tensor
+        whether a rule is off would wait for the GPU."""
         return {name: x[index_B] if isinstance(x, Tensor) else x for name, x in self._limits.items()}
 
     def keys(self, numbers: range) -> list[int]:
-        """One number per prompt, the same for equal prompts."""
+        """A key for the prompt of each request, the same for equal prompts."""
         return [self._keys.setdefault(tuple(self.prompts[n - self.first]), n) for n in numbers]
 
     def tokens(self, number: int, count: int) -> list[int]:
-        """A prompt and the first tokens of its response."""
+        """A prompt and the first `count` tokens of its response."""
         row = number - self.first
         return self.prompts[row] + (self.responses_RG[row, :count].tolist() if count else [])
 
@@ -101,26 +101,27 @@ class Requests:
         return self.lengths[number - self.first] is not None
 
     def results(self, numbers: range) -> tuple[Tensor, Tensor, Tensor | None]:
-        """responses_RG, logprobs_RG, kept_RGK of requests that have ended."""
+        """responses_RG, logprobs_RG, support_RGK of requests that have ended."""
         part = slice(numbers.start - self.first, numbers.stop - self.first)
-        assert all(length is not None for length in self.lengths[part]), "some of these are still under way"
-        return self.responses_RG[part], self.logprobs_RG[part], None if self.kept_RGK is None else self.kept_RGK[part]
+        assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
+        support_RGK = None if self.support_RGK is None else self.support_RGK[part]
+        return self.responses_RG[part], self.logprobs_RG[part], support_RGK
 
     def forget(self, before: int) -> None:
         """Drops the requests with smaller numbers."""
         num = before - self.first
-        assert all(length is not None for length in self.lengths[:num]), "some of these are still under way"
+        assert all(length is not None for length in self.lengths[:num]), "some of these requests have not ended"
         del self.prompts[:num], self.sampling[:num], self.lengths[:num]
         self.bits_RG, self.responses_RG = self.bits_RG[num:], self.responses_RG[num:]
         self.logprobs_RG = self.logprobs_RG[num:]
-        self.kept_RGK = None if self.kept_RGK is None else self.kept_RGK[num:]
+        self.support_RGK = None if self.support_RGK is None else self.support_RGK[num:]
         self.first = before
         self._keys = {tuple(prompt): self._keys[tuple(prompt)] for prompt in self.prompts}
         self._prepare()
 
 
-def _joined(above: Tensor, below: Tensor, width: int, fill: float) -> Tensor:
-    """Two tensors of requests, their dim 1 filled up to a width."""
+def _stack(above: Tensor, below: Tensor, width: int, fill: float) -> Tensor:
+    """Stacks two tensors of requests, dim 1 padded to `width`."""
     out = above.new_full((len(above) + len(below), width, *above.shape[2:]), fill)
     out[: len(above), : above.shape[1]] = above
     out[len(above) :, : below.shape[1]] = below
@@ -128,8 +129,8 @@ def _joined(above: Tensor, below: Tensor, width: int, fill: float) -> Tensor:
 
 
 class Batch:
-    """The rows under way: for each the request, tokens drawn, tokens in the cache, the token at hand, and the least and
-    most tokens to draw. One tensor, since rows come and go in all of it at once."""
+    """The running rows: for each the request, tokens drawn, tokens in the cache, the current token, and the minimum and
+    maximum of tokens to draw. One tensor holds all fields because rows are added and removed in all of them at once."""
 
     FIELDS = ("request", "drawn", "cached", "token", "least", "most")
 
@@ -145,7 +146,7 @@ class Batch:
         return cls(torch.zeros(len(cls.FIELDS), 0, dtype=torch.int64, device=device))
 
     def with_admitted(self, admitted: Sequence[Admission], requests: Requests) -> "Batch":
-        """New rows at the end; their first token is yet to be drawn."""
+        """Appends new rows, whose first token has not been drawn yet."""
         new = []
         for one in admitted:
             waiting, sampling = one.waiting, requests.sampling[one.waiting.request - requests.first]
@@ -156,5 +157,5 @@ class Batch:
         return Batch(torch.cat((self.rows_FB, torch.tensor(new).T.to(self.rows_FB.device)), 1))
 
     def picked(self, order: Sequence[int]) -> "Batch":
-        """These rows in this order."""
+        """The rows `order`, in that order."""
         return Batch(self.rows_FB[:, torch.tensor(order, dtype=torch.int64, device=self.rows_FB.device)])

@@ -1,6 +1,6 @@
-"""Responses to rows of prompts: the engine for callers that hold tensors."""
+"""Generation from tensors of prompts to tensors of responses."""
 
-# M mini-batches, B sequences, P prompt tokens, G response tokens, K largest kept set
+# M mini-batches, B sequences, P prompt tokens, G response tokens, K largest sampling support
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 
 
-class Generation:
-    """Everything that one copy of the actor generates in an iteration; mini-batches are asked for one by one, and later
-    ones are begun where places are free."""
+class Rollout:
+    """The responses that one copy of the actor generates in an iteration. Mini-batches are requested one by one; later
+    ones start early if rows are free."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Generation:
         stop: tuple[str, ...] = (),
         **settings,
     ):
-        """prompts_MBP: int64, -1 right of the prompt. bits_MBG: random bits of each token, int64.
-        settings: of the engine."""
+        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. settings: of the
+        engine."""
         self.num_rows, max_response = bits_MBG.shape[1:]
         sampling = Sampling(max_response, min_new_tokens, temperature, top_k, top_p, min_p, stop)
         longest = prompts_MBP.shape[2] + max_response
@@ -40,25 +40,25 @@ class Generation:
         self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling)
 
     def of(self, mini_batches: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The responses to these mini-batches, as `generate` returns them."""
+        """The responses of these mini-batches, as `generate_rows` returns them."""
         requests = range(mini_batches.start * self.num_rows, mini_batches.stop * self.num_rows)
         self.engine.run(requests)
         return self.engine.results(requests)
 
     @property
     def is_over(self) -> bool:
-        """Whether everything has been generated."""
+        """Whether all responses have been generated."""
         return self.engine.is_idle
 
 
-def generate(
+def generate_rows(
     model: Transformer, prompts_BP: Tensor, bits_BG: Tensor, **options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one response per row. Collective over the ranks of one copy of the model, which pass the same rows.
 
-    prompts_BP, bits_BG, options: as of Generation. Returns responses_BG int64 (-1 after the end; the EOS is
-    included), logprobs_BG float32 under the distribution sampled from (0 after the end), and, if top_k is on, kept_BGK
-    int32, the set that each token was drawn from (-1 padding).
+    prompts_BP, bits_BG, options: as of Rollout. Returns responses_BG int64 (-1 after the end; includes the EOS),
+    logprobs_BG float32 under the distribution sampled from (0 after the end), and, if top_k is on, support_BGK int32,
+    the sampling support of each token (padded with -1).
     """
     options = {"max_sequences": max(len(prompts_BP), 1)} | options
-    return Generation(model, prompts_BP[None], bits_BG[None], **options).of(slice(0, 1))
+    return Rollout(model, prompts_BP[None], bits_BG[None], **options).of(slice(0, 1))
