@@ -21,7 +21,7 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", 
     ],
 )
 def test_one_rank_is_fine(environment):
-    launcher.refuse_alone(1, environment)
+    launcher.check_world_size(1, environment)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_one_rank_is_fine(environment):
 )
 def test_everybody_alone_is_refused_by_the_first(environment):
     with pytest.raises(UserError, match="8 processes were started.*srun --mpi=pmi2"):
-        launcher.refuse_alone(1, environment)
-    launcher.refuse_alone(8, environment)
+        launcher.check_world_size(1, environment)
+    launcher.check_world_size(8, environment)
     later = {name: "3" if name.endswith(("RANK", "PROCID")) else value for name, value in environment.items()}
     with pytest.raises(SystemExit) as caught:
-        launcher.refuse_alone(1, later)
+        launcher.check_world_size(1, later)
     assert caught.value.code == 0
 
 
@@ -73,11 +73,17 @@ def test_a_board_shows_positions_and_grants_one_claim():
     second.post(b"iteration 1", 1, 0)
     second.post(("iteration 2 \u2603" + "x" * 2000).encode(), 2, 0)
     assert first.read((6,))[6][-1].endswith("xxx") and len(first.read((6,))[6][-1].encode()) <= 1020
-    assert first.said((6,)) == {}  # it has shown no life yet
+    assert first.statuses((6,)) == {}  # it has shown no life yet
     second.post(b"iteration 3", 3, 7)
-    second.speak(life_s=1.0, meets=True)
+    second.report(active_s=1.0, is_meeting=True)
     assert first.read((6,))[6][-1] == "iteration 3"
-    said = first.said((4, 6))[6]
-    assert (said.text, said.iteration, said.position, said.life_s, said.meets) == ("iteration 3", 3, 7, 1.0, True)
+    status = first.statuses((4, 6))[6]
+    assert (status.text, status.iteration, status.position, status.active_s, status.is_meeting) == (
+        "iteration 3",
+        3,
+        7,
+        1.0,
+        True,
+    )
     assert first.read((5,)) == {}  # on another node, and there is no store to ask
     assert [first.claim(), second.claim(), first.claim()] == [True, False, False]

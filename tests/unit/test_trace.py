@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlhf_spmd.runtime.observe.trace import Recorder, Span, busy_fraction, read_chrome, write_chrome
+from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, read_chrome, write_chrome
 from rlhf_spmd.runtime.run import timeline
 from rlhf_spmd.runtime.run.timeline import style_of, write_png
 
@@ -45,7 +45,7 @@ def two_ranks():
 
 
 def test_spans_carry_names_iterations_and_wall_clock_times():
-    recorder = Recorder(3, "n1")
+    recorder = Tracer(3, "n1")
     before = time.time()
     with recorder.span("start"):
         pass
@@ -75,7 +75,7 @@ def test_spans_carry_names_iterations_and_wall_clock_times():
 
 
 def test_a_span_costs_microseconds_and_memory_is_bounded():
-    recorder = Recorder(max_spans=1000)
+    recorder = Tracer(max_spans=1000)
     costs = []
     for _ in range(5):
         start = time.perf_counter()
@@ -114,7 +114,7 @@ class Queue:
 def test_spans_of_a_device_are_when_it_worked_and_not_when_it_was_asked():
     """Without marks the first call would take no time and the last, which reads a result, all of it."""
     queue = Queue()
-    recorder = Recorder(clock=queue)
+    recorder = Tracer(clock=queue)
     recorder.iteration = 0
     for name, seconds in (("ref_logprobs", 3.0), ("actor_train", 5.0)):
         with recorder.span(name):
@@ -166,7 +166,7 @@ def check_chrome(document):
 
 
 def test_old_iterations_are_forgotten():
-    recorder = Recorder()
+    recorder = Tracer()
     for iteration in (None, 0, 1, 2, 3):
         recorder.iteration = iteration
         for name in ("actor_generate", "actor_train"):

@@ -1,8 +1,8 @@
-"""A flight recorder: the last few hundred things that a rank did, and what it does now, in memory that outlives it.
+"""The flight recorder: a rank's last few hundred actions, including the current one, in memory that outlives the rank.
 
 The memory is shared with the process that supervises the rank (supervise.py), which copies it into the run folder twice
-a second and once more at the end. So the rank itself never waits for a disk, a full disk can't hurt it, and what it did
-last is known however it ended. Beginning an instruction costs about a microsecond. No torch, no MPI.
+a second and once more at the end. The rank therefore never waits for a disk, a full disk does not affect it, and its
+last action is known however it ended. Recording an action costs about a microsecond. No torch, no MPI.
 """
 
 import mmap
@@ -16,14 +16,12 @@ from pathlib import Path
 FOLDER = "flight"  # in the run folder
 MESSAGE = "failure.txt"
 NUM_ENTRIES = 512
-NOWHERE = -1  # position of what is no instruction
+NOWHERE = -1  # position of an action that is not an instruction
 
 MAGIC = b"rlhf-fl1"
 WHO = struct.Struct("<8s i i i 64s 512s i i")  # magic, rank, size, process, host, run folder, board, num instructions
 NOW = struct.Struct("<Q i i d H 254s")  # entries begun, iteration, position, since, length of the text, the text
-BEAT = struct.Struct(
-    "<d d q q q c"
-)  # time, processor seconds, memory, most memory, device memory, state of the process
+BEAT = struct.Struct("<d d q q q c")  # time, processor seconds, memory, peak memory, device memory, process state
 END = struct.Struct("<d i i")  # time, exit status, signal
 ENTRY = struct.Struct("<i i d d 40s")  # iteration, position, begin, end, text
 NUMBER, TIME = struct.Struct("<q"), struct.Struct("<d")
@@ -42,7 +40,7 @@ assert LEFT_AT < RING_AT
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that a rank did. Times are seconds of the wall clock; end_s is None while it lasts."""
+    """One action of a rank. Times are seconds of the wall clock; end_s is None while it runs."""
 
     iteration: int
     position: int  # in the rank's instruction list, or NOWHERE
@@ -53,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank's recorder says. Times are seconds of the wall clock."""
+    """The contents of a rank's recorder. Times are seconds of the wall clock."""
 
     rank: int
     size: int
@@ -64,15 +62,15 @@ class Record:
     iteration: int
     position: int
     num_instructions: int  # of the rank's list, once it is known
-    text: str  # what it does now
-    since_s: float
-    beat_s: float  # when its supervisor looked at it last
+    text: str  # the current action
+    since_s: float  # when that began
+    beat_s: float  # the last heartbeat of its supervisor
     processor_s: float
     memory_bytes: int
     most_memory_bytes: int
     device_bytes: int
-    state: str  # of the process as the kernel has it: R, S, D, T (stopped), Z
-    end_s: float  # when it ended, 0 before that
+    state: str  # of the process, from the kernel: R, S, D, T (stopped), Z
+    end_s: float  # when it ended; 0 while it runs
     status: int
     signal: int
     entries: tuple[Entry, ...]  # the oldest first
@@ -84,13 +82,13 @@ class Record:
 
 
 def where(text: str, position: int, num_instructions: int) -> str:
-    """What a rank does, with its place in the rank's list where it has one."""
+    """A rank's action, with its position in the rank's instruction list if it has one."""
     of = f" of {num_instructions}" if num_instructions else ""
     return text + (f" (instruction {position}{of})" if position != NOWHERE else "")
 
 
 class Flight:
-    """The recorder of this rank. `memory` holds SIZE bytes; without one it is seen by nobody."""
+    """The recorder of this rank. memory: SIZE bytes, shared with the supervisor; None: private."""
 
     def __init__(self, memory: mmap.mmap | None = None):
         self.memory = mmap.mmap(-1, SIZE) if memory is None else memory
@@ -100,17 +98,17 @@ class Flight:
         self._identify()
 
     def identify(self, rank: int, size: int, host: str, board: int) -> None:
-        """Who this is; board: the descriptor of the memory that the node's ranks share."""
+        """Sets this rank's identity; board: the descriptor of the memory that the node's ranks share."""
         self._about, self.board = (rank, size, host), board
         self._identify()
 
     def set_run(self, folder: str | Path) -> None:
-        """From now on the supervisor keeps the record in this run folder, too."""
+        """From now on the supervisor also writes the record to this run folder."""
         self.run = str(Path(folder).absolute())
         self._identify()
 
     def set_program(self, num_instructions: int) -> None:
-        """How long this rank's instruction list is."""
+        """Sets the length of this rank's instruction list."""
         self.num_instructions = num_instructions
         self._identify()
 
@@ -120,7 +118,7 @@ class Flight:
         WHO.pack_into(self.memory, 0, *who, self.board, self.num_instructions)
 
     def begin(self, text: bytes, iteration: int, position: int) -> None:
-        """This rank begins something, and has ended what it did before."""
+        """Records that this rank ends its current action and begins another."""
         now, memory = time.time(), self.memory
         at = RING_AT + self.count % NUM_ENTRIES * ENTRY.size
         if self.count:
@@ -133,22 +131,21 @@ class Flight:
 
     @property
     def where(self) -> str:
-        """What this rank does now, as Record.where."""
+        """This rank's current action, as Record.where."""
         _, _, _, _, length, text = NOW.unpack_from(self.memory, NOW_AT)
         return where(text[:length].decode(errors="replace"), self.position, self.num_instructions)
 
     def leave(self) -> None:
-        """From here on this rank may end: whatever there is to say has been said, or will be."""
+        """Marks the following exit as intended: any error has been reported, or will be."""
         self.memory[LEFT_AT] = 1
 
     def set_device_bytes(self, num_bytes: int) -> None:
-        """Memory in use on this rank's device."""
+        """Records the memory in use on this rank's device."""
         NUMBER.pack_into(self.memory, DEVICE_AT, num_bytes)
 
 
 def parse(memory: bytes | mmap.mmap) -> Record | None:
-    """What a recorder's memory or file says; None if that is no record. A text may be torn where the rank was writing
-    it."""
+    """Reads a recorder's memory or file; None if it is not a record. A text may be torn if the rank was writing it."""
     if len(memory) < SIZE or memory[: len(MAGIC)] != MAGIC:
         return None
     _, rank, size, process, host, run, _, num_instructions = WHO.unpack_from(memory, 0)
@@ -188,33 +185,33 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def place_of(memory: mmap.mmap) -> Path | None:
-    """Where the record in this memory is to be kept; None as long as that is not known. Without reading the rest, which
-    takes most of a millisecond."""
+def path_of(memory: mmap.mmap) -> Path | None:
+    """The file for the record in this memory; None while the run folder is unknown. Does not parse the rest, which
+    would take most of a millisecond."""
     _, rank, _, _, _, run, _, _ = WHO.unpack_from(memory, 0)
     return file_of(_text(run), rank) if run.rstrip(b"\0") else None
 
 
 def file_of(run: str | Path, rank: int) -> Path:
-    """Where a rank's record is kept."""
+    """The file of a rank's record."""
     return Path(run) / FOLDER / f"rank-{rank:04d}.bin"
 
 
 def read_records(run: str | Path) -> list[Record]:
-    """The records of a run folder, by rank; those that can't be read are left out."""
-    found = []
+    """The records of a run folder, by rank; unreadable ones are left out."""
+    records = []
     for path in sorted((Path(run) / FOLDER).glob("rank-*.bin")):
         try:
             record = parse(path.read_bytes())
         except OSError:
             record = None
         if record is not None:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def keep_message(run: str, text: str) -> None:
-    """Keeps what is said when a job fails, for a postmortem; the first to say something is right."""
+    """Stores the error message of a failed job for a postmortem; only the first one is kept."""
     if not run:
         return
     path = Path(run) / FOLDER / MESSAGE
@@ -223,13 +220,13 @@ def keep_message(run: str, text: str) -> None:
             file.write(text + "\n")
     except FileExistsError:
         pass
-    except OSError:  # the disk is full; half a message is none
+    except OSError:  # the disk is full: keep no partial message
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def read_message(run: str | Path) -> str | None:
-    """What was said when the job failed."""
+    """The error message of a failed job; None if there is none."""
     try:
         return (Path(run) / FOLDER / MESSAGE).read_text().rstrip()
     except OSError:
@@ -237,7 +234,7 @@ def read_message(run: str | Path) -> str | None:
 
 
 def forget(run: str | Path, num_ranks: int) -> None:
-    """Removes what an earlier part of this run left that a new one with so many ranks will not replace."""
+    """Removes files of an earlier part of this run that a new part with `num_ranks` ranks will not overwrite."""
     (Path(run) / FOLDER / MESSAGE).unlink(missing_ok=True)
     kept = {file_of(run, rank) for rank in range(num_ranks)}
     for path in (Path(run) / FOLDER).glob("rank-*.bin"):

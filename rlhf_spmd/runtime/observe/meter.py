@@ -1,4 +1,4 @@
-"""Numbers for the log: every rank adds sums and weights, one control message per iteration makes them global."""
+"""Numbers for the log: every rank adds sums and weights; one control message per iteration combines them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +11,7 @@ class Meter:
         self.maxima: dict[str, float] = {}
 
     def add(self, name: str, total: float, weight: float) -> None:
-        """Adds `total`, a sum over `weight` things, to the mean called `name`."""
+        """Adds `total`, a sum with the total weight `weight`, to the mean called `name`."""
         entry = self.sums.setdefault(name, [0.0, 0.0])
         entry[0] += float(total)
         entry[1] += float(weight)
@@ -24,7 +24,7 @@ class Meter:
 
 
 def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
-    """Global means and maxima, and the weight of each mean; added in rank order, so every rank gets the same bits."""
+    """Global means and maxima, and the weight of each mean; summed in rank order, so every rank gets the same bits."""
     sums: dict[str, list[float]] = {}
     values: dict[str, float] = {}
     for message in messages:

@@ -1,8 +1,9 @@
-"""Where every rank says what it is doing, so that others can name it when it is late, and who may report a failure.
+"""The board on which every rank publishes its position, so that others can name it when it is late. It also decides
+which rank reports a failure.
 
-A rank that is blocked inside a torch collective can't answer questions. So each rank writes its position down before it
-enters one: into a slot of memory shared by the node's ranks (about a microsecond; readable even while the writer is
-stopped) and, where the job spans nodes, into the key-value store as well (sent without waiting for an answer).
+A rank that is blocked inside a torch collective cannot answer questions. Each rank therefore writes its position before
+it enters one: into a slot of memory shared by the node's ranks (about a microsecond; readable even while the writer is
+stopped) and, if the job spans nodes, also into the key-value store (without waiting for an answer).
 """
 
 import fcntl
@@ -20,15 +21,15 @@ from typing import Any
 
 SLOT_BYTES = 1024
 LENGTH = struct.Struct("<i i i")  # of the text; iteration and position of the newest
-LIFE = struct.Struct("<i ? d d")  # process, whether it waits in a control message, when it last did something, spoke
+LIFE = struct.Struct("<i ? d d")  # process, is waiting in a control message, time of the last activity and report
 TEXT_AT = LENGTH.size + LIFE.size
-REMEMBERED = 12  # a rank that has gone on from a position is not late for it
+REMEMBERED = 12  # positions per rank: a rank that has passed a position is not late for it
 STORE_ANSWER_S = 3.0
-TURN_S = 2.0  # the first one ends the job in less
+TURN_S = 2.0  # the first rank ends the job in less
 
 
 def new_file(num_slots: int) -> str:
-    """Makes the file that the ranks of a node map, in memory where there is such a folder; returns its path."""
+    """Creates the file that the ranks of a node map, in /dev/shm if it is writable; returns its path."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=folder)
     os.ftruncate(descriptor, SLOT_BYTES * (num_slots + 1))  # the first slot holds the claim
@@ -37,34 +38,34 @@ def new_file(num_slots: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a rank says of itself. Times are seconds of the wall clock."""
+class RankStatus:
+    """The status that a rank publishes. Times are seconds of the wall clock."""
 
     text: str
     iteration: int
     position: int  # in its instruction list
     process: int
-    meets: bool  # it waits in a control message
-    life_s: float  # when it last did something
-    spoke_s: float  # when its watch last said so
+    is_meeting: bool  # it waits in a control message
+    active_s: float  # time of its last activity
+    reported_s: float  # time of the last report by its watch
 
 
 class Board:
-    """The slots of the ranks `node_ranks`, mapped from `path` (None: this rank's own, seen by nobody)."""
+    """The slots of the ranks `node_ranks`, mapped from `path` (None: private memory for this rank only)."""
 
     def __init__(self, path: str | None, *, rank: int, node_ranks: tuple[int, ...], node: int, num_nodes: int):
         self.rank, self.num_nodes = rank, num_nodes
         self.shared = False
-        self.store: Any = None  # set by start_torch, as is another connection to it, for the watch's thread:
-        self.second_store: Any = None  # a question to a store that doesn't answer would block the first one
-        self._question = threading.Thread()  # the last one to the second store
+        self.store: Any = None  # set by start_torch, like a second connection for the watch's thread:
+        self.second_store: Any = None  # a query to a store that does not answer blocks its connection
+        self._query = threading.Thread()  # the last query to the second store
         self.slots = {rank: 1}
         self.positions: deque[bytes] = deque(maxlen=REMEMBERED)
         self.descriptor, size = -1, 2 * SLOT_BYTES
         if path is not None:
             try:
                 self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError:  # the node's ranks share memory but not this folder; the store must do
+            except OSError:  # the node's ranks do not share this folder: use only the store
                 pass
             else:
                 self.shared, size = True, os.fstat(self.descriptor).st_size
@@ -73,7 +74,7 @@ class Board:
         self.turn = node if self.shared else rank
 
     def post(self, position: bytes, iteration: int, place: int) -> None:
-        """This rank is about to do `position` (unique in the run), the instruction at `place` of its list."""
+        """Publishes that this rank begins `position` (unique in the run), the instruction at `place` of its list."""
         self.positions.append(position)
         text = b"\n".join(self.positions)[-(SLOT_BYTES - TEXT_AT) :]
         start = SLOT_BYTES * self.slots[self.rank]
@@ -82,39 +83,39 @@ class Board:
         if self.store is not None:
             self.store.set(f"at/{self.rank}", text)
 
-    def speak(self, *, life_s: float, meets: bool) -> None:
-        """This rank is there, and last did something at `life_s` (wall clock)."""
+    def report(self, *, active_s: float, is_meeting: bool) -> None:
+        """Publishes that this rank exists and was last active at `active_s` (wall clock)."""
         start = SLOT_BYTES * self.slots[self.rank]
-        LIFE.pack_into(self.memory, start + LENGTH.size, os.getpid(), meets, life_s, time.time())
-        if self.second_store is not None and not self._question.is_alive():
-            with suppress(RuntimeError):  # it is gone at the end of a run
+        LIFE.pack_into(self.memory, start + LENGTH.size, os.getpid(), is_meeting, active_s, time.time())
+        if self.second_store is not None and not self._query.is_alive():
+            with suppress(RuntimeError):  # at the end of a run the store is gone
                 self.second_store.set(f"life/{self.rank}", self.memory[start : start + SLOT_BYTES])
 
-    def said(self, ranks: tuple[int, ...]) -> dict[int, Said]:
-        """What these ranks say of themselves; those of which nothing can be known are left out."""
+    def statuses(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
+        """The published status of these ranks; ranks without one are left out."""
         slots = {}
         for rank in ranks:
             if rank in self.slots:
                 start = SLOT_BYTES * self.slots[rank]
                 slots[rank] = self.memory[start : start + SLOT_BYTES]
         elsewhere = [rank for rank in ranks if rank not in slots]
-        if elsewhere and self.second_store is not None and not self._question.is_alive():
+        if elsewhere and self.second_store is not None and not self._query.is_alive():
             slots |= self._ask(lambda: self._from_store(self.second_store, elsewhere, "life"), keep=True) or {}
-        found = {rank: _said(slot) for rank, slot in sorted(slots.items()) if slot}
-        return {rank: one for rank, one in found.items() if one.process}
+        statuses = {rank: _parse(slot) for rank, slot in sorted(slots.items()) if slot}
+        return {rank: one for rank, one in statuses.items() if one.process}
 
     def read(self, ranks: tuple[int, ...]) -> dict[int, list[str]]:
-        """The last few positions of each rank, the newest last; a rank of which nothing can be known is left out."""
+        """The last few positions of each rank, the newest last; ranks that cannot be read are left out."""
         texts = {rank: self._slot(self.slots[rank]) for rank in ranks if rank in self.slots}
         elsewhere = [rank for rank in ranks if rank not in texts]
         if elsewhere and self.store is not None:
-            found = self._ask(lambda: self._from_store(self.store, elsewhere, "at"))
-            texts |= {0: b"nothing: its store does not answer"} if found is None and 0 in elsewhere else found or {}
+            stored = self._ask(lambda: self._from_store(self.store, elsewhere, "at"))
+            texts |= {0: b"nothing: its store does not answer"} if stored is None and 0 in elsewhere else stored or {}
         return {rank: text.decode(errors="replace").split("\n") for rank, text in sorted(texts.items())}
 
     def claim(self) -> bool:
-        """True on the one rank that is to report why the job ends: the first to ask on its node, and of those the
-        first to reach the store. Where the store doesn't answer they go by turns, a moment apart."""
+        """True on the one rank that reports why the job ends: the first to ask on its node and, among those, the first
+        to reach the store. If the store does not answer, the nodes take turns, TURN_S apart."""
         if self.shared:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)
             taken, self.memory[0] = self.memory[0], 1
@@ -134,27 +135,27 @@ class Board:
         return self.memory[start + TEXT_AT : start + TEXT_AT + length]
 
     def _from_store(self, store: Any, ranks: list[int], kind: str) -> dict[int, bytes]:
-        said = [rank for rank in ranks if store.check([f"{kind}/{rank}"])]
-        return {rank: store.get(f"{kind}/{rank}") if rank in said else b"" for rank in ranks}
+        stored = [rank for rank in ranks if store.check([f"{kind}/{rank}"])]
+        return {rank: store.get(f"{kind}/{rank}") if rank in stored else b"" for rank in ranks}
 
-    def _ask(self, question: Callable[[], Any], *, keep: bool = False) -> Any:
-        """Asks the store in a thread of its own: while rank 0 is stopped, its store answers nobody (None)."""
+    def _ask(self, query: Callable[[], Any], *, keep: bool = False) -> Any:
+        """Queries the store in a separate thread: while rank 0 is stopped, its store does not answer (None)."""
         answers: list[Any] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store is gone
-                answers.append(question())
+                answers.append(query())
 
         thread = threading.Thread(target=ask, daemon=True)
         if keep:
-            self._question = thread
+            self._query = thread
         thread.start()
         thread.join(STORE_ANSWER_S)
         return answers[0] if answers else None
 
 
-def _said(slot: bytes) -> Said:
+def _parse(slot: bytes) -> RankStatus:
     length, iteration, position = LENGTH.unpack_from(slot, 0)
-    process, meets, life_s, spoke_s = LIFE.unpack_from(slot, LENGTH.size)
+    process, is_meeting, active_s, reported_s = LIFE.unpack_from(slot, LENGTH.size)
     text = slot[TEXT_AT : TEXT_AT + length].decode(errors="replace").rpartition("\n")[2]
-    return Said(text, iteration, position, process, meets, life_s, spoke_s)
+    return RankStatus(text, iteration, position, process, is_meeting, active_s, reported_s)

@@ -1,9 +1,9 @@
-"""What every rank did and when: a recorder of spans, cheap enough to be always on, and the Chrome trace made from it.
+"""Tracing: records each rank's actions as spans, cheap enough to be always on, and writes them as a Chrome trace.
 
-Times are taken with the monotonic performance counter and mapped onto the wall clock once, so that the spans of all
-ranks can be laid side by side (on several nodes, as exactly as their clocks agree). On a GPU a span is when the device
-did its work, not when Python asked for it: begin and end are events in the device's queue (device_clock.py), which are
-read when the iteration is over.
+Times come from the monotonic performance counter and are mapped onto the wall clock once, so that the spans of all
+ranks can be compared (on several nodes, as exactly as their clocks agree). On a GPU a span covers the device's work,
+not the time when Python submitted it: begin and end are events in the device's queue (device_clock.py), read at the end
+of the iteration.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 Category = Literal["compute", "transfer", "wait", "control"]
-MAX_SPANS = 100_000  # per rank; older ones are forgotten
+MAX_SPANS = 100_000  # per rank; older ones are dropped
 
 
 class Span(NamedTuple):
-    """One thing that a rank did. Times are seconds: of perf_counter while recording, of the wall clock in a record."""
+    """One action of a rank. Times are seconds: of perf_counter while recording, of the wall clock in a record."""
 
-    name: str  # a call of the workflow, e.g. actor_generate, or what is moved or waited for
+    name: str  # a call of the workflow, e.g. actor_generate, or the transfer
     category: Category
     start_s: float
     end_s: float
@@ -31,55 +31,55 @@ class Span(NamedTuple):
     args: dict[str, object]
 
 
-class Clock(Protocol):
-    """Tells when work in the queue of a device begins and ends."""
+class MarkClock(Protocol):
+    """Measures when work in the queue of a device begins and ends."""
 
     def mark(self) -> object:
-        """Puts a mark behind all work asked for so far."""
+        """Enqueues a mark after all submitted work."""
 
     def seconds(self, marks: Sequence[object]) -> list[float]:
-        """When the device came to these marks, in seconds of perf_counter; waits until it has."""
+        """When the device reached these marks, in seconds of perf_counter; waits until it has."""
 
 
 class OpenSpan:
     """A running span; use it with `with`. `args` may be filled while it runs (tokens, bytes, ...)."""
 
-    __slots__ = ("_category", "_name", "_recorder", "_start", "args")
+    __slots__ = ("_category", "_name", "_start", "_tracer", "args")
 
-    def __init__(self, recorder: Recorder, name: str, category: Category, args: dict[str, object]) -> None:
-        self._recorder, self._name, self._category, self.args = recorder, name, category, args
+    def __init__(self, tracer: Tracer, name: str, category: Category, args: dict[str, object]) -> None:
+        self._tracer, self._name, self._category, self.args = tracer, name, category, args
 
     def __enter__(self) -> OpenSpan:
-        self._start = self._recorder.now(self._category)
+        self._start = self._tracer.now(self._category)
         return self
 
     def __exit__(self, *_: object) -> None:  # a span that ends with an exception is recorded too
-        recorder = self._recorder
-        end = recorder.now(self._category)
-        kept = recorder.spans if recorder.clock is None else recorder.unread
-        kept.append((self._name, self._category, self._start, end, recorder.iteration, self.args))
+        tracer = self._tracer
+        end = tracer.now(self._category)
+        spans = tracer.spans if tracer.clock is None else tracer.unread
+        spans.append((self._name, self._category, self._start, end, tracer.iteration, self.args))
 
 
-class Recorder:
-    """The spans of one rank. `iteration` is set by the training loop and stamped on every span that ends."""
+class Tracer:
+    """Records the spans of one rank. The training loop sets `iteration`, which is stored in every span that ends."""
 
     __slots__ = ("_offset_s", "clock", "host", "iteration", "rank", "spans", "unread")
 
     def __init__(
-        self, rank: int = 0, host: str = "", *, clock: Clock | None = None, max_spans: int = MAX_SPANS
+        self, rank: int = 0, host: str = "", *, clock: MarkClock | None = None, max_spans: int = MAX_SPANS
     ) -> None:
-        """clock: of the device; None: this rank computes on a CPU."""
+        """clock: of the device; None for a CPU."""
         self.rank, self.host, self.iteration, self.clock = rank, host, None, clock
         self.spans: deque[tuple] = deque(maxlen=max_spans)
         self.unread: list[tuple] = []  # spans whose begin and end may be marks
         self._offset_s = _wall_clock_offset()
 
     def now(self, category: Category) -> object:
-        """Seconds of perf_counter, or a mark; control messages are the host's."""
+        """Seconds of perf_counter, or a mark of the device; control messages always use the host's clock."""
         return time.perf_counter() if self.clock is None or category == "control" else self.clock.mark()
 
     def read_marks(self) -> None:
-        """Turns marks into seconds; waits until the device has come to the last one. For the end of an iteration."""
+        """Converts marks to seconds, at the end of an iteration; waits until the device has reached the last one."""
         marks = [one for span in self.unread for one in span[2:4] if not isinstance(one, float)]
         seconds = iter(self.clock.seconds(marks) if marks else ())
         for name, category, *ends, iteration, args in self.unread:
@@ -88,7 +88,7 @@ class Recorder:
         self.unread.clear()
 
     def span(self, name: str, category: Category = "compute", **args: object) -> OpenSpan:
-        """`with recorder.span("actor_generate", tokens=128): ...`; costs about a microsecond."""
+        """`with tracer.span("actor_generate", tokens=128): ...`; costs about a microsecond."""
         return OpenSpan(self, name, category, args)
 
     def add(self, name: str, category: Category, start_s: float, end_s: float, **args: object) -> None:
@@ -96,14 +96,14 @@ class Recorder:
         self.spans.append((name, category, start_s, end_s, self.iteration, args))
 
     def forget(self, before: int) -> None:
-        """Drops the spans of iterations before this one (and those before the first): a day has millions."""
+        """Drops the spans of earlier iterations, and those before the first: a day has millions."""
         while self.spans and (self.spans[0][4] is None or self.spans[0][4] < before):
             self.spans.popleft()
 
     def to_records(self, iterations: Iterable[int] | None = None) -> dict[str, object]:
         """JSON-able {"rank", "host", "spans": [[name, category, start_s, end_s, iteration, args], ...]}.
 
-        Times are those of the wall clock. With `iterations`, only their spans: rank 0 need not gather everything.
+        Times are of the wall clock. iterations: only their spans, to gather less on rank 0.
         """
         self.read_marks()
         wanted = None if iterations is None else set(iterations)
@@ -117,7 +117,7 @@ class Recorder:
 
 
 def _wall_clock_offset() -> float:
-    """Seconds to add to perf_counter to get the wall clock: the tightest of a few brackets."""
+    """Seconds to add to perf_counter to get the wall clock: the most precise of a few measurements."""
     brackets = []
     for _ in range(5):
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
@@ -127,7 +127,7 @@ def _wall_clock_offset() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The spans of one rank, in order of their start (the longer first)."""
+    """The spans of one rank, ordered by start (longer ones first)."""
 
     rank: int
     host: str
@@ -139,12 +139,12 @@ class Lane:
 
 
 def lanes(records: Sequence[Mapping[str, object]]) -> tuple[Lane, ...]:
-    """Lanes from what `Recorder.to_records` of every rank gave, by rank."""
-    made = []
+    """Lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
+    by_rank = []
     for record in sorted(records, key=lambda record: record["rank"]):
         spans = sorted((Span(*row) for row in record["spans"]), key=lambda span: (span.start_s, -span.end_s))
-        made.append(Lane(record["rank"], record["host"], tuple(spans)))
-    return tuple(made)
+        by_rank.append(Lane(record["rank"], record["host"], tuple(spans)))
+    return tuple(by_rank)
 
 
 def write_chrome(
@@ -153,7 +153,7 @@ def write_chrome(
     """Writes the Chrome trace format (JSON object form), which Perfetto and chrome://tracing open.
 
     A rank is a process with one thread, its lane; spans that overlap without nesting (background transfers) go to a
-    second thread, because the format wants the spans of a thread to nest. `about` becomes the file's metadata.
+    second thread, because spans of one thread must nest in this format. `about` becomes the file's metadata.
     """
     all_lanes = lanes(records)
     start_s = min((lane.spans[0].start_s for lane in all_lanes if lane.spans), default=0.0)
@@ -188,9 +188,9 @@ def write_chrome(
 
 def read_chrome(path: str | Path) -> list[dict[str, object]]:
     """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond."""
-    found: dict[int, dict[str, object]] = {}
+    records: dict[int, dict[str, object]] = {}
     for event in json.loads(Path(path).read_text())["traceEvents"]:
-        record = found.setdefault(event["pid"], {"rank": event["pid"], "host": "", "spans": []})
+        record = records.setdefault(event["pid"], {"rank": event["pid"], "host": "", "spans": []})
         if event["name"] == "process_name":
             record["host"] = event["args"]["name"].partition(" (")[2].removesuffix(")")
         if event["ph"] == "X":
@@ -198,7 +198,7 @@ def read_chrome(path: str | Path) -> list[dict[str, object]]:
             start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
             span = [event["name"], event["cat"], start_s, end_s, event["args"].get("iteration"), args]
             record["spans"].append(span)
-    return [found[rank] for rank in sorted(found)]
+    return [records[rank] for rank in sorted(records)]
 
 
 def _metadata(kind: str, rank: int, track: int = 0, **args: object) -> dict[str, object]:
@@ -206,7 +206,7 @@ def _metadata(kind: str, rank: int, track: int = 0, **args: object) -> dict[str,
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:
-    """For spans in order of their start, the first track (from 1) on which each nests in, or follows, what is there."""
+    """For spans ordered by start: the first track (from 1) on which each span nests in, or follows, earlier spans."""
     open_ends: list[list[float]] = []  # for every track, the ends of the spans still open
     chosen = []
     for span in spans:
@@ -222,7 +222,7 @@ def _tracks(spans: Sequence[Span]) -> list[int]:
 
 
 def busy_fraction(spans: Iterable[Span], start_s: float, end_s: float) -> float:
-    """Share of [start_s, end_s] in which at least one compute span runs and no wait span does."""
+    """Share of [start_s, end_s] during which at least one compute span and no wait span runs."""
     changes = []
     for span in spans:
         first, last = max(span.start_s, start_s), min(span.end_s, end_s)
