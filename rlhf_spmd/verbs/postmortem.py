@@ -1,4 +1,4 @@
-"""The postmortem verb: which rank was missing where the others waited when a run ended, read from its run folder."""
+"""The postmortem verb: reads from a run folder which rank the others waited for when the run ended."""
 
 import argparse
 import json
@@ -6,46 +6,46 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.runtime.guard.diagnose import Steps
+from rlhf_spmd.runtime.guard.diagnose import WaitGraph
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
-from rlhf_spmd.runtime.guard.postmortem import divergence, how_ended, numbers_of, records_of, state_of, whole_text
+from rlhf_spmd.runtime.guard.postmortem import find_divergence, full_text, how_ended, records_of, run_status, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, read_message
 
 SHOWN = 12  # entries per rank
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints what the records tell and, last, a line of JSON -> the exit status. Raises UserError."""
+    """Prints a report and, last, a line of JSON -> the exit status. Raises UserError."""
     print(json.dumps(postmortem(parsed.run)))
     return 0
 
 
 def postmortem(folder: str | Path) -> dict[str, Any]:
-    """Prints which rank was missing where the others waited; returns the same as numbers. UserError as in status."""
+    """Prints which rank the others waited for; returns the same as values. Raises UserError as in status."""
     run = Path(folder)
-    records, steps = records_of(run), Steps.read(run)
+    records, graph = records_of(run), WaitGraph.read(run)
     message = read_message(run)
-    found = divergence(records, steps)
-    print(f"{run}: {state_of(records, time.time())}")
+    divergence = find_divergence(records, graph)
+    print(f"{run}: {run_status(records, time.time())}")
     if message:
-        print("What was said at the end:")
+        print("The error message:")
         print("".join(f"  {line}\n" for line in message.splitlines()), end="")
-    print("First divergence: " + (found.text if found else "none, as far as the records tell"))
+    print("First divergence: " + (divergence.text if divergence else "none, according to the records"))
     for record in records:
         print(f"rank {record.rank} on {record.host}, process {record.process}{how_ended(record)}, last did:")
         for entry in record.entries[-SHOWN:]:
             end_s = entry.end_s or max(record.end_s, record.beat_s, entry.begin_s)
             place = "" if entry.position == NOWHERE else f"{entry.position:>4}"
             clock = time.strftime("%H:%M:%S", time.localtime(entry.begin_s)) + f".{int(entry.begin_s % 1 * 1000):03d}"
-            print(f"  {clock} {place:>4} {end_s - entry.begin_s:9.4f} s  {whole_text(entry, record.rank, steps)}")
+            print(f"  {clock} {place:>4} {end_s - entry.begin_s:9.4f} s  {full_text(entry, record.rank, graph)}")
     newest = newest_checkpoint(run)
     return {
         "run": str(run),
-        "culprits": list(found.culprits) if found else [],
-        "waiting": list(found.waiting) if found else [],
-        "divergence": found.text if found else None,
+        "late": list(divergence.late) if divergence else [],
+        "waiting": list(divergence.waiting) if divergence else [],
+        "divergence": divergence.text if divergence else None,
         "message": message,
         "checkpoint": str(newest) if newest else None,
-        "ranks": [numbers_of(record, time.time()) for record in records],
+        "ranks": [to_json(record, time.time()) for record in records],
         "ok": True,
     }

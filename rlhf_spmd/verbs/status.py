@@ -1,4 +1,4 @@
-"""The status verb: what the ranks of a run do now, read from its run folder."""
+"""The status verb: reads from a run folder what its ranks are doing now."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
-from rlhf_spmd.runtime.guard.postmortem import numbers_of, records_of, slowest_rank, state_of
+from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
 
 RECENT = 10  # iterations that rates are taken from
@@ -24,7 +24,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def status(folder: str | Path) -> dict[str, Any]:
-    """Prints one screen about a run; returns the same as numbers. Raises UserError if this is no run folder."""
+    """Prints one screen about a run; returns the same as values. Raises UserError if it is not a run folder."""
     run, now = Path(folder), time.time()
     records = records_of(run)
     metrics = _metrics(run)
@@ -36,7 +36,7 @@ def status(folder: str | Path) -> dict[str, Any]:
     speed = statistics.median(tokens_s) if tokens_s else None
     slowest = slowest_rank(records)
     newest = newest_checkpoint(run)
-    state = state_of(records, now)
+    state = run_status(records, now)
     print(f"{run}: {state}")
     of = f" of {total}" if total else ""
     left = ""
@@ -62,7 +62,7 @@ def status(folder: str | Path) -> dict[str, Any]:
         "gen_tokens_per_s": speed,
         "slowest_rank": slowest[0] if slowest else None,
         "checkpoint": str(newest) if newest else None,
-        "ranks": [numbers_of(record, now) for record in records],
+        "ranks": [to_json(record, now) for record in records],
         "ok": state in ("running", "finished"),
     }
 

@@ -77,7 +77,7 @@ CASES = {
         "os.kill(os.getpid(), signal.SIGSTOP)",
         (
             "rank 1 (host ",
-            "did not come to iteration 1: Run actor_train",
+            "did not reach iteration 1: Run actor_train",
             "ranks 0, 2 wait for it",
             "is stopped",
             WHERE[0],
@@ -86,7 +86,7 @@ CASES = {
     ),
     "another collective": Case(
         "__import__('torch').distributed.barrier()",
-        ("rank 1 (host ", "did not come to iteration 1: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
+        ("rank 1 (host ", "did not reach iteration 1: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
         limit_s=DEADLINE_S + 25,
     ),
     "disk full": Case(

@@ -66,15 +66,15 @@ def test_a_fatal_signal_is_told_with_its_place():
 def test_a_crash_shows_where_python_was():
     found = run("def hurt():\n    os.kill(os.getpid(), signal.SIGSEGV)\nhurt()")
     assert found.returncode == 128 + signal.SIGSEGV
-    assert "was ended by SIGSEGV before it had met the others" in found.stderr and "in hurt" in found.stderr
+    assert "was ended by SIGSEGV before it had joined the other ranks" in found.stderr and "in hurt" in found.stderr
     assert "its own code failed" in found.stderr
 
 
 def test_a_signal_from_somebody_is_not_the_code():
     """As `kill -TERM` with the process id that `status` shows."""
     found = run("os.kill(os.getpid(), signal.SIGTERM)")
-    assert found.returncode == 128 + signal.SIGTERM and "SIGTERM before it had met the others" in found.stderr
-    assert "somebody sent it to this process" in found.stderr and "code failed" not in found.stderr
+    assert found.returncode == 128 + signal.SIGTERM and "SIGTERM before it had joined the other ranks" in found.stderr
+    assert "another process sent it" in found.stderr and "code failed" not in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
     os.kill(child, signal.SIGKILL)
     _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGKILL
-    assert f"{name} (host " in stderr and "was ended by SIGKILL before it had met the others" in stderr, stderr
+    assert f"{name} (host " in stderr and "was ended by SIGKILL before it had joined the other ranks" in stderr, stderr
 
 
 @pytest.mark.parametrize(("status", "told"), [(0, 1), (3, 3)])

@@ -166,7 +166,10 @@ world.barrier("the decision to stop")
     message = the_message(err)
     assert status == 2 and seconds < 15
     assert message.startswith("the decision to stop: rank ") and "but ranks 1, 2 (host " in message
-    assert "rank 1 last said: iteration 3: train actor" in err and "rank 2 last said: iteration 3: train actor" in err
+    assert (
+        "rank 1 last reported: iteration 3: train actor" in err
+        and "rank 2 last reported: iteration 3: train actor" in err
+    )
 
 
 # Starts that can't work

@@ -6,8 +6,8 @@ import types
 
 from rlhf_spmd.runtime.guard.watch import Watch
 from rlhf_spmd.runtime.observe.flight_recorder import Flight
-from rlhf_spmd.runtime.world.devices import choose
-from rlhf_spmd.runtime.world.visible_devices import Seen
+from rlhf_spmd.runtime.world.devices import choose_devices
+from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 
 
 class Alone:
@@ -15,13 +15,13 @@ class Alone:
 
     rank, size, hosts, nodes, node = 0, 1, ("here",), (0,), 0
     deadline_s, is_meeting = 0.1, False
-    chosen = choose("cuda", [[Seen("device", "H100", 8 << 30)]], "", (0,), ("here",))
+    chosen = choose_devices("cuda", [[VisibleDevice("device", "H100", 8 << 30)]], "", (0,), ("here",))
 
     def __init__(self):
         self.flight, self.spoken = Flight(), 0
-        self.board = types.SimpleNamespace(speak=self.speak)
+        self.board = types.SimpleNamespace(report=self.report)
 
-    def speak(self, **_):
+    def report(self, **_):
         self.spoken += 1
 
 
@@ -54,11 +54,11 @@ def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capsys):
     watch.start()
     try:
         assert spoke_again(world)
-        world.board.speak = broken
+        world.board.report = broken
         time.sleep(1.0)
-        world.board.speak = world.speak
+        world.board.report = world.report
         assert spoke_again(world)
     finally:
         watch.stop()
-    text = "rank 0 (host here) could not look whether the job hangs (RuntimeError: no memory is shared)"
+    text = "rank 0 (host here) could not check whether the job hangs (RuntimeError: no memory is shared)"
     assert capsys.readouterr().err.count(text) == 1

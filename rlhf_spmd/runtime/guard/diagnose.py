@@ -1,7 +1,7 @@
-"""Who holds up whom: from where all ranks stand in their instruction lists to the first one missing where others wait.
+"""Diagnoses a hang: from the positions of all ranks in their instruction lists, finds the rank that others wait for.
 
-The same reasoning serves the watch of a running job (watch.py) and the verbs that read a run folder afterwards
-(postmortem.py). What a rank waits for follows from the program alone (wait_graph.py). No torch, no MPI.
+Used by the watch of a running job (watch.py) and by the verbs that read a run folder afterwards (postmortem.py). The
+program alone determines what a rank waits for (wait_graph.py). No torch, no MPI.
 """
 
 import json
@@ -16,21 +16,21 @@ FILE = "program.json"  # in the folder of the flight records
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """An instruction of one rank. needs: (rank, position in its list) that must have been begun before this can end."""
+class WaitStep:
+    """An instruction of one rank. needs: the (rank, position in its list) that must begin before this one can end."""
 
     text: str
     needs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """The instruction lists of all ranks: [rank][position]."""
+class WaitGraph:
+    """The instruction lists of all ranks, [rank][position], with what each instruction waits for."""
 
-    of_rank: tuple[tuple[Step, ...], ...]
+    of_rank: tuple[tuple[WaitStep, ...], ...]
 
     def write(self, folder: Path) -> None:
-        """Into the run folder, each text once."""
+        """Writes the lists to the run folder, each text once."""
         texts = {step.text: None for steps in self.of_rank for step in steps}
         numbers = {text: number for number, text in enumerate(texts)}
         lists = [[[numbers[step.text], step.needs] for step in steps] for steps in self.of_rank]
@@ -38,15 +38,15 @@ class Steps:
         (folder / FOLDER / FILE).write_text(json.dumps({"texts": list(texts), "ranks": lists}, separators=(",", ":")))
 
     @classmethod
-    def read(cls, folder: Path) -> "Steps | None":
-        """From a run folder; None if it has none that can be read."""
+    def read(cls, folder: Path) -> "WaitGraph | None":
+        """Reads the lists of a run folder; None if they are missing or unreadable."""
         try:
-            found: Mapping[str, Any] = json.loads((folder / FOLDER / FILE).read_text())
-            texts = found["texts"]
+            values: Mapping[str, Any] = json.loads((folder / FOLDER / FILE).read_text())
+            texts = values["texts"]
             return cls(
                 tuple(
-                    tuple(Step(texts[number], tuple((rank, place) for rank, place in needs)) for number, needs in steps)
-                    for steps in found["ranks"]
+                    tuple(WaitStep(texts[number], tuple((rank, at) for rank, at in needs)) for number, needs in steps)
+                    for steps in values["ranks"]
                 )
             )
         except (OSError, ValueError, KeyError, IndexError, TypeError):
@@ -54,22 +54,23 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a rank is. trouble: what is known to be wrong with it, e.g. `it is stopped`."""
+class RankState:
+    """The position of a rank. trouble: a known problem, e.g. `it is stopped`."""
 
     rank: int
     host: str
     text: str
     iteration: int
     position: int
-    for_s: float  # how long it has been there
+    for_s: float  # how long it has been at this position
     trouble: str = ""
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} (host {self.host})"
 
-    def told(self, num_instructions: int = 0) -> str:
+    def describe(self, num_instructions: int = 0) -> str:
+        """For messages: action, position, time and trouble."""
         place = "" if self.position == NOWHERE else f", instruction {self.position}"
         place += f" of {num_instructions}" if place and num_instructions else ""
         trouble = f"; {self.trouble}" if self.trouble else ""
@@ -78,57 +79,57 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a rank is missing. text: one or more sentences for people."""
+    """The first instruction that some ranks have not reached. late: these ranks; waiting: those that wait for them."""
 
-    culprits: tuple[int, ...]
+    late: tuple[int, ...]
     waiting: tuple[int, ...]
-    text: str
+    text: str  # one or more sentences for people
 
 
-def diagnose(standings: Sequence[Standing], steps: Steps | None) -> Divergence | None:
-    """Who is missing where others wait; None if nobody waits for anybody, as far as the program tells."""
-    places = {one.rank: one for one in standings}
-    missing = {one.rank: _missing(one, places, steps) for one in standings}
-    ill = tuple(one.rank for one in standings if one.trouble)
-    if ill:
-        return _told(places, ill, tuple(rank for rank in places if rank not in ill), missing, steps)
+def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
+    """The ranks that others wait for; None if, according to the program, no rank waits for another."""
+    by_rank = {one.rank: one for one in states}
+    missing = {one.rank: _missing(one, by_rank, graph) for one in states}
+    troubled = tuple(one.rank for one in states if one.trouble)
+    if troubled:
+        return _divergence(by_rank, troubled, tuple(rank for rank in by_rank if rank not in troubled), missing, graph)
     awaited = sorted({other for others in missing.values() for other in others})
     if not awaited:
-        return _all_arrived(standings, steps)
-    culprits = tuple(rank for rank in awaited if not missing[rank]) or _circle(missing, places)
-    waiting = tuple(rank for rank, others in missing.items() if set(others) & set(culprits))
-    return _told(places, culprits, waiting, missing, steps)
+        return _all_arrived(states, graph)
+    late = tuple(rank for rank in awaited if not missing[rank]) or _cycle(missing, by_rank)
+    waiting = tuple(rank for rank, others in missing.items() if set(others) & set(late))
+    return _divergence(by_rank, late, waiting, missing, graph)
 
 
-def _missing(one: Standing, places: Mapping[int, Standing], steps: Steps | None) -> tuple[int, ...]:
-    """The ranks that have not come to what this one waits for."""
-    step = _step(one, steps)
+def _missing(one: RankState, by_rank: Mapping[int, RankState], graph: WaitGraph | None) -> tuple[int, ...]:
+    """The ranks that have not reached what this one waits for."""
+    step = _step(one, graph)
     if step is None:
         return ()
     return tuple(
         rank
         for rank, position in step.needs
-        if rank in places and _progress(places[rank], one.iteration) < (one.iteration, position)
+        if rank in by_rank and _progress(by_rank[rank], one.iteration) < (one.iteration, position)
     )
 
 
-def _progress(one: Standing, iteration: int) -> tuple[int, int]:
-    """How far a rank has come, comparable with (iteration, position); between iterations, to the end of the list."""
+def _progress(one: RankState, iteration: int) -> tuple[int, int]:
+    """A rank's progress, comparable with (iteration, position); between iterations, the end of the list."""
     if one.position == NOWHERE:
         return (one.iteration, 10**9)
     return one.iteration, one.position
 
 
-def _step(one: Standing, steps: Steps | None) -> Step | None:
-    if steps is None or one.position == NOWHERE or one.rank >= len(steps.of_rank):
+def _step(one: RankState, graph: WaitGraph | None) -> WaitStep | None:
+    if graph is None or one.position == NOWHERE or one.rank >= len(graph.of_rank):
         return None
-    mine = steps.of_rank[one.rank]
-    return mine[one.position] if one.position < len(mine) else None
+    steps = graph.of_rank[one.rank]
+    return steps[one.position] if one.position < len(steps) else None
 
 
-def _circle(missing: Mapping[int, Sequence[int]], places: Mapping[int, Standing]) -> tuple[int, ...]:
-    """Ranks that wait for one another, when there is none that waits for nobody."""
-    rank = min(missing, key=lambda rank: (not missing[rank], places[rank].iteration, rank))
+def _cycle(missing: Mapping[int, Sequence[int]], by_rank: Mapping[int, RankState]) -> tuple[int, ...]:
+    """Ranks that wait for one another, if every late rank waits itself."""
+    rank = min(missing, key=lambda rank: (not missing[rank], by_rank[rank].iteration, rank))
     walked: list[int] = []
     while rank not in walked:
         walked.append(rank)
@@ -136,44 +137,44 @@ def _circle(missing: Mapping[int, Sequence[int]], places: Mapping[int, Standing]
     return tuple(sorted(walked[walked.index(rank) :]))
 
 
-def _told(
-    places: Mapping[int, Standing],
-    culprits: tuple[int, ...],
+def _divergence(
+    by_rank: Mapping[int, RankState],
+    late: tuple[int, ...],
     waiting: tuple[int, ...],
     missing: Mapping[int, Sequence[int]],
-    steps: Steps | None,
+    graph: WaitGraph | None,
 ) -> Divergence:
-    length = (lambda rank: len(steps.of_rank[rank])) if steps else (lambda rank: 0)
+    length = (lambda rank: len(graph.of_rank[rank])) if graph else (lambda rank: 0)
     sentences = []
-    for rank in culprits:
-        one, meant = places[rank], [other for other in waiting if rank in missing[other]]
-        if meant:
-            first = min(meant, key=lambda other: (places[other].iteration, places[other].position))
-            others = [other for other in meant if places[other].text == places[first].text]
-            came = f"{one.name} did not come to {places[first].text}, where {_ranks(others)} {_waits(others)} for it"
+    for rank in late:
+        one, waits_for_it = by_rank[rank], [other for other in waiting if rank in missing[other]]
+        if waits_for_it:
+            first = min(waits_for_it, key=lambda other: (by_rank[other].iteration, by_rank[other].position))
+            others = [other for other in waits_for_it if by_rank[other].text == by_rank[first].text]
+            problem = f"{one.name} did not reach {by_rank[first].text}, where {_ranks(others)} {_waits(others)} for it"
         else:
-            came = f"{one.name} does not go on"
-        sentences.append(f"{came}; it is in {one.told(length(rank))}")
-    if culprits and all(missing[rank] for rank in culprits) and not any(places[rank].trouble for rank in culprits):
-        sentences.append(f"{_ranks(culprits)} wait for one another: they entered different collectives")
-    return Divergence(culprits, waiting, ". ".join(sentences))
+            problem = f"{one.name} makes no progress"
+        sentences.append(f"{problem}; it is in {one.describe(length(rank))}")
+    if late and all(missing[rank] for rank in late) and not any(by_rank[rank].trouble for rank in late):
+        sentences.append(f"{_ranks(late)} wait for one another: they entered different collectives")
+    return Divergence(late, waiting, ". ".join(sentences))
 
 
-def _all_arrived(standings: Sequence[Standing], steps: Steps | None) -> Divergence | None:
-    """Nobody is missing where the program says so: groups of ranks by what they say they do."""
-    by_text: dict[str, list[Standing]] = {}
-    for one in standings:
+def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
+    """If no rank is missing according to the program: groups the ranks by their current action."""
+    by_text: dict[str, list[RankState]] = {}
+    for one in states:
         by_text.setdefault(one.text, []).append(one)
-    if len(by_text) == 1 and (steps is None or all(_step(one, steps) is None for one in standings)):
+    if len(by_text) == 1 and (graph is None or all(_step(one, graph) is None for one in states)):
         return None
     groups = sorted(by_text.values(), key=lambda group: (len(group), -group[0].rank))
-    told = [f"{_ranks([one.rank for one in group])}: {group[0].told()}" for group in groups]
     if len(groups) == 1:
-        text = f"all ranks came to {standings[0].text}, and none goes on"
-        return Divergence((), tuple(one.rank for one in standings), text)
+        text = f"all ranks reached {states[0].text}, but none makes progress"
+        return Divergence((), tuple(one.rank for one in states), text)
     few = tuple(one.rank for one in groups[0]) if len(groups[0]) < len(groups[-1]) else ()
-    rest = tuple(one.rank for one in standings if one.rank not in few)
-    return Divergence(few, rest, "ranks are in different places: " + "; ".join(told))
+    rest = tuple(one.rank for one in states if one.rank not in few)
+    described = [f"{_ranks([one.rank for one in group])}: {group[0].describe()}" for group in groups]
+    return Divergence(few, rest, "ranks are in different places: " + "; ".join(described))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What is said when something goes wrong: the kinds of failure and their words. No torch, no MPI."""
+"""The kinds of failure and their messages. No torch, no MPI."""
 
 import errno
 import hashlib
@@ -15,13 +15,13 @@ PREFIX = "rlhf_spmd: error: "  # of every message for a user
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-# What torch.distributed's backends raise when a peer is late or gone (they have no exception type of their own).
+# In messages that torch.distributed's backends raise if a peer is late or gone (they have no own exception type).
 PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 LATE_ERRORS = ("timed out", "timeout")
 
 
 class Late(Exception):
-    """A deadline passed; `ranks` had not arrived (none: all had, but the message did not get through)."""
+    """A deadline passed; `ranks` had not arrived (if empty: all had, but the message did not get through)."""
 
     def __init__(self, what: str, ranks: tuple[int, ...], waited_s: float):
         super().__init__(what, ranks, waited_s)
@@ -29,7 +29,7 @@ class Late(Exception):
 
 
 class Failed(Exception):
-    """Some ranks gave up; `failures` holds what each of them sent. Every rank gets this with the same content."""
+    """Some ranks failed; `failures` holds the message of each. Raised on every rank with the same content."""
 
     def __init__(self, failures: dict[int, bytes]):
         super().__init__(failures)
@@ -41,11 +41,11 @@ class DeadlineError(UserError):
 
 
 class HungError(DeadlineError):
-    """No rank goes on any more."""
+    """No rank makes progress any more."""
 
 
 class PeerError(UserError):
-    """A rank that this one was in touch with is late or gone. lost: the connection broke, so it may have died."""
+    """A rank that this one communicates with is late or gone. lost: the connection broke, so it may have died."""
 
     def __init__(self, text: str, *, lost: bool):
         super().__init__(text)
@@ -53,17 +53,17 @@ class PeerError(UserError):
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether torch.distributed complains of another rank."""
+    """Whether torch.distributed raised this because of another rank."""
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_ERRORS)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a connection broke, rather than that a deadline passed."""
+    """Whether a connection broke; otherwise a deadline passed."""
     return not any(word in str(error).lower() for word in LATE_ERRORS)
 
 
-def in_words(error: BaseException) -> str | None:
-    """What a user can mend although it comes without words of ours: memory, disk, network; None for anything else."""
+def explain(error: BaseException) -> str | None:
+    """A message for foreign errors that a user can fix: memory, disk, network; None for all others."""
     first = (str(error).splitlines() or [""])[0][:200]
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in first for word in NO_MEMORY):
@@ -74,22 +74,22 @@ def in_words(error: BaseException) -> str | None:
         )
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
-        mend = "make room there" if error.errno in NO_ROOM else "look at the disk"
-        return f"{error.strerror} when writing{where}: {mend}, or put the run elsewhere (--runs FOLDER)"
+        fix = "make room there" if error.errno in NO_ROOM else "check the disk"
+        return f"{error.strerror} when writing{where}: {fix}, or put the run elsewhere (--runs FOLDER)"
     if is_peer_error(error):
         return f"the connection to another rank broke or is late ({first})"
     return None
 
 
 def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:
-    """What a rank says that has waited too long in a control message; last: what the late ranks said last."""
+    """For a rank that waited too long in a control message; last: the last known positions of the late ranks."""
     me = name_ranks([rank], hosts or [socket.gethostname()] * (rank + 1))
     if not late.ranks:
-        text = "all ranks arrived, but their messages did not get through: look at the network between the hosts"
+        text = "all ranks arrived, but their messages did not get through: check the network between the hosts"
     else:
-        text = f"{name_ranks(late.ranks, hosts)} did not arrive; find out what holds them up, or raise the deadline"
+        text = f"{name_ranks(late.ranks, hosts)} did not arrive; find out what delays them, or raise the deadline"
         for straggler, position in last.items():
-            text += f"\n  rank {straggler} last said: {position}"
+            text += f"\n  rank {straggler} last reported: {position}"
     return DeadlineError(f"{late.what}: {me} waited {late.waited_s:.1f} s, but {text}")
 
 
@@ -103,36 +103,36 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
-    """What ranks exchange to compare texts by name: name -> [digest, the text itself if it is short]."""
+    """The message by which ranks compare texts: name -> [digest, the text itself if it is short]."""
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
     return {name: [digests[name], text if len(text) <= SHORT_TEXT else None] for name, text in values.items()}
 
 
 def difference(what: str, views: Sequence[Mapping], hosts: Sequence[str]) -> str | None:
-    """What to say if the ranks' views (view_of) are not all the same."""
+    """The error message if the ranks' views (view_of) differ; None if they agree."""
     for name in sorted({name for view in views for name in view}):
         holders: dict[str, list[int]] = {}
         for rank, view in enumerate(views):
             holders.setdefault(json.dumps(view.get(name)), []).append(rank)
         if len(holders) > 1:
             groups = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            told = "; ".join(f"{_shown(json.loads(view))} on {name_ranks(ranks, hosts)}" for view, ranks in groups)
+            values = "; ".join(f"{_format(json.loads(view))} on {name_ranks(ranks, hosts)}" for view, ranks in groups)
             return (
-                f"{what}: {name} is not the same on every rank: {told}. Start every rank with the same program, "
+                f"{what}: {name} is not the same on every rank: {values}. Start every rank with the same program, "
                 "files and options"
             )
     return None
 
 
-def _shown(view: list | None) -> str:
+def _format(view: list | None) -> str:
     if view is None:
         return "missing"
     digest, value = view
     return repr(value) if value is not None else f"{digest[:8]}..."
 
 
-def merged(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> str:
-    """One message from what every rank that failed in the same block had to say."""
+def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> str:
+    """One message from those of all ranks that failed in the same block."""
     crashed = [rank for rank, failure in failures.items() if "crash" in failure]
     if crashed:
         return failures[crashed[0]]["crash"].rstrip() + f"\n(on {name_ranks(crashed, hosts)} of {len(hosts)})"
@@ -147,11 +147,11 @@ def merged(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> s
 
 
 def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
-    """The message about one rank's failure. reporter: this rank, if the message must name it; where: what it does."""
-    text = str(error) if isinstance(error, UserError) else in_words(error)
-    said = isinstance(error, DeadlineError | PeerError)  # these name ranks and place themselves
+    """The message about one rank's failure. reporter: this rank, if the message must name it; where: its position."""
+    text = str(error) if isinstance(error, UserError) else explain(error)
+    is_complete = isinstance(error, DeadlineError | PeerError)  # these name ranks and position themselves
     parts = [f"reported by {reporter}"] * bool(reporter) + [f"in {where}"] * bool(where)
-    by = f" ({', '.join(parts)})" if parts and not said else ""
+    by = f" ({', '.join(parts)})" if parts and not is_complete else ""
     if text is not None:
         lines = [f"{PREFIX}{text}{by}"]
     else:
@@ -160,7 +160,7 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
 
 
 def print_error(text: str) -> None:
-    """On standard error, after everything on standard output."""
+    """Prints to standard error, after flushing standard output."""
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

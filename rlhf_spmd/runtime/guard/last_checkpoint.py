@@ -1,6 +1,6 @@
-"""From which checkpoint a run can be resumed, and with which command: what a message about a failure ends with.
+"""The newest checkpoint of a run and the command that resumes from it, for the end of error messages.
 
-A checkpoint folder with a manifest is whole (checkpoint/store.py writes it last). No torch, no MPI.
+A checkpoint folder with a manifest is complete, because checkpoint/store.py writes the manifest last. No torch, no MPI.
 """
 
 import re
@@ -12,24 +12,24 @@ NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def whole(root: Path) -> list[Path]:
-    """All folders with a manifest, oldest first."""
-    found = [path for path in root.glob("iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=number_of)
+    """All complete checkpoints, oldest first."""
+    folders = [path for path in root.glob("iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(folders, key=number_of)
 
 
 def number_of(folder: Path) -> int:
-    """After how many iterations a checkpoint was made."""
+    """The number of iterations after which a checkpoint was made."""
     return int(NAME.fullmatch(folder.name)[1])
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run folder, the one that a resumed run goes on from."""
-    found = whole(Path(run) / "checkpoints")
-    return found[-1] if found else None
+    """The newest complete checkpoint of a run folder, from which `--resume` continues."""
+    folders = whole(Path(run) / "checkpoints")
+    return folders[-1] if folders else None
 
 
 def how_to_go_on(run: str, num_ranks: int) -> str:
-    """For the end of a message about a failure: the newest whole checkpoint and the command that goes on from it."""
+    """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not run:
         return ""
     newest = newest_checkpoint(run)

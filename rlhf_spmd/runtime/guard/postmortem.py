@@ -1,6 +1,6 @@
-"""What the flight records in a run folder tell: the first divergence of the ranks, who was slowest, how each ended.
+"""Analyses the flight records in a run folder: the first divergence of the ranks, the slowest rank, how each ended.
 
-Reads the run folder and nothing else, from any machine that sees it. No torch, no MPI.
+Needs only the run folder, on any machine that can read it. No torch, no MPI.
 """
 
 import signal
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard.diagnose import Divergence, Standing, Steps, diagnose
+from rlhf_spmd.runtime.guard.diagnose import Divergence, RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, read_records
 
-STALE_S = 15.0  # supervisors write twice a second, but a file system of several nodes may show it later
+STALE_S = 15.0  # supervisors write twice a second, but a shared file system may show it later
 WAITS = ("Wait ", "Agree ", "waiting for")
 
 
-def divergence(records: Sequence[Record], steps: Steps | None) -> Divergence | None:
-    """The first divergence in the records of a run; None if it ended well, or if they show none."""
+def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Divergence | None:
+    """The first divergence in the records of a run; None if it ended successfully or the records show none."""
     if all(record.end_s and not record.status and not record.signal for record in records):
         return None
     last_s = max(max(record.beat_s, record.end_s) for record in records)
-    standings = [
-        Standing(
+    states = [
+        RankState(
             rank=record.rank,
             host=record.host,
             text=record.text,
@@ -34,11 +34,11 @@ def divergence(records: Sequence[Record], steps: Steps | None) -> Divergence | N
         )
         for record in records
     ]
-    return diagnose(standings, steps)
+    return diagnose(states, graph)
 
 
 def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
-    """The rank that spends the least of its time waiting for others, and the share; None for a single rank."""
+    """The rank that spends the smallest share of its time waiting for others, and this share; None for one rank."""
     shares = []
     for record in records:
         ended = [entry for entry in record.entries if entry.end_s and entry.position != NOWHERE]
@@ -55,15 +55,15 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
 def records_of(run: Path) -> list[Record]:
     """The flight records of a run folder, by rank. Raises UserError if there are none."""
     if not run.is_dir():
-        raise UserError(f"{run} is no folder; give the run folder that train printed")
+        raise UserError(f"{run} is not a folder; give the run folder that train printed")
     records = read_records(run)
     if not records:
-        raise UserError(f"{run} has no flight records; `train` writes them once it has made its run folder")
+        raise UserError(f"{run} has no flight records; `train` writes them after it has created its run folder")
     return records
 
 
-def state_of(records: Sequence[Record], now: float) -> str:
-    """Whether a run goes on, or how it ended."""
+def run_status(records: Sequence[Record], now: float) -> str:
+    """Whether a run is still running, or how it ended."""
     if all(record.end_s and record.status == TERMINATED_STATUS for record in records):
         return "ended by SIGTERM"
     if all(record.end_s for record in records):
@@ -72,38 +72,38 @@ def state_of(records: Sequence[Record], now: float) -> str:
         return "failed"
     silent = [record.rank for record in records if not record.end_s and now - record.beat_s > STALE_S]
     if len(silent) == len(records):
-        return "ended without a word (its supervisors are silent)"
+        return "ended without a message (its supervisors are silent)"
     return f"running, but ranks {silent} are silent" if silent else "running"
 
 
 def trouble_of(record: Record, last_s: float) -> str:
-    """What is known to be wrong with a rank; empty if nothing is."""
+    """The known problem of a rank; empty if there is none."""
     if record.signal:
         return f"it was ended by {signal.Signals(record.signal).name}"
     if record.state in ("T", "t"):
         return "it was stopped (SIGSTOP)"
     if not record.end_s and last_s - record.beat_s > STALE_S:
-        return f"its supervisor fell silent {last_s - record.beat_s:.0f} s before the last of the others"
+        return f"its supervisor stopped reporting {last_s - record.beat_s:.0f} s before the others"
     return ""
 
 
-def whole_text(entry: Entry, rank: int, steps: Steps | None) -> str:
-    """What an entry says; the recorder keeps only the first letters, the instruction lists have the rest."""
-    if steps is not None and 0 <= entry.position < len(steps.of_rank[rank]):
-        text = f"iteration {entry.iteration}: {steps.of_rank[rank][entry.position].text}"
+def full_text(entry: Entry, rank: int, graph: WaitGraph | None) -> str:
+    """The text of an entry; the recorder truncates it, so the rest comes from the instruction lists."""
+    if graph is not None and 0 <= entry.position < len(graph.of_rank[rank]):
+        text = f"iteration {entry.iteration}: {graph.of_rank[rank][entry.position].text}"
         return text if text.startswith(entry.text) else entry.text
     return entry.text
 
 
 def how_ended(record: Record) -> str:
-    """Signal or status of a rank that has ended; empty while it goes on."""
+    """Signal or status of a rank that has ended; empty while it runs."""
     if record.signal:
         return f", ended by {signal.Signals(record.signal).name}"
     return f", ended with status {record.status}" if record.end_s else ""
 
 
-def numbers_of(record: Record, now: float) -> dict[str, Any]:
-    """A record for machines."""
+def to_json(record: Record, now: float) -> dict[str, Any]:
+    """A record as JSON-able values."""
     return {
         "rank": record.rank,
         "host": record.host,

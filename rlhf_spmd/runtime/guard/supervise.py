@@ -1,10 +1,10 @@
-"""A parent for every rank, which says how the rank ended when it could not say so itself, and leaves nothing behind.
+"""A supervisor process for every rank: reports how the rank ended if the rank could not, and leaves no process behind.
 
-A process that gets SIGKILL or SIGSEGV, or whose code calls exit, has no last words, and the launcher then ends all
-others at once. So the program forks before it loads MPI: the child is the rank, and the parent does nothing but wait
-for it, pass signals on, and copy the rank's flight record (flight_recorder.py) into the run folder. The rank ends with
-its parent (PR_SET_PDEATHSIG), the parent with its launcher, in whatever way these end. Costs a fork at the start and
-two small file writes a second.
+A process that gets SIGKILL or SIGSEGV, or whose code calls exit, cannot print a message, and the launcher then ends all
+others at once. The program therefore forks before it loads MPI: the child is the rank; the parent only waits for it,
+forwards signals, and copies the rank's flight record (flight_recorder.py) into the run folder. The rank ends with its
+parent (PR_SET_PDEATHSIG), and the parent with its launcher, however these end. The cost is a fork at the start and two
+small file writes per second.
 """
 
 import atexit
@@ -39,30 +39,30 @@ from rlhf_spmd.runtime.observe.flight_recorder import (
     Record,
     keep_message,
     parse,
-    place_of,
+    path_of,
 )
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-TICK_S = 0.5  # between two looks at the rank
-LINGER_S = 2 * TICK_S  # after the message: the supervisors of the other ranks write their records before all is ended
+TICK_S = 0.5  # between two checks of the rank
+LINGER_S = 2 * TICK_S  # after the message, so that the supervisors of the other ranks write their records first
 SIGNALS = frozenset(
     {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
-ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # who gets one knows why it ends
+ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # intended ends
 FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS})
-FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which reaches the rank by itself
+FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which the rank also receives
 STACK_LINES = 6
 OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
-OOM_TICKS = 20  # who dies so soon after the kernel ended processes for want of memory may be one of them
+OOM_TICKS = 20  # a rank that dies within this time after an out-of-memory kill on its host may have been its victim
 CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
 
 def supervised() -> Flight:
-    """Forks; returns in the child, which goes on as the rank. The parent never returns from here."""
+    """Forks; returns in the child, which continues as the rank. The parent never returns."""
     memory, stack = mmap.mmap(-1, SIZE), os.memfd_create("rlhf_spmd_stack")
-    Flight(memory)  # a record from the first moment, whenever the child ends
+    Flight(memory)  # makes a valid record, even if the child ends at once
     supervisor = os.getpid()
-    # before the fork: the rank may be quick to say that it is there, and the launcher to end then
+    # before the fork: the rank may start, and the launcher end, before the parent gets here
     parent = os.getppid() if launcher.num_launched(os.environ) > 1 else None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -81,13 +81,13 @@ def supervised() -> Flight:
 
 
 class Supervisor:
-    """The parent of one rank. launcher: whose end is the rank's; None: it was started by hand."""
+    """The parent of one rank. launcher: process id; the rank ends when it ends. None: started without a launcher."""
 
     def __init__(self, memory: mmap.mmap, stack: int, child: int, launcher: int | None):
         self.memory, self.stack, self.child, self.launcher = memory, stack, child, launcher
         self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.board: int | None = None
-        self.made: Path | None = None  # the folder of the record, once it is there
+        self.made: Path | None = None  # the folder of the record, once it exists
         self.asked: set[int] = set()
         self.most_bytes = 0
 
@@ -127,15 +127,15 @@ class Supervisor:
         self._keep()
 
     def _open_board(self) -> None:
-        """The memory by which the ranks of the node agree who reports; it has no name, so it is taken over."""
+        """Opens the node's shared memory, in which ranks agree who reports; it is unlinked, so opened via /proc."""
         descriptor = int.from_bytes(self.memory[BOARD_AT : BOARD_AT + 4], "little", signed=True)
         if descriptor > 0:
             with suppress(OSError):
                 self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def _keep(self) -> None:
-        """Copies the record into the run folder; a full disk must not matter."""
-        path = place_of(self.memory)
+        """Copies the record into the run folder; errors of the disk are ignored."""
+        path = path_of(self.memory)
         if path is None:
             return
         with suppress(OSError):
@@ -146,7 +146,7 @@ class Supervisor:
             try:
                 os.pwrite(descriptor, self.memory, 0)
             finally:
-                os.close(descriptor)  # by which other hosts see it
+                os.close(descriptor)  # makes it visible to other hosts
 
     def _end(self, status: int, most_bytes: int) -> NoReturn:
         number = -status if status < 0 else 0
@@ -158,7 +158,7 @@ class Supervisor:
         status = 128 + number if number else status or int(lost)
         if lost and claim(self.board):
             by_kernel = _num_oom_kills() > self.num_oom_kills[0]
-            text = last_words(record, most_bytes, by_kernel=by_kernel) + self._stack()
+            text = exit_message(record, most_bytes, by_kernel=by_kernel) + self._stack()
             keep_message(record.run, text)
             os.write(2, f"rlhf_spmd: error: {text}\n".encode())
             time.sleep(LINGER_S)
@@ -166,7 +166,7 @@ class Supervisor:
         os._exit(status)
 
     def _stack(self) -> str:
-        """Where Python was when a fatal signal came, from faulthandler."""
+        """The Python stack at a fatal signal, from faulthandler."""
         with suppress(OSError):
             lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").splitlines()
             start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), None)
@@ -175,32 +175,32 @@ class Supervisor:
         return ""
 
 
-def last_words(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
-    """What to say about a rank that a signal or its own exit ended. by_kernel: it may have been for want of memory."""
+def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
+    """The message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of memory."""
     rank, size = record.rank, record.size
-    if not record.host:  # it has not met the others, but the launcher has numbered it
+    if not record.host:  # it has not joined the others yet, but the launcher has numbered it
         rank, size = launcher.rank_launched(os.environ) or 0, launcher.num_launched(os.environ)
     who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
-    doing = f"in {record.where}" if record.num_begun else "before it had met the others"
+    doing = f"in {record.where}" if record.num_begun else "before it had joined the other ranks"
     since = f", {time.time() - record.since_s:.1f} s after it began that" if record.num_begun else ""
     used = f"{most_bytes / 2**30:.1f} GiB"
     if record.signal == signal.SIGKILL and by_kernel:
-        why = f"the kernel of this host has just ended processes for want of memory; this one had used {used} at most"
+        why = f"this host's kernel just killed processes because memory ran out; this one used {used} at most"
     elif record.signal == signal.SIGKILL:
-        why = f"somebody sent it, or the batch system did, perhaps for its memory ({used} at most)"
+        why = f"a user or the batch system sent it, perhaps because of the memory used ({used} at most)"
     elif record.signal in FAULTS:
         why = f"its own code failed, most likely compiled code (memory {used} at most)"
     elif record.signal:
-        why = "somebody sent it to this process"
+        why = "another process sent it"
     else:
-        why = "code that it runs called exit (os._exit, or exit in compiled code)"
+        why = "its code called exit (os._exit, or exit in compiled code)"
     ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
     go_on = how_to_go_on(record.run, record.size)
     return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
 
 
 def claim(board: int | None) -> bool:
-    """Whether nobody on this node has reported anything yet; the first byte of the board says so. See positions.py."""
+    """Whether no rank of this node has reported a failure yet, from the first byte of the board (positions.py)."""
     if board is None:
         return True
     fcntl.flock(board, fcntl.LOCK_EX)
@@ -213,7 +213,7 @@ def claim(board: int | None) -> bool:
 
 
 def process_fields(process: int) -> tuple[str, float, int] | None:
-    """State, processor seconds and bytes of memory of a process; None if there is none."""
+    """State, processor seconds and bytes of memory of a process; None if it does not exist."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -222,21 +222,21 @@ def process_fields(process: int) -> tuple[str, float, int] | None:
 
 
 def waits_for_disk() -> bool:
-    """Whether a thread of this process is in uninterruptible sleep, e.g. until a file is safe."""
+    """Whether a thread of this process is in uninterruptible sleep, e.g. while a file is written."""
     for path in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             if path.read_text().rpartition(")")[2].split()[0] == "D":
                 return True
     return False
 
 
 def _num_oom_kills() -> int:
-    """How many processes of this host the kernel has ended for want of memory, and of our container alone if known."""
+    """How many processes the kernel has killed for lack of memory, on this host and, if known, in this container."""
     return sum(_oom_kills_in(path) for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"))
 
 
 def _oom_kills_in(path: str) -> int:
     with suppress(OSError), open(path, "rb", buffering=0) as file:
-        found = OOM_KILLS.search(file.read(2**16))
-        return int(found[1]) if found else 0
+        match = OOM_KILLS.search(file.read(2**16))
+        return int(match[1]) if match else 0
     return 0

@@ -1,26 +1,26 @@
-"""Who waits for whom at every instruction of a program, as plan/proof/deadlock.py says; in a form that a file keeps."""
+"""Makes the wait graph of a program: the ranks that each instruction waits for, as in plan/proof/deadlock.py."""
 
 from collections.abc import Mapping, Sequence
 
 from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
-from rlhf_spmd.runtime.guard.diagnose import Step, Steps
+from rlhf_spmd.runtime.guard.diagnose import WaitGraph, WaitStep
 
 
 def text_of(program: Program, step: Instruction) -> str:
-    """What the ranks that meet at an instruction all say there; its position in their lists differs."""
+    """The text of an instruction, the same on all ranks that meet at it; their positions differ."""
     moved = f" ({program.transfers[step.transfer].what})" if isinstance(step, Post | Wait) else ""
     return f"{step}{moved}"
 
 
-def steps_of(program: Program) -> Steps:
-    """The instruction lists of all ranks of a compiled program."""
+def wait_graph_of(program: Program) -> WaitGraph:
+    """The wait graph of a compiled program."""
     places: list[dict[Instruction, int]] = []
     for steps in program.instructions:
         places.append({step: position for position, step in reversed(list(enumerate(steps)))})
-    made = []
+    lists = []
     for rank, steps in enumerate(program.instructions):
-        made.append(tuple(Step(text_of(program, step), _needs(program, places, rank, step)) for step in steps))
-    return Steps(tuple(made))
+        lists.append(tuple(WaitStep(text_of(program, step), _needs(program, places, rank, step)) for step in steps))
+    return WaitGraph(tuple(lists))
 
 
 def _needs(

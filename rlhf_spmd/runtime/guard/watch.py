@@ -1,10 +1,9 @@
-"""Notices that a job hangs: a thread on every rank that asks, a few times per deadline, whether anybody does anything.
+"""Detects a hung job: a thread on every rank checks, a few times per deadline, whether any rank is active.
 
-A rank shows life when it begins something, or uses its processor or a disk. It says so on the board, where all others
-see it. A rank that has shown none for the deadline looks at the others: once all have been quiet for as long, nobody
-can free anybody, and one of them reports who is missing where the others wait. A rank that computes is never called
-late, however long its peers wait for it, until LONGEST_WAIT deadlines have passed, when torch's own timeouts end the
-wait whatever the reason.
+A rank is active when it begins an instruction, or uses its processor or a disk; it reports this on the board. A rank
+that has been inactive for the deadline checks the others. If all have been inactive that long, the job hangs, and one
+rank reports which rank the others wait for. A rank that computes is not considered late, however long its peers wait,
+until torch's own timeouts end the wait after LONGEST_WAIT deadlines.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ import threading
 import time
 from typing import NoReturn, Protocol
 
-from rlhf_spmd.runtime.guard.diagnose import Standing, Steps, diagnose
+from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.failures import PREFIX, HungError, name_ranks, print_error
 from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight
-from rlhf_spmd.runtime.observe.positions import Board, Said
+from rlhf_spmd.runtime.observe.positions import Board, RankStatus
 
-LONGEST_WAIT = 10  # deadlines: a wait ends after so long, although the late rank shows life
-LOOKS = 20  # per deadline
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 3.0
-BUSY_SHARE = 0.01  # of the deadline: a rank that used so much of a processor has shown life
+LONGEST_WAIT = 10  # deadlines after which a wait ends although the late rank is active
+CHECKS = 20  # per deadline
+SHORTEST_CHECK_S, LONGEST_CHECK_S = 0.05, 3.0
+BUSY_SHARE = 0.01  # of the deadline: a rank that used this much processor time is active
 STOP_S = 5.0
-SILENT_LOOKS = 4  # a rank that has not spoken for so many looks may be stopped
+SILENT_CHECKS = 4  # a rank that has not reported for this many checks may be stopped
 
 
 class Watched(Protocol):
-    """What a watch needs of a rank's World."""
+    """The part of a rank's World that a watch uses."""
 
     rank: int
     size: int
@@ -45,122 +44,123 @@ class Watched(Protocol):
 
 
 class Watch:
-    """The thread of one rank. `steps`, once known, are the instruction lists of all ranks."""
+    """The thread of one rank. `graph` is set once the program is known."""
 
     def __init__(self, world: Watched):
         self.world = world
-        self.steps: Steps | None = None
+        self.graph: WaitGraph | None = None
         self._begun, self._work, self._disk = -1, 0.0, -1
-        self._life = self._looked = time.monotonic()
-        self._used: dict[int, float] = {}  # rank -> processor seconds when last looked at
+        self._active = self._checked = time.monotonic()
+        self._used: dict[int, float] = {}  # rank -> processor seconds at the last check
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Says at once that this rank is there, and looks from now on."""
-        self._look()
+        """Reports this rank's first status and starts the checks."""
+        self._update()
         self._thread.start()
 
     def stop(self) -> None:
-        """No more looks."""
+        """Stops the checks."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
 
     @property
-    def look_s(self) -> float:
-        """Seconds between two looks."""
-        return min(max(self.world.deadline_s / LOOKS, SHORTEST_LOOK_S), LONGEST_LOOK_S)
+    def interval_s(self) -> float:
+        """Seconds between two checks."""
+        return min(max(self.world.deadline_s / CHECKS, SHORTEST_CHECK_S), LONGEST_CHECK_S)
 
     def _run(self) -> None:
-        is_told = False
-        while not self._over.wait(self.look_s):
+        is_reported = False
+        while not self._over.wait(self.interval_s):
             try:
                 self._check()
-            except Exception as error:  # whatever it is must not end the watch without a word
-                if not is_told:
+            except Exception as error:  # no error may end the watch silently
+                if not is_reported:
                     me, what = name_ranks([self.world.rank], self.world.hosts), f"{type(error).__name__}: {error}"
-                    print_error(f"{PREFIX}{me} could not look whether the job hangs ({what}); it tries again")
-                is_told = True
+                    print_error(f"{PREFIX}{me} could not check whether the job hangs ({what}); it tries again")
+                is_reported = True
 
     def _check(self) -> None:
-        """One look, and the end of the job if it hangs."""
-        quiet_s = self._look()
+        """One check; ends the job if it hangs."""
+        quiet_s = self._update()
         if quiet_s >= self.world.deadline_s and not self.world.is_meeting and self.world.size > 1:
-            text = self._hang(quiet_s)
+            text = self._hang_message(quiet_s)
             if text is not None and not self._over.is_set():
                 self.world.fail(HungError(text))
-            self._looked = time.monotonic()  # a store that does not answer takes seconds
+            self._checked = time.monotonic()  # a store that does not answer takes seconds
 
-    def _look(self) -> float:
-        """Notes whether this rank has shown life since the last look -> seconds since it last did."""
+    def _update(self) -> float:
+        """Notes and reports whether this rank was active since the last check -> seconds since its last activity."""
         now, world = time.monotonic(), self.world
         used = resource.getrusage(resource.RUSAGE_SELF)
         work, disk = used.ru_utime + used.ru_stime, used.ru_majflt + used.ru_inblock + used.ru_oublock
         begun = world.flight.count
         busy = work - self._work >= BUSY_SHARE * world.deadline_s or disk != self._disk
-        if now - self._life > world.deadline_s / 2 and not world.is_meeting:
+        if now - self._active > world.deadline_s / 2 and not world.is_meeting:
             busy = busy or waits_for_disk()
-        was_stopped = now - self._looked > (SILENT_LOOKS + 1) * self.look_s + 1.0  # the whole job may have been
+        was_stopped = now - self._checked > (SILENT_CHECKS + 1) * self.interval_s + 1.0  # perhaps with the whole job
         if begun != self._begun or (busy and not world.is_meeting) or was_stopped:
-            self._life, self._begun, self._work, self._disk = now, begun, work, disk
-        self._looked = now
-        world.board.speak(life_s=time.time() - (now - self._life), meets=world.is_meeting)
-        return now - self._life
+            self._active, self._begun, self._work, self._disk = now, begun, work, disk
+        self._checked = now
+        world.board.report(active_s=time.time() - (now - self._active), is_meeting=world.is_meeting)
+        return now - self._active
 
     def is_alive(self, ranks: tuple[int, ...]) -> bool:
-        """Whether any of these may still come: it has shown life within the deadline, or cannot be seen."""
-        said = self.world.board.said(ranks)
-        seen = {rank for rank in ranks if rank in said or (rank == 0 and self.world.board.store is not None)}
-        return len(seen) < len(ranks) or any(not self._is_quiet(rank, one) for rank, one in said.items())
+        """Whether any of these ranks may still arrive: it was active within the deadline, or its status is unknown."""
+        statuses = self.world.board.statuses(ranks)
+        seen = {rank for rank in ranks if rank in statuses or (rank == 0 and self.world.board.store is not None)}
+        return len(seen) < len(ranks) or any(not self._is_quiet(rank, one) for rank, one in statuses.items())
 
-    def _is_quiet(self, rank: int, said: Said) -> bool:
-        """Whether a rank has shown no life for the deadline. One that does not even speak may be stopped, or busy in
-        code that lets no other thread run: the kernel knows."""
+    def _is_quiet(self, rank: int, status: RankStatus) -> bool:
+        """Whether a rank has been inactive for the deadline. If it does not even report, it is stopped or busy in code
+        that blocks all other threads; the kernel's processor time tells which."""
         now = time.time()
-        if now - said.life_s < self.world.deadline_s:
+        if now - status.active_s < self.world.deadline_s:
             return False
-        if self._is_silent(said) and self.world.nodes[rank] == self.world.node:
-            fields = process_fields(said.process)
+        if self._is_silent(status) and self.world.nodes[rank] == self.world.node:
+            fields = process_fields(status.process)
             used_s = fields[1] if fields else 0.0
             before, self._used[rank] = self._used.get(rank), used_s
             return before is not None and used_s <= before
         return True
 
-    def _is_silent(self, said: Said) -> bool:
-        return time.time() - said.spoke_s > SILENT_LOOKS * self.look_s + 0.5
+    def _is_silent(self, status: RankStatus) -> bool:
+        return time.time() - status.reported_s > SILENT_CHECKS * self.interval_s + 0.5
 
-    def _hang(self, quiet_s: float) -> str | None:
-        """What to say if nobody does anything; None if somebody does, or will notice it better."""
+    def _hang_message(self, quiet_s: float) -> str | None:
+        """The message if no rank is active; None if one is, or if another rank can report the hang better."""
         world = self.world
-        said = world.board.said(tuple(range(world.size)))
-        unseen = set(range(world.size)) - set(said)
-        if unseen and (world.board.store is None or (0 in said and not self._is_silent(said[0]))):
+        statuses = world.board.statuses(tuple(range(world.size)))
+        unseen = set(range(world.size)) - set(statuses)
+        if unseen and (world.board.store is None or (0 in statuses and not self._is_silent(statuses[0]))):
             return None
-        others = {rank: one for rank, one in said.items() if rank != world.rank}
+        others = {rank: one for rank, one in statuses.items() if rank != world.rank}
         quiet = [self._is_quiet(rank, one) for rank, one in others.items()]
-        meeting = any(one.meets and not self._is_silent(one) for one in others.values())
+        meeting = any(one.is_meeting and not self._is_silent(one) for one in others.values())
         if meeting or not all(quiet):
             return None
-        standings = [self._standing(rank, one) for rank, one in said.items()]
-        if 0 in unseen:  # it keeps the store, by which ranks of other nodes are seen
+        states = [self._state_of(rank, one) for rank, one in statuses.items()]
+        if 0 in unseen:  # it hosts the store, which publishes the ranks of other nodes
             trouble = "its store does not answer"
-            standings.insert(0, Standing(0, world.hosts[0], "", NOWHERE, NOWHERE, quiet_s, trouble))
-        found = diagnose(standings, self.steps)
+            states.insert(0, RankState(0, world.hosts[0], "", NOWHERE, NOWHERE, quiet_s, trouble))
+        divergence = diagnose(states, self.graph)
         me = name_ranks([world.rank], world.hosts)
-        text = f"no rank has done anything for {quiet_s:.0f} s (deadline_s={world.deadline_s:g}), says {me}: "
-        if found is None:
-            told = "; ".join(f"rank {one.rank} is in {one.told()}" for one in standings)
-            return text + told
-        last = [f"  rank {one.rank} last said: {one.told()}" for one in standings]
-        hint = "\nIf it only takes that long without any computing, e.g. in a reward function, raise deadline_s."
-        return "\n".join([text + found.text, *last]) + hint
+        text = f"no rank has been active for {quiet_s:.0f} s (deadline_s={world.deadline_s:g}), reports {me}: "
+        if divergence is None:
+            return text + "; ".join(f"rank {one.rank} is in {one.describe()}" for one in states)
+        last = [f"  rank {one.rank} last reported: {one.describe()}" for one in states]
+        hint = "\nIf an instruction legitimately idles that long, e.g. in a reward function, raise deadline_s."
+        return "\n".join([text + divergence.text, *last]) + hint
 
-    def _standing(self, rank: int, said: Said) -> Standing:
+    def _state_of(self, rank: int, status: RankStatus) -> RankState:
         now, trouble = time.time(), ""
-        if self._is_silent(said):
-            fields = process_fields(said.process) if self.world.nodes[rank] == self.world.node else None
+        if self._is_silent(status):
+            fields = process_fields(status.process) if self.world.nodes[rank] == self.world.node else None
             stopped = fields is not None and fields[0] in "Tt"
-            trouble = "it is stopped (SIGSTOP)" if stopped else f"it has not spoken for {now - said.spoke_s:.0f} s"
+            trouble = (
+                "it is stopped (SIGSTOP)" if stopped else f"it has not reported for {now - status.reported_s:.0f} s"
+            )
         host = self.world.hosts[rank]
-        return Standing(rank, host, said.text, said.iteration, said.position, now - said.life_s, trouble)
+        return RankState(rank, host, status.text, status.iteration, status.position, now - status.active_s, trouble)
