@@ -1,12 +1,12 @@
-"""The one exception for mistakes that a user can make; everything else that goes wrong is an assert.
+"""The exception for errors that a user can fix; all other errors are asserts.
 
-It lives in a file of its own because every layer may raise it and no layer may import another for it.
+It has its own file so that every layer can raise it without importing another layer.
 """
 
 
 class UserError(Exception):
-    """Something the user asked for cannot be done.
+    """A request of the user cannot be carried out.
 
-    The message names the culprit (a file, a tensor, an option, a strategy, a rank) and the mend, in words that make
-    sense without the source code. `World.together` prints it once, without a traceback, and ends every rank.
+    The message names the cause (a file, a tensor, an option, a strategy, a rank) and the fix, in terms that are clear
+    without the source code. `World.together` prints it once, without a traceback, and ends every rank.
     """

@@ -137,7 +137,7 @@ def test_expiry_names_the_late_rank_and_what_it_did(world):
         text = str(caught.value)
         assert text.startswith(f"the stop decision: rank {world.rank} (host {world.hosts[world.rank]}) waited ")
         assert f"rank {late} (host {world.hosts[late]}) did not arrive" in text
-        assert f"rank {late} last said: iteration 3: asleep" in text
+        assert f"rank {late} last reported: iteration 3: asleep" in text
     settle(world, other)
 
 
@@ -175,7 +175,7 @@ def test_roll_calls_that_come_late_are_received(world):
         time.sleep(1.5 * ROLL_CALL_S)
     other.barrier()
     other.control.settle()
-    told, heard = zip(*world.allgather([other.control.num_told, other.control.num_heard]), strict=True)
+    told, heard = zip(*world.allgather([other.control.num_sent, other.control.num_received]), strict=True)
     assert sum(map(sum, told)) >= (world.size - 1) ** 2
     assert [list(row) for row in zip(*told, strict=True)] == list(heard)
     other.control.comm.Free()  # MPICH refuses it where a message is left

@@ -11,8 +11,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.generation import kvcache
 from rlhf_spmd.runtime.world import devices, visible_devices
-from rlhf_spmd.runtime.world.devices import Device, choose, describe, refuse
-from rlhf_spmd.runtime.world.visible_devices import Seen
+from rlhf_spmd.runtime.world.devices import RankDevice, check_program, choose_devices, describe_device
+from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
@@ -20,9 +20,9 @@ HOSTS = ("one", "one", "one", "two", "two", "two")
 NODES = (0, 0, 0, 1, 1, 1)
 
 
-def seen(*rows: Sequence[str]) -> list[list[Seen]]:
+def seen(*rows: Sequence[str]) -> list[list[VisibleDevice]]:
     """What ranks see, by the devices' identities."""
-    return [[Seen(identity, "NVIDIA H100 80GB HBM3", 85 * 10**9) for identity in row] for row in rows]
+    return [[VisibleDevice(identity, "NVIDIA H100 80GB HBM3", 85 * 10**9) for identity in row] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -54,26 +54,26 @@ def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
     for num in (1, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num=num: num)
-        found = visible_devices.look("auto", "node7", torch.get_num_threads())
-        rows, unseen = [[Seen(**device) for device in found["seen"]]], found["unseen"]
+        found = visible_devices.find_devices("auto", "node7", torch.get_num_threads())
+        rows, unseen = [[VisibleDevice(**device) for device in found["seen"]]], found["unseen"]
         if num:
-            assert unseen == "" and rows == [[Seen("node7 GPU-aa1", "AMD Instinct MI300X", 206 * 10**9)]]
-            assert choose("auto", rows, unseen, (0,), ("node7",))[0].num_bytes == 206 * 10**9
+            assert unseen == "" and rows == [[VisibleDevice("node7 GPU-aa1", "AMD Instinct MI300X", 206 * 10**9)]]
+            assert choose_devices("auto", rows, unseen, (0,), ("node7",))[0].num_bytes == 206 * 10**9
             continue
         for wanted in ("auto", "cuda"):
             with pytest.raises(
                 UserError, match="node7 has SLURM_JOB_GPUS=0, but torch sees no device on node7.*device=cpu"
             ):
-                choose(wanted, rows, unseen, (0,), ("node7",))
-        assert choose("cpu", rows, unseen, (0,), ("node7",))[0].kind == "cpu"
-    assert visible_devices.look("cpu", "node7", 1) == {"seen": [], "unseen": ""}
+                choose_devices(wanted, rows, unseen, (0,), ("node7",))
+        assert choose_devices("cpu", rows, unseen, (0,), ("node7",))[0].kind == "cpu"
+    assert visible_devices.find_devices("cpu", "node7", 1) == {"seen": [], "unseen": ""}
 
 
 def test_who_asks_for_devices_gets_torchs_answer_without_any_hint(monkeypatch):
     monkeypatch.setattr(visible_devices, "hints", lambda environ: [])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert visible_devices.look("auto", "node7", 1) == {"seen": [], "unseen": ""}
-    found = visible_devices.look("shared", "node7", torch.get_num_threads())
+    assert visible_devices.find_devices("auto", "node7", 1) == {"seen": [], "unseen": ""}
+    found = visible_devices.find_devices("shared", "node7", torch.get_num_threads())
     assert found["unseen"].startswith("torch sees no device on node7 (torch ")
 
 
@@ -90,11 +90,11 @@ def test_each_rank_of_a_node_gets_a_device_of_its_own():
 def test_a_device_for_each_rank_or_the_cpu_of_all():
     none = [()] * 6
     for wanted in ("auto", "cpu"):
-        assert choose(wanted, none, "", NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+        assert choose_devices(wanted, none, "", NODES, HOSTS) == [RankDevice("cpu", None, 3, 2)] * 6
     rows = seen(*["abc"] * 3, "d", "e", "f")  # on the second node the launcher bound them
-    own = [Device("cuda", index, 1, 6, "NVIDIA H100 80GB HBM3", 85 * 10**9) for index in (0, 1, 2, 0, 0, 0)]
-    assert choose("auto", rows, "", NODES, HOSTS) == choose("cuda", rows, "", NODES, HOSTS) == own
-    assert choose("cpu", rows, "", NODES, HOSTS) == [Device("cpu", None, 3, 2)] * 6
+    own = [RankDevice("cuda", index, 1, 6, "NVIDIA H100 80GB HBM3", 85 * 10**9) for index in (0, 1, 2, 0, 0, 0)]
+    assert choose_devices("auto", rows, "", NODES, HOSTS) == choose_devices("cuda", rows, "", NODES, HOSTS) == own
+    assert choose_devices("cpu", rows, "", NODES, HOSTS) == [RankDevice("cpu", None, 3, 2)] * 6
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,16 @@ def test_a_device_for_each_rank_or_the_cpu_of_all():
 )
 def test_nothing_runs_on_the_cpu_unasked(wanted, rows, words):
     with pytest.raises(UserError) as caught:
-        choose(wanted, seen(*rows), "", NODES, HOSTS)
+        choose_devices(wanted, seen(*rows), "", NODES, HOSTS)
     assert words in str(caught.value) and "device=cpu" in str(caught.value)
 
 
 def test_ranks_share_devices_evenly():
-    found = choose("shared", seen(*["ab"] * 3, *["c"] * 3), "", NODES, HOSTS)
+    found = choose_devices("shared", seen(*["ab"] * 3, *["c"] * 3), "", NODES, HOSTS)
     assert [(one.index, one.num_ranks) for one in found] == [(0, 2), (1, 1), (0, 2), (0, 3), (0, 3), (0, 3)]
     assert {(one.kind, one.num_devices) for one in found} == {("shared", 3)}
     bound = seen("a", "b", "ab", "c", "d", "e")  # two of three cannot be told apart by their numbers
-    assert [one.num_ranks for one in choose("shared", bound, "", NODES, HOSTS)] == [2, 1, 2, 1, 1, 1]
+    assert [one.num_ranks for one in choose_devices("shared", bound, "", NODES, HOSTS)] == [2, 1, 2, 1, 1, 1]
 
 
 def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch):
@@ -129,41 +129,41 @@ def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    bound = choose("auto", seen(*([f"device {rank}"] for rank in range(8))), "", (0,) * 8, ("one",) * 8)
+    bound = choose_devices("auto", seen(*([f"device {rank}"] for rank in range(8))), "", (0,) * 8, ("one",) * 8)
     device = torch.device("cuda", bound[3].index)
     assert kvcache.free_bytes(device, bound[3].num_ranks) == 70_000
-    shared = choose("shared", seen(*[["device"]] * 4), "", (0,) * 4, ("one",) * 4)
+    shared = choose_devices("shared", seen(*[["device"]] * 4), "", (0,) * 4, ("one",) * 4)
     assert kvcache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4
 
 
 def test_the_heading_says_where_ranks_compute(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     h100 = ("NVIDIA H100 80GB HBM3", 85 * 10**9)
-    assert describe(Device("cpu", None, 8, 1), 8) == "CPU, 2 threads for each rank, gloo"
-    assert describe(Device("cuda", 0, 1, 8, *h100), 8) == "8 x NVIDIA H100 80GB HBM3, nccl"
+    assert describe_device(RankDevice("cpu", None, 8, 1), 8) == "CPU, 2 threads for each rank, gloo"
+    assert describe_device(RankDevice("cuda", 0, 1, 8, *h100), 8) == "8 x NVIDIA H100 80GB HBM3, nccl"
     shared = "1 x NVIDIA H100 80GB HBM3, shared by 4 ranks, whose messages go through host memory (gloo)"
-    assert describe(Device("shared", 0, 4, 1, *h100), 4) == shared
+    assert describe_device(RankDevice("shared", 0, 4, 1, *h100), 4) == shared
 
 
 def test_deepspeed_needs_a_device_of_its_own():
     workload, cluster = make_workload(), Cluster.parse("1x4")
-    shared = Device("shared", 0, 4, 1)
+    shared = RankDevice("shared", 0, 4, 1)
     for zero in (0, 1, 2, 3):
         program = load_strategy("flattening").compile(workload, cluster, {"zero": zero})
-        refuse(Device("cuda", 0, 1, 4), program)
-        refuse(Device("cpu", None, 4, 1), program)
+        check_program(RankDevice("cuda", 0, 1, 4), program)
+        check_program(RankDevice("cpu", None, 4, 1), program)
         if zero < 2:
-            refuse(shared, program)
+            check_program(shared, program)
             continue
-        with pytest.raises(UserError, match=f"actor_train has ZeRO {zero}, which is DeepSpeed's"):
-            refuse(shared, program)
+        with pytest.raises(UserError, match=f"actor_train has ZeRO {zero}, which uses DeepSpeed"):
+            check_program(shared, program)
 
 
 def test_a_gpu_needs_triton_and_says_so(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    assert devices.start(Device("cpu", None, 1, 1)) is None
+    assert devices.start(RankDevice("cpu", None, 1, 1)) is None
     with pytest.raises(UserError, match="computes on NVIDIA H100, whose kernels need the package triton"):
-        devices.start(Device("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))
+        devices.start(RankDevice("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))
 
 
 def test_a_process_sleeps_while_it_waits_for_its_device(monkeypatch):

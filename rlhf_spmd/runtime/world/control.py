@@ -1,17 +1,17 @@
-"""Control messages over MPI: small, agreed by all ranks, and never waited for longer than a deadline.
+"""Control messages over MPI: small, collective over all ranks, with a deadline.
 
-There is one primitive, `exchange`: every rank gives some bytes and gets those of all ranks. Broadcasts and barriers are
-exchanges too, so every message on the wire has one shape, and two ranks that meet in different places of the program
-learn where the other is instead of hanging or mixing their bytes. An exchange can also carry a failure, so that a rank
-that gives up in the middle of a block reaches the others wherever they are in it.
+The only primitive is `exchange`, an all-gather of bytes. Broadcasts and barriers are exchanges too, so all messages
+have one format, and two ranks that meet at different places of the program learn the other's place instead of hanging
+or mixing their bytes. An exchange can also carry a failure, so a rank that fails in the middle of a block reaches the
+others wherever they are in it.
 
-The waits are non-blocking collectives, polled with short sleeps (a blocking MPI call spins, which starves the other
-ranks of a small machine). Whoever has waited for a while calls the roll: it sends its place to all others and notes
-whose place arrived. Only ranks that themselves wait here answer, so a rank that is stopped, stuck or gone is named
-whatever the reason; this needs no help from it, no shared memory and no store. Roll calls may arrive when their
-receiver has gone on, so whoever ends the use of a communicator calls `settle`, which receives them all.
+Waits are non-blocking collectives, polled with short sleeps (a blocking MPI call spins and starves the other ranks of a
+small machine). A rank that has waited for a while starts a roll call: it sends its sequence number to all others and
+notes whose number arrives. Only waiting ranks answer, so a rank that is stopped, stuck or gone is identified without
+its help, shared memory or a store. Roll calls may arrive after their receiver has continued, so `settle` must be called
+before a communicator is abandoned; it receives them all.
 
-No import of mpi4py: the communicator comes from world.py.
+This file does not import mpi4py; the communicator comes from world.py.
 """
 
 import struct
@@ -20,35 +20,35 @@ from collections.abc import Callable
 
 from rlhf_spmd.runtime.guard.failures import Failed, Late
 
-BLOCK = 512  # bytes per rank that travel in the first round; longer messages take a second one
-HEADER = struct.Struct("<q i ? 63s")  # sequence number, length of the message, whether it is a failure, what it is
+BLOCK = 512  # bytes per rank in the first round; longer messages take a second one
+HEADER = struct.Struct("<q i ? 63s")  # sequence number, length of the message, whether it is a failure, its name
 INLINE = BLOCK - HEADER.size
 PLACE = struct.Struct("<q i")  # sequence number, rank
 COUNT = struct.Struct("<q")
-EXTENSIONS = 20  # of a deadline: a wait for a rank that is only slow goes on by such a part of it
-ROLL_CALL_S = 1.0  # begin to call the roll after so long (or half the deadline)
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3  # between two polls: a twentieth of the time waited so far
+EXTENSIONS = 20  # a wait for an active rank is extended by 1 / EXTENSIONS of the deadline at a time
+ROLL_CALL_S = 1.0  # wait before a roll call (at most half the deadline)
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 20e-6, 1e-3  # between two polls; in between, 1/20 of the time waited so far
 
 
 class Control:
-    """The control messages of one communicator; `comm` must be used by nothing else."""
+    """The control messages of one communicator, which must not be used for anything else."""
 
     def __init__(self, comm, *, deadline_s: float):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.deadline_s = deadline_s
         self.sequence = 0
-        self.places = [0] * self.size  # the last place heard of every rank
-        self.num_told, self.num_heard = [0] * self.size, [0] * self.size  # roll calls to and from every rank
+        self.places = [0] * self.size  # the last sequence number received from every rank
+        self.num_sent, self.num_received = [0] * self.size, [0] * self.size  # roll calls to and from every rank
         self.unfinished: list = []  # requests (with their buffers) that must outlive their call
-        self.may_come: Callable[[tuple[int, ...]], bool] = lambda late: False  # whether one of the late is only slow
-        self.longest_wait = 1  # deadlines, if one is
+        self.may_arrive: Callable[[tuple[int, ...]], bool] = lambda late: False  # whether a late rank is still active
+        self.longest_wait = 1  # deadlines to wait for active ranks
 
     def exchange(
         self, what: str, message: bytes, *, failed: bool = False, deadline_s: float | None = None
     ) -> list[bytes]:
-        """Gives every rank's message to every rank, in rank order.
+        """All-gathers the messages, in rank order.
 
-        Raises Late on expiry, and Failed on all ranks if any of them passed `failed`, whatever the others were about.
+        Raises Late on expiry, and Failed on all ranks if any of them passed `failed`, even if others are elsewhere.
         """
         if self.size == 1:
             if failed:
@@ -80,27 +80,27 @@ class Control:
         return messages
 
     def settle(self) -> None:
-        """Receives what other ranks' roll calls have left on the way to this one; all ranks call it together.
+        """Receives the roll calls still on their way to this rank. Collective.
 
-        MPICH's MPI_Finalize fails if messages on COMM_WORLD have not been received. mpi4py does not report that at the
-        exit, and mpiexec kills all other ranks when the rank leaves (or they wait for it in MPI_Finalize for ever).
+        MPICH's MPI_Finalize fails if messages on COMM_WORLD have not been received. mpi4py does not report that at
+        exit, and mpiexec kills all other ranks when the rank exits (or they wait for it in MPI_Finalize forever).
         Raises Late.
         """
         if self.size == 1:
             return
         what, start, size = "the last roll calls", time.monotonic(), COUNT.size * self.size
-        mine, counts = b"".join(map(COUNT.pack, self.num_told)), bytearray(size * self.size)
+        mine, counts = b"".join(map(COUNT.pack, self.num_sent)), bytearray(size * self.size)
         self.sequence += 1
         self._wait(self.comm.Iallgather(mine, counts), (mine, counts), what, None, calls_roll=False)
-        told = [COUNT.unpack_from(counts, size * rank + COUNT.size * self.rank)[0] for rank in range(self.size)]
+        expected = [COUNT.unpack_from(counts, size * rank + COUNT.size * self.rank)[0] for rank in range(self.size)]
         while True:
-            self._hear()
+            self._receive_roll_calls()
             self.unfinished = [pending for pending in self.unfinished if not pending[0].Test()]
-            if self.num_heard == told and not self.unfinished:
+            if self.num_received == expected and not self.unfinished:
                 return
             waited_s = time.monotonic() - start
             if waited_s > self.deadline_s:
-                raise Late(what, tuple(r for r in range(self.size) if self.num_heard[r] < told[r]), waited_s)
+                raise Late(what, tuple(r for r in range(self.size) if self.num_received[r] < expected[r]), waited_s)
             time.sleep(LONGEST_PAUSE_S)
 
     def _wait(self, request, buffers, what: str, deadline_s: float | None, *, calls_roll: bool = True) -> None:
@@ -110,31 +110,31 @@ class Control:
         start, answered = time.monotonic(), False
         while not request.Test():
             waited_s = time.monotonic() - start
-            self._hear()
+            self._receive_roll_calls()
             if calls_roll and not answered and (waited_s > roll_s or self.sequence in self.places):
-                self._tell()
+                self._send_roll_call()
                 answered = True
             if waited_s > deadline_s:
                 late = tuple(r for r in range(self.size) if self.places[r] < self.sequence and r != self.rank)
-                if deadline_s < longest_s and self.may_come(late):
+                if deadline_s < longest_s and self.may_arrive(late):
                     deadline_s = min(waited_s + extension_s, longest_s)
                     continue
                 self.unfinished.append((request, buffers))
                 raise Late(what, late, waited_s)
             time.sleep(min(max(waited_s / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
 
-    def _hear(self) -> None:
+    def _receive_roll_calls(self) -> None:
         while (probe := self.comm.Improbe()) is not None:
             place = bytearray(PLACE.size)
             probe.Recv([place, "B"])
             number, rank = PLACE.unpack(place)
             self.places[rank] = max(self.places[rank], number)
-            self.num_heard[rank] += 1
+            self.num_received[rank] += 1
 
-    def _tell(self) -> None:
+    def _send_roll_call(self) -> None:
         self.unfinished = [pending for pending in self.unfinished if not pending[0].Test()]
         place = PLACE.pack(self.sequence, self.rank)
         for other in range(self.size):
             if other != self.rank:
                 self.unfinished.append((self.comm.Isend([place, "B"], other), place))
-                self.num_told[other] += 1
+                self.num_sent[other] += 1

@@ -1,8 +1,8 @@
-"""What torch.distributed needs to start: an address to meet at, the store and the process groups.
+"""Starts torch.distributed: the rendezvous address, the store and the process groups.
 
-MPI has introduced the ranks to each other by now; this file only turns that into torch's terms. The meeting point's
-port is chosen by the system on the rank that listens, so there is no port to configure and none to race for. Where all
-ranks share one network stack everything stays on the loopback interface.
+The ranks already know each other through MPI. The rendezvous port is chosen by the operating system on the listening
+rank, so no port is configured and no two jobs compete for one. If all ranks share one network stack, everything stays
+on the loopback interface.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.observe.positions import Board
-from rlhf_spmd.runtime.world.devices import BACKENDS, Device
+from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
 from rlhf_spmd.runtime.world.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
 
 LOOPBACK = "127.0.0.1"
@@ -24,7 +24,7 @@ CONNECT_S = 60.0
 
 
 def network_stack() -> str:
-    """The same text on two ranks exactly if they can reach each other by loopback."""
+    """A text that is the same on two ranks if and only if they can reach each other by loopback."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
@@ -46,9 +46,8 @@ def interface_addresses() -> dict[str, str]:
 
 
 def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
-    """The interface (name, address) to talk to `peers` by: the user's choice, the route to one, or the first.
-
-    A host's own name is no help: many distributions map it to a loopback address.
+    """The interface (name, address) for communication with `peers`: the user's choice, the route to a peer, or the
+    first. The host's own name is not used: many distributions map it to a loopback address.
     """
     addresses = interface_addresses()
     if wanted := os.environ.get(INTERFACE_OPTION):
@@ -62,7 +61,7 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
     for peer in peers:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((peer, 9))  # sends nothing; only asks for the route
+                probe.connect((peer, 9))  # sends nothing; only determines the route
                 address = probe.getsockname()[0]
         except OSError:
             continue
@@ -71,8 +70,8 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
     for address, name in outward.items():
         return name, address
     raise UserError(
-        f"{socket.gethostname()} has no network interface by which other hosts could reach it; bring one up, or "
-        f"name it in {INTERFACE_OPTION}"
+        f"{socket.gethostname()} has no network interface that other hosts can reach; bring one up, or name it in "
+        f"{INTERFACE_OPTION}"
     )
 
 
@@ -84,7 +83,7 @@ def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
     listener.bind((address, 0))
     listener.listen(socket.SOMAXCONN)
     port = listener.getsockname()[1]
-    # torch itself would listen on every interface; it takes over this socket instead
+    # pass the socket, because torch itself would listen on every interface
     store = TCPStore(
         address,
         port,
@@ -97,7 +96,7 @@ def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def join_store(address: str, port: int, timeout_s: float) -> Any:
-    """Any other rank's end of the store."""
+    """Another rank's connection to the store."""
     from torch.distributed import TCPStore
 
     try:
@@ -105,14 +104,14 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
     except RuntimeError as error:
         raise UserError(
             f"{socket.gethostname()} can't reach rank 0 at {address}:{port}; if that is the wrong network, name the "
-            f"right interface in {INTERFACE_OPTION} on every host, else let the firewall pass it"
+            f"right interface in {INTERFACE_OPTION} on every host, else allow the connection in the firewall"
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 class Meeting(Protocol):
-    """What `meet` needs of a rank's World."""
+    """The part of a rank's World that `connect_store` uses."""
 
     rank: int
     num_nodes: int
@@ -125,8 +124,8 @@ class Meeting(Protocol):
     def allgather(self, value: Any, what: str) -> list[Any]: ...
 
 
-def meet(world: Meeting, timeout_s: float) -> Any:
-    """Every rank's end of one store; collective."""
+def connect_store(world: Meeting, timeout_s: float) -> Any:
+    """Connects all ranks to one store -> this rank's connection. Collective."""
     peers = sorted({host for host in world.hosts if host != world.hosts[0]})
     interface, address = LOOPBACK_INTERFACE, LOOPBACK
     if not world.one_network and world.rank == 0:
@@ -138,18 +137,18 @@ def meet(world: Meeting, timeout_s: float) -> Any:
             interface, _ = choose_interface([address])
         store = join_store(address, port, timeout_s)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = it names all that begin so
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
     if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
         world.board.store, world.board.second_store = store.clone(), store.clone()
     return store
 
 
 def make_groups(
-    groups: Mapping[str, Sequence[int]], *, store: Any, rank: int, size: int, device: Device, timeout_s: float
+    groups: Mapping[str, Sequence[int]], *, store: Any, rank: int, size: int, device: RankDevice, timeout_s: float
 ) -> dict[str, Any]:
-    """Starts torch.distributed and makes every named group, in the order given, each with communicators of its own.
+    """Starts torch.distributed and makes every named group, in the given order, each with its own communicators.
 
-    A group of one rank is None: it needs no messages. The world group itself carries the messages between calls.
+    A group of one rank is None. The world group carries the messages between calls.
     """
     import torch
     from torch import distributed
@@ -167,22 +166,22 @@ def make_groups(
         timeout=timeout,
         device_id=torch.device("cuda", device.index) if device.kind == "cuda" else None,  # NCCL connects at once
     )
-    made: dict[str, Any] = {}
+    process_groups: dict[str, Any] = {}
     for name, ranks in groups.items():
         ranks = tuple(ranks)
         assert ranks and list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < size, (
-            f"group {name!r} wants ascending ranks of a world of {size}, not {ranks}"  # torch would sort them silently
+            f"group {name!r} needs ascending ranks of a world of {size}, not {ranks}"  # torch would sort them silently
         )
-        made[name] = distributed.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-    return made
+        process_groups[name] = distributed.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+    return process_groups
 
 
 def connect_pairs(
     groups: Mapping[str, Any], pairs: Mapping[str | None, Sequence[tuple[int, int]]], device: Any
 ) -> None:
-    """Sends a byte each way between the ranks of every pair, by the group's name (None: the world). NCCL connects two
-    ranks at their first message and blocks the host of one until the other comes; this is done before the first
-    iteration. Collective; every rank passes the same pairs in the same order, as ranks of the world."""
+    """Sends a byte each way between the ranks of every pair, before the first iteration: NCCL connects two ranks at
+    their first message and blocks the host until both have arrived. pairs: world ranks by group name (None: the world
+    group). Collective; every rank passes the same pairs in the same order."""
     import torch
     from torch import distributed
 

@@ -1,8 +1,8 @@
-"""Process groups for ranks that share a device: tensors on it travel through host memory, by gloo.
+"""Process groups for ranks that share a device: tensors are sent through host memory, by gloo.
 
-NCCL refuses two ranks on one device, and gloo's messages of tensors on a device are not to be counted on. Here a tensor
-is copied to the host when an operation begins, and back when it is waited for. It is slow and meant for developing
-strategies on a workstation (`device=shared`). Tensors on the CPU go to gloo as they are.
+NCCL does not support two ranks on one device, and gloo's support for device tensors is unreliable. Here a tensor is
+copied to the host when an operation begins, and back when the caller waits for it. This is slow and meant for
+developing strategies on a workstation (`device=shared`). CPU tensors go to gloo directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ BACKEND = "host"
 
 
 class HostWork(dist.Work):
-    """An operation under way: `finish` runs when it is waited for the first time."""
+    """A running operation: the first `wait` calls `finish`."""
 
     def __init__(self, finish: Callable[[], None]):
         super().__init__()
@@ -31,8 +31,8 @@ class HostWork(dist.Work):
 
 
 class HostGroup(dist.ProcessGroup):
-    """What this program and DeepSpeed use of a process group. `run` says when an operation is carried out; a subclass
-    may choose another time (tests/ordered_group.py)."""
+    """The operations of a process group that this program and DeepSpeed use. `run` determines when an operation is
+    carried out; a subclass may override it (tests/ordered_group.py)."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
@@ -52,7 +52,7 @@ class HostGroup(dist.ProcessGroup):
         self.timeout = timeout
 
     def run(self, what: str, start: Callable[[], dist.Work], finish: Callable[[], None]) -> dist.Work:
-        """start: begins a gloo operation; finish: what follows when it is over. what: its name, for errors."""
+        """start: begins a gloo operation; finish: called after it. what: its name, for errors."""
         work = start()
 
         def end() -> None:
@@ -64,8 +64,8 @@ class HostGroup(dist.ProcessGroup):
     def _operation(
         self, what: str, begin: Callable[..., dist.Work], read: Sequence[Tensor], written: Sequence[Tensor]
     ) -> dist.Work:
-        """An operation on copies in host memory of the tensors that it reads or writes; `begin` takes those of both.
-        A tensor may be in both lists."""
+        """An operation on host copies of the tensors that it reads or writes; begin(read copies, written copies). A
+        tensor may be in both lists."""
         hosts = {id(tensor): _on_host(tensor, copied=True) for tensor in read}
         for tensor in written:
             hosts.setdefault(id(tensor), _on_host(tensor, copied=False))
@@ -123,7 +123,7 @@ class HostGroup(dist.ProcessGroup):
             [output],
         )
 
-    # their names before torch 2.13
+    # the names before torch 2.13
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     def barrier(self, opts=None):
@@ -141,13 +141,13 @@ class HostGroup(dist.ProcessGroup):
 
 
 def _on_host(tensor: Tensor, *, copied: bool) -> Tensor:
-    """The tensor itself if it lies in host memory, or one like it there, with the same numbers if `copied`."""
+    """The tensor itself if it is in host memory; else a host tensor of the same shape, with its values if `copied`."""
     if tensor.device.type == "cpu":
         return tensor
     return tensor.cpu().contiguous() if copied else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed."""
+    """Registers the backend with torch.distributed."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, HostGroup, devices=["cpu", "cuda"])

@@ -1,9 +1,9 @@
-"""The world of ranks: who is where, what they must agree on, and how they leave together when something is wrong.
+"""The ranks of a job: discovery, agreement, and a common exit on errors.
 
-This is the only file that imports mpi4py. MPI carries discovery and control messages; tensors travel through
-torch.distributed, which `start_torch` starts (torch is not imported before that). Every wait has a deadline, and what
-expires names the ranks that have not arrived. A mistake of the user is one message from one rank, however many ranks
-noticed it, and the whole job ends with a status other than zero.
+This is the only file that imports mpi4py. MPI carries discovery and control messages; tensors are sent by
+torch.distributed, which `start_torch` starts (torch is not imported before that). Every wait has a deadline, and its
+error names the ranks that have not arrived. A user's error is reported once, by one rank, however many ranks noticed
+it, and the whole job ends with a nonzero status.
 """
 
 import atexit
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program
 
 USER_STATUS, CRASH_STATUS, INTERRUPTED_STATUS = 2, 1, 130
-SECOND_REPORT_S = 3.0  # whoever lost the claim to report waits so long to be ended by the one who won it
-LOST_S = 5.0  # a rank that lost a connection waits so long for a better explanation
-FORWARD_S = 0.5  # before an abort: mpiexec drops what its pipes still hold (seen once in 60 launches on a busy machine)
-ABORT_S = 3  # MPI's abort gets so long before the process ends by itself
+SECOND_REPORT_S = 3.0  # a rank that lost the claim to report waits this long to be ended by the winner
+LOST_S = 5.0  # a rank that lost a connection waits this long for a better explanation
+FORWARD_S = 0.5  # before an abort: mpiexec drops unread output (seen once in 60 launches on a busy machine)
+ABORT_S = 3  # time for MPI's abort before the process ends itself
 
 
 class _Leaving(SystemExit):
-    """All ranks end; why has been told. Any other SystemExit comes from code of the user and is a failure."""
+    """All ranks exit; the reason has been reported. Any other SystemExit comes from user code and is a failure."""
 
 
 @dataclass(eq=False)
 class World:
-    """All ranks of the job and this one's place among them. Made by `World.discover`."""
+    """This rank's view of all ranks of the job. Made by `World.discover`."""
 
     rank: int
     size: int
@@ -64,20 +64,20 @@ class World:
     flight: Flight
     is_meeting: bool = False  # waits in a control message
     watch: Watch = field(init=False)
-    chosen: Sequence[devices.Device] = ()  # where every rank computes, once that is decided
+    chosen: Sequence[devices.RankDevice] = ()  # the device of every rank, once chosen
     _groups: dict[str, Any] | None = None
-    _device_bytes: Callable[[], int] | None = None  # what torch holds on the device
+    _device_bytes: Callable[[], int] | None = None  # returns the bytes that torch has reserved on the device
 
     def __post_init__(self) -> None:
         self.watch = Watch(self)
 
     @classmethod
     def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
-        """Meets the other ranks over MPI; also right for a program started without mpiexec, as one rank. flight: this
-        rank's recorder, if it has a supervisor."""
+        """Meets the other ranks over MPI; without mpiexec, a world of one rank. flight: this rank's recorder, if it has
+        a supervisor."""
         mpi = _load_mpi()
         comm = mpi.COMM_WORLD
-        launcher.refuse_alone(comm.size, os.environ)
+        launcher.check_world_size(comm.size, os.environ)
         first = Control(comm, deadline_s=deadline_s)
         facts = {
             "host": socket.gethostname(),
@@ -86,14 +86,14 @@ class World:
         }
         try:
             everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
-            first.settle()  # COMM_WORLD is used for nothing else
-        except Late as late:  # nothing can be agreed yet, and a quiet exit would hang in MPI's own
+            first.settle()  # COMM_WORLD is not used for anything else
+        except Late as late:  # nothing can be agreed yet, and a normal exit would hang in MPI_Finalize
             if first.rank != min(set(range(comm.size)) - set(late.ranks)):
                 time.sleep(SECOND_REPORT_S)
             print_error(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
             _end_job(USER_STATUS, flight or Flight())
         control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
-        # everyone is here, so MPI's own collectives, which know no deadline, may be used for a moment
+        # all ranks are here, so MPI's own collectives, which have no deadline, are safe
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
         node_ranks = tuple(mpi.Group.Translate_ranks(node_comm.group, range(node_comm.size), comm.group))
         path = new_file(len(node_ranks)) if node_ranks[0] == comm.rank else ""
@@ -107,7 +107,7 @@ class World:
         control.exchange("the board", b"")
         if path:
             os.unlink(path)
-            launcher.unname_shared_memory()
+            launcher.unlink_shared_memory()
         of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
         local_rank = node_ranks.index(comm.rank)
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
@@ -128,29 +128,29 @@ class World:
             one_network=len({facts["network"] for facts in everyone}) == 1,
             flight=flight,
         )
-        control.may_come, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
+        control.may_arrive, control.longest_wait = world.watch.is_alive, LONGEST_WAIT
         world.watch.start()
         return world
 
     def use_device(self, wanted: str) -> None:
-        """Decides where the ranks compute (the option `device`, see devices.py), before anything asks for it.
-        Collective; what is wrong is told once."""
+        """Chooses the device of every rank (the option `device`, see devices.py), before the first use of `computes`.
+        Collective; errors are reported once."""
         with self.together("looking for devices"):
-            found = visible_devices.look(wanted, self.hosts[self.rank], self.threads, self.size)
-        everyone = self.allgather(found, "the devices")
+            report = visible_devices.find_devices(wanted, self.hosts[self.rank], self.threads, self.size)
+        reports = self.allgather(report, "the devices")
         with self.together("choosing devices"):
-            self.chosen = devices.choose(wanted, *visible_devices.heard(everyone), self.nodes, self.hosts)
+            visible = visible_devices.parse_reports(reports)
+            self.chosen = devices.choose_devices(wanted, *visible, self.nodes, self.hosts)
 
     @property
-    def computes(self) -> devices.Device:
-        """Where this rank computes."""
+    def computes(self) -> devices.RankDevice:
+        """The device of this rank."""
         if not self.chosen:
             self.use_device("auto")
         return self.chosen[self.rank]
 
     def set_deadline(self, deadline_s: float) -> None:
-        """From now on, nobody waits longer than this for a rank that shows no sign of life, nor LONGEST_WAIT times as
-        long for any rank."""
+        """Sets the longest wait for an inactive rank; active ranks are waited for LONGEST_WAIT times as long."""
         self.deadline_s = self.control.deadline_s = deadline_s
 
     # Control messages: anything that JSON can hold (a tuple arrives as a list).
@@ -164,12 +164,12 @@ class World:
         return self._exchange(what, message, deadline_s=deadline_s)
 
     def bcast(self, value: Any, root: int = 0, what: str = "a broadcast", *, deadline_s: float | None = None) -> Any:
-        """The root's value; what other ranks pass is ignored."""
+        """The root's value; values of other ranks are ignored."""
         message = json.dumps(value).encode() if self.rank == root else b""
         return json.loads(self._exchange(what, message, deadline_s=deadline_s)[root])
 
     def barrier(self, what: str = "a barrier", *, deadline_s: float | None = None) -> None:
-        """Returns once every rank has come here."""
+        """Returns once every rank has arrived."""
         self._exchange(what, b"", deadline_s=deadline_s)
 
     def agree(self, what: str, values: Mapping[str, str]) -> None:
@@ -187,62 +187,62 @@ class World:
         try:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
         except Late as late:
-            where = self.board.read(late.ranks)
-            last = {rank: texts[-1] for rank, texts in where.items() if texts[-1]}
+            positions = self.board.read(late.ranks)
+            last = {rank: texts[-1] for rank, texts in positions.items() if texts[-1]}
             raise deadline_error(late, self.rank, self.hosts, last) from None
         except Failed as failed_ranks:
             self._leave({rank: json.loads(text) for rank, text in failed_ranks.failures.items()})
         finally:
             self.is_meeting = False
-            self._note(f"what follows {what}")
+            self._note(f"after {what}")
 
-    # Leaving together
+    # Common exit
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Runs the block on every rank and goes on only if it went well on all.
+        """Runs the block on every rank and continues only if it succeeded on all.
 
-        Otherwise one rank prints what went wrong, once, and every rank leaves with SystemExit (2 for UserErrors, 1 if
-        there was any other exception). The others need not have finished the block: they leave from their next
-        control message. Ranks that are blocked in a torch collective are not reached that way; `fail` is for them.
+        Otherwise one rank prints the error, once, and every rank exits with SystemExit (2 for UserErrors, 1 for any
+        other exception). The others need not have finished the block: they exit from their next control message. Ranks
+        blocked in a torch collective are not reached that way; use `fail` for them.
         """
         failure = None
         self._note(what)
         try:
             yield
         except (DeadlineError, _Leaving):
-            raise  # some ranks don't answer: nothing can be agreed; or all know already
+            raise  # some ranks do not answer, so nothing can be agreed; or all ranks know already
         except UserError as error:
             failure = {"error": str(error)}
         except (Exception, SystemExit) as error:
-            words = failures.in_words(error)
-            failure = {"crash": traceback.format_exc()} if words is None else {"error": words}
+            text = failures.explain(error)
+            failure = {"crash": traceback.format_exc()} if text is None else {"error": text}
         self._exchange(what, json.dumps(failure).encode(), failed=failure is not None)
 
-    def _leave(self, told: Mapping[int, Mapping[str, str]]) -> NoReturn:
-        if self.rank == min(told):
+    def _leave(self, by_rank: Mapping[int, Mapping[str, str]]) -> NoReturn:
+        if self.rank == min(by_rank):
             go_on = how_to_go_on(self.flight.run, self.size)
-            text = "\n".join(filter(None, (failures.merged(told, self.hosts), go_on)))
+            text = "\n".join(filter(None, (failures.merge_messages(by_rank, self.hosts), go_on)))
             keep_message(self.flight.run, text.removeprefix(PREFIX))
             print_error(text)
-        status = CRASH_STATUS if any("crash" in failure for failure in told.values()) else USER_STATUS
-        with suppress(Late, Failed):  # the first to end ends all, so not before the message is out
+        status = CRASH_STATUS if any("crash" in failure for failure in by_rank.values()) else USER_STATUS
+        with suppress(Late, Failed):  # the first exit ends the job, so print the message before
             self.control.exchange("leaving", b"", deadline_s=5.0)
         atexit.register(_end_job, status, self.flight)
         raise _Leaving(status) from None
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends the whole job from any number of ranks at any time, others being blocked wherever they are.
+        """Ends the whole job; any number of ranks may call it at any time, even if others are blocked.
 
-        One rank reports its error: what and where it was, and how to go on. The status is 2 for what a user can mend,
-        and 1 for anything else, which shows a traceback.
+        One rank reports its error, its position and how to continue. The status is 2 for errors that a user can fix,
+        and 1, with a traceback, for all others.
         """
         if isinstance(error, _Leaving):
             raise error
         if isinstance(error, KeyboardInterrupt):
             _end_job(INTERRUPTED_STATUS, self.flight)
         if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
-            time.sleep(LOST_S)  # a rank that died has a supervisor, who knows how
+            time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
         if not self.board.claim():
             time.sleep(SECOND_REPORT_S)
         reporter = "" if self.size == 1 else f"{self.name_ranks([self.rank])} of {self.size}"
@@ -251,8 +251,8 @@ class World:
         text = failures.report(error, reporter, self.flight.where if inside else "", go_on)
         keep_message(self.flight.run, text.removeprefix(PREFIX))
         print_error(text)
-        mendable = isinstance(error, UserError) or failures.in_words(error) is not None
-        _end_job(USER_STATUS if mendable else CRASH_STATUS, self.flight)
+        fixable = isinstance(error, UserError) or failures.explain(error) is not None
+        _end_job(USER_STATUS if fixable else CRASH_STATUS, self.flight)
 
     # torch.distributed
 
@@ -265,10 +265,9 @@ class World:
         threads: int | None = None,
     ) -> None:
         """Starts torch.distributed and makes the named groups (ascending world ranks), all with the same deadline.
-        pairs: who will exchange messages in which group (Program.pairs).
 
-        `threads` is how many threads torch may use on this rank; by default OMP_NUM_THREADS or a fair share of the
-        cores.
+        pairs: the ranks that will exchange messages, by group (Program.pairs). threads: of torch on this rank; by
+        default OMP_NUM_THREADS or a fair share of the cores.
         """
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
@@ -276,7 +275,7 @@ class World:
             torch = visible_devices.import_torch(threads, self.threads)
             self._device_bytes = devices.start(self.computes)
         with self.together("starting torch.distributed"):
-            store = torch_groups.meet(self, timeout_s)
+            store = torch_groups.connect_store(self, timeout_s)
             self._groups = torch_groups.make_groups(
                 groups,
                 store=store,
@@ -292,14 +291,14 @@ class World:
 
     @property
     def device(self) -> Any:
-        """Where this rank computes, as a torch.device."""
+        """The device of this rank, as a torch.device."""
         import torch
 
         return torch.device("cpu") if self.computes.index is None else torch.device("cuda", self.computes.index)
 
     def group(self, name: str) -> Any:
-        """The process group of that name, which this rank must belong to; None if this is its only rank."""
-        assert self._groups is not None, "start_torch comes first"
+        """The process group of that name, which must include this rank; None if it is the only rank."""
+        assert self._groups is not None, "call start_torch first"
         group = self._groups[name]
         if group is not None:
             from torch.distributed import GroupMember
@@ -308,7 +307,7 @@ class World:
         return group
 
     def shutdown(self) -> None:
-        """Ends torch.distributed and the control messages, all ranks together, so that the process can exit quietly."""
+        """Ends torch.distributed and the control messages, so that the process can exit normally. Collective."""
         self.watch.stop()
         self.barrier("the end of the run")
         if self._groups is not None:
@@ -316,53 +315,53 @@ class World:
 
             self._groups = self.board.store = self.board.second_store = None
             distributed.destroy_process_group()
-            self.barrier("the end of torch.distributed")  # rank 0 keeps the store until nobody needs it
+            self.barrier("the end of torch.distributed")  # rank 0 keeps the store until then
         try:
             self.control.settle()
         except Late as late:
             raise deadline_error(late, self.rank, self.hosts, {}) from None
 
     def finalize(self) -> None:
-        """Ends MPI, all ranks together. mpi4py would at the exit, but without a word where MPI refuses it."""
+        """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors."""
         _load_mpi().Finalize()
 
-    # Who is late
+    # Positions and late ranks
 
     def progress(self, position: str, iteration: int = NOWHERE, place: int = NOWHERE) -> None:
-        """Notes where this rank is, before it may block: a text that is unique in the run and the same on every rank
-        that meets there, and its place in this rank's instruction list. A few microseconds."""
+        """Publishes this rank's position before it may block: a text that is unique in the run and the same on every
+        rank that meets there, and the index in this rank's instruction list. Takes a few microseconds."""
         text = position.encode()
         self.board.post(text, iteration, place)
         self.flight.begin(text, iteration, place)
-        if self._device_bytes is not None:  # asked here: a watch that asked would wait for a lock of a rank that hangs
+        if self._device_bytes is not None:  # not in the watch, which would block on a lock that a hung rank holds
             self.flight.set_device_bytes(self._device_bytes())
 
     def will_execute(self, program: "Program") -> None:
-        """What the ranks execute from now on: from it follows who waits for whom."""
-        from rlhf_spmd.runtime.guard.wait_graph import steps_of
+        """Sets the program that the ranks execute from now on; it determines which rank waits for which."""
+        from rlhf_spmd.runtime.guard.wait_graph import wait_graph_of
 
-        self.watch.steps = steps_of(program)
+        self.watch.graph = wait_graph_of(program)
         self.flight.set_program(len(program.instructions[self.rank]))
 
     def keep_records(self, run: str | Path) -> None:
-        """From now on the flight records stand in this run folder, beside the instruction lists; for all ranks."""
-        if self.rank == 0 and self.watch.steps is not None:
+        """From now on the flight records and instruction lists are written to this run folder; call it on all ranks."""
+        if self.rank == 0 and self.watch.graph is not None:
             forget(run, self.size)
-            self.watch.steps.write(Path(run))
+            self.watch.graph.write(Path(run))
         self.flight.set_run(run)
 
     def _note(self, what: str) -> None:
-        """Notes what this rank does besides its instructions, or within one."""
+        """Records an action of this rank outside its instructions, or within one."""
         self.progress(what, self.flight.iteration, self.flight.position)
 
     def stragglers(self, ranks: Sequence[int], position: str) -> dict[int, str]:
-        """Of `ranks` those that have not come to `position`, with what each last said it was doing.
+        """Those of `ranks` that have not reached `position`, with the last position of each.
 
-        Seconds at most, whatever state the others are in. Ranks of which nothing can be known, because rank 0 is late
-        and keeps the store, are left out.
+        Takes seconds at most, whatever state the others are in. Ranks whose position is unknown, because rank 0 is late
+        and hosts the store, are left out.
         """
-        where = self.board.read(tuple(ranks))
-        return {rank: texts[-1] or "nothing" for rank, texts in where.items() if position not in texts}
+        positions = self.board.read(tuple(ranks))
+        return {rank: texts[-1] or "nothing" for rank, texts in positions.items() if position not in texts}
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
@@ -373,7 +372,7 @@ def _load_mpi() -> Any:
     network.choose_for_mpi(os.environ)
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, but no MPI library
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         if not launcher.first_on_node(os.environ):
             raise SystemExit(0) from None
         reason = (str(error).splitlines() or [""])[0]
@@ -385,7 +384,7 @@ def _load_mpi() -> Any:
 
 
 def _end_job(status: int, flight: Flight) -> NoReturn:
-    """Ends all processes of the job with this status; the report is out, so MPI's own words go nowhere."""
+    """Ends all processes of the job with this status; the error has been reported, so MPI's output is discarded."""
     flight.leave()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -395,5 +394,5 @@ def _end_job(status: int, flight: Flight) -> NoReturn:
             os.dup2(nowhere.fileno(), 2)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
             _load_mpi().COMM_WORLD.Abort(status)
-    finally:  # also where there is no memory for any of this
+    finally:  # even if memory for any of this is missing
         os._exit(status)
