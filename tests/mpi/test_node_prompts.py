@@ -59,9 +59,9 @@ def test_where_nothing_can_be_written_all_tokenise(world, monkeypatch, tmp_path)
 
 def test_who_does_not_see_the_file_tokenises(world, monkeypatch):
     """The last rank opens another file of that name."""
-    mapped = node_prompts._mapped
+    mapped = node_prompts._map
     if world.rank == world.size - 1:
-        monkeypatch.setattr(node_prompts, "_mapped", lambda said: mapped({**said, "path": __file__}))
+        monkeypatch.setattr(node_prompts, "_map", lambda about: mapped({**about, "path": __file__}))
     found, loaded = share(world, load)
     check(found)
     assert loaded == [0, world.size - 1] or world.num_nodes > 1

@@ -50,7 +50,7 @@ def refused(config: Config) -> str:
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ({"actor": "small", "reward": "small reward"}, ["the prompt ", "know 40 tokens", "/small"]),
+        ({"actor": "small", "reward": "small reward"}, ["the prompt ", "have 40 tokens", "/small"]),
         ({"reference": "small"}, ["the reference ", "/small has a vocabulary of 40", "/actor draws from 63"]),
         ({"critic": "small"}, ["the critic ", "/small has a vocabulary of 40", "resize_token_embeddings(63)"]),
         ({"reward": "small reward"}, ["the reward ", "/small reward has a vocabulary of 40", "/actor draws from 63"]),
@@ -85,7 +85,7 @@ def test_padded_embeddings_are_fine_until_such_a_token_is_drawn(folder):
 
 def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
     run = RunOf(config_of(folder, reward="other small reward"))
-    with pytest.raises(UserError, match="the tokenizer of the reward model made token .* the model knows 40 tokens"):
+    with pytest.raises(UserError, match="the tokenizer of the reward model made token .* the model has 40 tokens"):
         run.iteration()
 
 

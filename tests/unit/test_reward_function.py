@@ -9,7 +9,7 @@ import pytest
 from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data import reward_function
-from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, source_of
+from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, source_file
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -71,11 +71,11 @@ def test_its_file_is_found_without_loading_it(tmp_path, monkeypatch):
     write(tmp_path / "mine_package", "raise RuntimeError", "inner.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-    assert source_of("mine:score") == source_of(f"{path}:score") == path
-    assert source_of("mine.py:score").resolve() == path
-    assert source_of("mine_package.inner:score") == tmp_path / "mine_package" / "inner.py"
+    assert source_file("mine:score") == source_file(f"{path}:score") == path
+    assert source_file("mine.py:score").resolve() == path
+    assert source_file("mine_package.inner:score") == tmp_path / "mine_package" / "inner.py"
     for spec in ("no_such:score", "no_such.inner:score", "mine.inner:score", "no_such.py:score", "sys:intern"):
-        assert source_of(spec) is None, spec
+        assert source_file(spec) is None, spec
 
 
 def test_missing_files_and_modules(tmp_path, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_failure_that_only_the_batch_shows_and_a_slow_function(monkeypatch):
         return [0.0]
 
     refusal(lambda: RewardFunction("f", batch_only)(PROMPTS, RESPONSES), "raised RuntimeError (", "a batch of 3")
-    monkeypatch.setattr(reward_function, "BLAME_S", 0.0)
+    monkeypatch.setattr(reward_function, "SEARCH_S", 0.0)
     reward = RewardFunction("f", lambda prompts, responses: [1 / (response != "zzz") for response in responses])
     refusal(lambda: reward(PROMPTS, RESPONSES), "ZeroDivisionError", "a batch of 3")
 

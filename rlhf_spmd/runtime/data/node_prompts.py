@@ -1,7 +1,7 @@
-"""Prompts are read and tokenised by one rank of each node; the others map what it has found.
+"""One rank of each node reads and tokenises the prompts; the others map its result.
 
-A tokenised set is four arrays. They lie in a file which loses its name as soon as the ranks of the node have mapped it,
-so a set is in memory once per node, and nothing is left behind.
+A tokenised set is four arrays, written to a file that is unlinked as soon as the ranks of the node have mapped it, so a
+set is in memory once per node and no file is left behind.
 """
 
 import os
@@ -14,34 +14,34 @@ import numpy as np
 from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
 from rlhf_spmd.runtime.world.world import World
 
-SHARED_MEMORY = "/dev/shm"  # where the disk has no room: weights on their way need this more
+SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
 NONCE_BYTES = 16
 DTYPES = ("<i8", "<i8", "<i4", "u1")  # of the arrays: ends of prompts and texts, tokens, texts
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
-    """What `load` returns, called by the first rank of each node, and by those that can't map its file. Collective, in
-    a block of World.together: what `load` raises on one rank must reach all."""
+    """The result of `load`, which is called by the first rank of each node, and by ranks that cannot map its file.
+    Collective; call it in a block of World.together, so that an error of `load` on one rank reaches all."""
     first, path = world.nodes.index(world.node), ""
-    found: PromptSet | None = None
+    prompts: PromptSet | None = None
     about: Mapping = {}
     try:
         if world.rank == first:
-            found = load()
+            prompts = load()
             if world.nodes.count(world.node) > 1:
-                path, about = _write(found)
-        said = world.allgather({"path": path, **about}, "the prompts")[first]
-        if found is None and said["path"]:
-            found = _mapped(said)
+                path, about = _write(prompts)
+        about = world.allgather({"path": path, **about}, "the prompts")[first]
+        if prompts is None and about["path"]:
+            prompts = _map(about)
         world.barrier("mapping the prompts")
     finally:
         if path:
             os.unlink(path)
-    return load() if found is None else found
+    return load() if prompts is None else prompts
 
 
 def _write(prompts: PromptSet) -> tuple[str, Mapping]:
-    """The path of a new file with the arrays of a set, and what else has to be known; "" if there is no room for it."""
+    """Writes the arrays of a set to a new file -> its path ("" if no disk has room) and the facts to map it."""
     arrays = (prompts.prompts.ends, prompts.texts.ends, prompts.prompts.items, prompts.texts.items)
     nonce = os.urandom(NONCE_BYTES)
     for folder in (tempfile.gettempdir(), SHARED_MEMORY):
@@ -63,21 +63,21 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
     return "", {}
 
 
-def _mapped(said: Mapping) -> PromptSet | None:
-    """The set that another rank has written; None if this rank does not see its file: ranks that share memory need not
+def _map(about: Mapping) -> PromptSet | None:
+    """The set that another rank has written; None if this rank does not see its file, because ranks of a node need not
     share a folder."""
     try:
-        with open(said["path"], "rb") as file:
-            if file.read(NONCE_BYTES).hex() != said["nonce"]:
+        with open(about["path"], "rb") as file:
+            if file.read(NONCE_BYTES).hex() != about["nonce"]:
                 return None
             whole = np.memmap(file, np.uint8, "r")
     except (OSError, ValueError):  # ValueError: the file is empty
         return None
     arrays, start = [], NONCE_BYTES
-    for size, dtype in zip(said["sizes"], DTYPES, strict=True):
+    for size, dtype in zip(about["sizes"], DTYPES, strict=True):
         end = start + size * np.dtype(dtype).itemsize
         arrays.append(np.asarray(whole[start:end]).view(dtype))
         start = end
     prompt_ends, text_ends, tokens, encoded = arrays
     prompts, texts = TokenRows(tokens, prompt_ends), TextRows(encoded, text_ends)
-    return PromptSet(prompts, texts, **said["facts"], _hash=[said["fingerprint"]])
+    return PromptSet(prompts, texts, **about["facts"], _hash=[about["fingerprint"]])

@@ -1,6 +1,7 @@
-"""Prompts: read from a file, checked line by line, tokenised, and used in an order that ignores the number of ranks.
+"""Prompts: read from a file, checked line by line, tokenised, and used in an order independent of the number of ranks.
 
-A wrong prompt file is the commonest way for a first run to fail: every complaint names the file, the line and the mend.
+A bad prompt file is the most common reason for a first run to fail, so every error names the file, the line and the
+fix.
 """
 
 # B prompts in a batch, P prompt tokens (padded)
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 LongPrompts = Literal["error", "truncate", "drop"]
 HASHED_AT_ONCE = 10_000  # prompts
-PADDING = -1  # never a token id, so that a tokenizer whose pad token is its end-of-sequence token confuses nothing
+PADDING = -1  # never a token id, so it cannot be confused with an end of sequence that a tokenizer uses for padding
 
 
-class Tokenizer(Protocol):
-    """What this file needs of a tokenizer (rlhf_spmd.model.hf.load_tokenizer gives one)."""
+class Encoder(Protocol):
+    """The part of a tokenizer that this file uses (see rlhf_spmd.model.hf.load_tokenizer)."""
 
     bos_token_id: int | None
 
@@ -40,7 +41,7 @@ class Tokenizer(Protocol):
 
 
 class PackedRows(Sequence):
-    """A sequence of rows of different lengths in one array, so that none costs more than its items."""
+    """A sequence of rows of different lengths, stored in one array without overhead per row."""
 
     def __init__(self, items: np.ndarray, ends: np.ndarray):
         """items: of all rows; ends: int64 [rows], where each row ends."""
@@ -83,7 +84,7 @@ class TokenRows(PackedRows):
         return row.tolist()
 
     def padded(self, index_B: np.ndarray, width: int) -> np.ndarray:
-        """Some rows, int64 [B, width], -1 on the right. No row may be longer than `width`."""
+        """The rows `index_B`, int64 [B, width], padded with -1 on the right. No row may be longer than `width`."""
         rows_BP = np.full((len(index_B), width), PADDING, np.int64)
         for row_P, index in zip(rows_BP, np.asarray(index_B).tolist(), strict=True):
             tokens = self.row(index)
@@ -91,7 +92,7 @@ class TokenRows(PackedRows):
         return rows_BP
 
     def first_above(self, limit: int) -> int | None:
-        """The first row that has a token id larger than `limit`."""
+        """The first row with a token id larger than `limit`; None if there is none."""
         above = np.flatnonzero(self.items > limit)
         return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
 
@@ -112,13 +113,13 @@ class TextRows(PackedRows):
 class PromptSet:
     """Tokenised prompts and the seeded order in which the iterations use them.
 
-    `texts[i]` is what `prompts[i]` says, after a truncation too: the reward function reads what the actor read.
+    `texts[i]` is the text of `prompts[i]`, also after truncation, so the reward function sees what the actor sees.
     """
 
     prompts: TokenRows
     texts: TextRows
     seed: int = 0
-    source: str = "prompts"  # where they came from, for messages
+    source: str = "prompts"  # file name, for messages
     num_truncated: int = 0
     num_dropped: int = 0
     _epoch: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
@@ -126,7 +127,7 @@ class PromptSet:
 
     def __post_init__(self) -> None:
         assert len(self.prompts) and len(self.prompts) == len(self.texts), (
-            "a prompt set has prompts and a text for each"
+            "a prompt set needs prompts and a text for each"
         )
 
     def __len__(self) -> int:
@@ -135,8 +136,8 @@ class PromptSet:
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration).
 
-        Iterations walk through epochs, each a permutation of all prompts. A batch that crosses from one epoch into the
-        next repeats no prompt, unless rollout_batch is larger than the set.
+        Iterations run through epochs, each a permutation of all prompts. A batch that spans two epochs repeats no
+        prompt, unless rollout_batch is larger than the set.
         """
         assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
         epoch, start = divmod(iteration * rollout_batch, len(self))
@@ -148,8 +149,7 @@ class PromptSet:
         return picked
 
     def fingerprint(self) -> str:
-        """Hash of every token and of the seed, with the length before each prompt: what the ranks compare before they
-        start."""
+        """Hash of the seed and of all prompts (length, then tokens), compared among the ranks at the start."""
         if not self._hash:
             digest = hashlib.sha256(f"{self.seed} {len(self)}".encode())
             starts = np.concatenate((np.zeros(1, np.int64), self.prompts.ends[:-1]))
@@ -157,36 +157,36 @@ class PromptSet:
                 part = slice(first, first + HASHED_AT_ONCE)
                 begin, ends = starts[first], self.prompts.ends[part]
                 tokens = self.prompts.items[begin : ends[-1]]
-                told = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
-                digest.update(np.ascontiguousarray(told, "<i8"))
+                with_lengths = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
+                digest.update(np.ascontiguousarray(with_lengths, "<i8"))
             self._hash.append(digest.hexdigest())
         return self._hash[0]
 
     def _order(self, epoch: int, rollout_batch: int) -> np.ndarray:
-        """Permutation of one epoch. It depends on the end of the epoch before, back to one that starts with a batch."""
+        """Permutation of one epoch. It depends on the end of the previous epoch, back to one that starts a batch."""
         size = len(self)
-        aligned = rollout_batch // np.gcd(rollout_batch, size)  # every so many epochs, a batch starts with the epoch
+        aligned = rollout_batch // np.gcd(rollout_batch, size)  # a batch starts with every `aligned`-th epoch
         first = epoch - epoch % int(aligned)
         known, order = self._epoch.get(rollout_batch, (-1, None))
         if order is None or not first <= known <= epoch:
             known, order = first, _permutation(self.seed, first, size)
         for later in range(known + 1, epoch + 1):
-            num_before = (later * size) % rollout_batch  # of the batch across the border, those drawn before it
+            num_before = (later * size) % rollout_batch  # prompts of the batch that spans both epochs, in the first one
             fresh = _permutation(self.seed, later, size)
             order = _without_repeats(fresh, order, num_before, rollout_batch - num_before)
-        self._epoch[rollout_batch] = (epoch, order)  # only a cache: iterations come in order, so the next one is cheap
+        self._epoch[rollout_batch] = (epoch, order)  # a cache: iterations come in order
         return order
 
 
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    # Raw Philox words, sorted: numpy promises their bits for ever, but not those of Generator.permutation. The
-    # counter's first bit keeps this stream apart from that of algorithms/order.py, which has the same key.
+    # Sorts raw Philox words, because numpy guarantees stable bits for them, but not for Generator.permutation. The
+    # first bit of the counter separates this stream from that of algorithms/order.py, which has the same key.
     words = np.random.Philox(key=seed % 2**64, counter=(1 << 255) | (epoch << 128)).random_raw(size)
     return np.argsort(words, kind="stable")
 
 
 def _without_repeats(order: np.ndarray, previous: np.ndarray, num_before: int, num_after: int) -> np.ndarray:
-    """Moves the last `num_before` prompts of the previous epoch out of the first `num_after` of this one."""
+    """Reorders an epoch so that its first `num_after` prompts exclude the last `num_before` of the previous epoch."""
     if num_before == 0 or num_before + num_after > len(order):
         return order
     first = np.flatnonzero(~np.isin(order, previous[-num_before:]))[:num_after]
@@ -207,7 +207,7 @@ def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Ten
 
 def load_prompts(
     path: str | Path,
-    tokenizer: Tokenizer,
+    tokenizer: Encoder,
     *,
     max_prompt_tokens: int,
     key: str = "prompt",
@@ -216,8 +216,8 @@ def load_prompts(
 ) -> PromptSet:
     """Reads .jsonl (an object per line), .parquet (a column) or .txt (a prompt per line, taken literally).
 
-    Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
-    an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
+    Raises UserError naming file and line for any bad entry. long_prompts: whether a prompt of more than
+    max_prompt_tokens tokens is an error, truncated to its last tokens (a beginning of sequence is kept), or dropped.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
     path = Path(path)
@@ -225,14 +225,16 @@ def load_prompts(
         raise UserError(
             f"data.long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}"
         )
-    all_tokens, ends = array("i"), []  # nine times smaller than lists of numbers
+    all_tokens, ends = array("i"), []  # nine times smaller than lists
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
     for place, text in _read(path, key):
         _check_text(f"{path}, {place}", text)
         tokens = tokenizer.encode(text)
         if not tokens:
-            raise UserError(f"{path}, {place}: the tokenizer makes no token of the prompt {text!r}: remove the {place}")
+            raise UserError(
+                f"{path}, {place}: the tokenizer makes no token from the prompt {text!r}: remove the {place}"
+            )
         if len(tokens) > max_prompt_tokens:
             too_long.append((place, len(tokens)))
             if long_prompts != "truncate":
@@ -251,10 +253,10 @@ def load_prompts(
     return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped)
 
 
-def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
+def _truncate(tokens: list[int], limit: int, tokenizer: Encoder) -> tuple[list[int], str]:
     bos = tokens[:1] if tokens[0] == tokenizer.bos_token_id and limit > 1 else []
-    kept = tokens[-(limit - len(bos)) :]
-    return bos + kept, tokenizer.decode(kept)
+    last = tokens[-(limit - len(bos)) :]
+    return bos + last, tokenizer.decode(last)
 
 
 def _too_long_message(path: Path, too_long: list[tuple[str, int]], limit: int, *, dropped_all: bool) -> str:
@@ -264,8 +266,8 @@ def _too_long_message(path: Path, too_long: list[tuple[str, int]], limit: int, *
     if len(too_long) > 1:
         others = f" ({len(too_long)} prompts are too long; the longest, {longest_place}, has {longest})"
     left = "; data.long_prompts=drop leaves no prompt" if dropped_all else ""
-    mend = "raise data.max_prompt" + ("" if dropped_all else ", or set data.long_prompts=truncate (or drop)")
-    return f"{path}, {place}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {mend}"
+    fix = "raise data.max_prompt" + ("" if dropped_all else ", or set data.long_prompts=truncate (or drop)")
+    return f"{path}, {place}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {fix}"
 
 
 def _check_text(where: str, text: str) -> None:
@@ -275,7 +277,7 @@ def _check_text(where: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: the prompt holds half a surrogate pair at character {error.start + 1}, which is no text: "
+            f"{where}: the prompt has half a surrogate pair at character {error.start + 1}, which is not text: "
             "write the character itself or both halves"
         ) from None
 
@@ -296,7 +298,7 @@ def _read(path: Path, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Numbered lines. Blank lines at the end of the file don't count; elsewhere they are somebody's mistake."""
+    """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are errors."""
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
     for number, line in enumerate(content.split(b"\n") if content else [], start=1):
         try:
@@ -327,8 +329,8 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
         if not isinstance(record, dict):
             raise UserError(f'{where}: {_kind(record)}, not an object: write {{"{key}": "..."}}')
         if key not in record:
-            found = ", ".join(map(repr, record)) or "none"
-            raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or set data.key")
+            keys = ", ".join(map(repr, record)) or "none"
+            raise UserError(f"{where}: no key {key!r} (keys there: {keys}): add it, or set data.key")
         if not isinstance(record[key], str):
             raise UserError(f"{where}: the value of {key!r} is {_kind(record[key])}, not a string")
         yield place, record[key]
@@ -359,7 +361,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is called, with its article."""
+    """The name of a JSON value's type, with an article."""
     if isinstance(value, bool):
         return "a boolean"
     names = {dict: "an object", list: "a list", int: "a number", float: "a number", str: "a string"}

@@ -1,7 +1,7 @@
-"""Reward functions: ordinary Python callables `reward(prompts, responses) -> list of numbers`, named in the config.
+"""Reward functions: Python callables `reward(prompts, responses) -> list of numbers`, named in the config.
 
-A bad score poisons training silently, so every answer is checked, and whatever goes wrong in the user's code comes back
-as one message: which function, which prompt, what was raised and on which line.
+A bad score would corrupt training silently, so every result is checked. An error in the user's code is reported in one
+message with the function, the prompt, the exception and its line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from types import ModuleType
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.python_file import import_file
 
-FLOAT32_MAX = 3.4028234663852886e38  # scores travel as float32
-BLAME_S = 2.0  # how long to look for the prompt on which a reward function raises
+FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
+SEARCH_S = 2.0  # how long to search for the prompt on which a reward function raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class RewardFunction:
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         assert len(prompts) == len(responses), (len(prompts), len(responses))
         if not prompts:
-            return []  # a rank without data asks nothing of the user's code
+            return []  # a rank without data does not call the user's code
         try:
             scores = self.function(list(prompts), list(responses))
         except UserError:
-            raise  # it says already what to mend, e.g. a package to install
+            raise  # it already states the fix, e.g. a package to install
         except (Exception, SystemExit) as error:
             raise UserError(self._raised(error, prompts, responses)) from error
         scores = self._as_list(scores, len(prompts))
@@ -66,7 +66,9 @@ class RewardFunction:
 
     def _as_float(self, index: int, score: object, prompt: str) -> float:
         value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
-        where = f"reward function {self.name} returned {_shown(score)} for response {index} (prompt {_shown(prompt)})"
+        where = (
+            f"reward function {self.name} returned {_shorten(score)} for response {index} (prompt {_shorten(prompt)})"
+        )
         if not isinstance(value, numbers.Real):
             raise UserError(f"{where}, which is not a number: return a finite float for every response")
         try:
@@ -79,18 +81,18 @@ class RewardFunction:
         return value
 
     def _raised(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> str:
-        index = self._blame(error, prompts, responses)
+        index = self._find_response(error, prompts, responses)
         where = f"on a batch of {len(prompts)} responses"
         if index is not None:
-            where = f"on response {index} {_shown(responses[index])} (prompt {_shown(prompts[index])})"
+            where = f"on response {index} {_shorten(responses[index])} (prompt {_shorten(prompts[index])})"
         return (
-            f"reward function {self.name} raised {_described(error, self.function)} {where}: "
-            "mend the function, or return a score for such a response"
+            f"reward function {self.name} raised {_describe(error, self.function)} {where}: "
+            "fix the function, or return a score for such a response"
         )
 
-    def _blame(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> int | None:
-        """The first response that raises the same type of error when asked for alone; None if none does in time."""
-        deadline = time.perf_counter() + BLAME_S
+    def _find_response(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> int | None:
+        """The first response that alone raises the same type of error; None if none does within SEARCH_S."""
+        deadline = time.perf_counter() + SEARCH_S
         for index in range(len(prompts)):
             try:
                 self.function([prompts[index]], [responses[index]])
@@ -103,10 +105,10 @@ class RewardFunction:
 
 
 def load_reward_function(spec: str) -> RewardFunction:
-    """Loads `module:function` or `file.py:function`; raises UserError that says which part is wrong and the mend.
+    """Loads `module:function` or `file.py:function`. Raises UserError naming the wrong part and the fix.
 
-    The file's folder (or, for a module, the working folder) joins the end of the import path, so that the function may
-    import its neighbours.
+    The file's folder (for a module: the working folder) is appended to the import path, so the function can import
+    modules there.
     """
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
@@ -117,9 +119,9 @@ def load_reward_function(spec: str) -> RewardFunction:
         raise UserError(f"reward function {spec!r}: {target} has no function {name!r}{_suggestion(module, name)}")
     function = getattr(module, name)
     if not callable(function):
-        raise UserError(f"reward function {spec!r}: {name} is {_shown(function)}, not a function")
+        raise UserError(f"reward function {spec!r}: {name} is {_shorten(function)}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise UserError(f"reward function {spec!r}: it is async: write it with plain def")
+        raise UserError(f"reward function {spec!r}: it is async: define it with plain def")
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
@@ -128,22 +130,21 @@ def load_reward_function(spec: str) -> RewardFunction:
             "take two lists of strings and return a list of numbers"
         ) from None
     except ValueError:
-        pass  # a builtin without a signature: calling it will tell
+        pass  # a builtin without a signature: errors show when it is called
     return RewardFunction(spec, function)
 
 
-def source_of(spec: str) -> Path | None:
-    """The file that has a reward function, found on every rank alike, whether it loads the function or not; None if
-    there is none."""
+def source_file(spec: str) -> Path | None:
+    """The file of a reward function, or None; the same on every rank, whether or not it loads the function."""
     target = spec.rpartition(":")[0]
     if not target or target.endswith(".py") or "/" in target:
         return Path(target) if Path(target).is_file() else None
     _extend_import_path(Path.cwd())
     try:
-        found = importlib.util.find_spec(target)
-    except (Exception, SystemExit):  # the module's package does not load: the ranks that score say so
+        module = importlib.util.find_spec(target)
+    except (Exception, SystemExit):  # the module's package does not load: reported by the ranks that score
         return None
-    return Path(found.origin) if found is not None and found.origin and Path(found.origin).is_file() else None
+    return Path(module.origin) if module is not None and module.origin and Path(module.origin).is_file() else None
 
 
 def _load_file(spec: str, path: Path) -> ModuleType:
@@ -153,7 +154,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     path = path.resolve()
     _extend_import_path(path.parent)
     try:
-        return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # can't hide an installed module of the same name
+        return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # the prefix cannot hide an installed module
     except (Exception, SystemExit) as error:
         raise UserError(_import_message(spec, str(path), error)) from error
 
@@ -176,13 +177,13 @@ def _load_module(spec: str, name: str) -> ModuleType:
 
 def _extend_import_path(folder: Path) -> None:
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # at the end, so that nothing there can hide an installed package
+        sys.path.append(str(folder))  # at the end, so it cannot hide installed packages
 
 
 def _import_message(spec: str, what: str, error: BaseException) -> str:
     missing = isinstance(error, ModuleNotFoundError)
-    mend = f"install {error.name} in this environment" if missing else "mend the file"
-    return f"reward function {spec!r}: importing {what} raised {_described(error, None)}: {mend}"
+    fix = f"install {error.name} in this environment" if missing else "fix the file"
+    return f"reward function {spec!r}: importing {what} raised {_describe(error, None)}: {fix}"
 
 
 def _suggestion(module: ModuleType, name: str) -> str:
@@ -193,8 +194,8 @@ def _suggestion(module: ModuleType, name: str) -> str:
     return f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
 
 
-def _described(error: BaseException, function: Callable | None) -> str:
-    """`KeyError: 'x' (reward.py, line 7: return table[x])`; the deepest line of the user's own file if there is one."""
+def _describe(error: BaseException, function: Callable | None) -> str:
+    """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
     message = " ".join(str(error).split())[:300]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
@@ -209,6 +210,6 @@ def _described(error: BaseException, function: Callable | None) -> str:
     return text
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

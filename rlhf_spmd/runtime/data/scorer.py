@@ -1,4 +1,4 @@
-"""What whole responses are scored by: the tokens that a reward model reads, and a Python reward function."""
+"""Scores whole responses: makes the input of a reward model, and calls a Python reward function."""
 
 # B sequences, P prompt tokens, G response tokens, T tokens
 
@@ -15,11 +15,11 @@ from rlhf_spmd.runtime.data.reward_function import load_reward_function
 
 
 class Scorer:
-    """Knows the rows as the reward model reads them, and the function. The function, and a model of another tokenizer,
-    get the text."""
+    """Prepares rows for the reward model and calls the reward function. The function, and a reward model with another
+    tokenizer than the actor, get decoded text."""
 
     def __init__(self, config: Config, shape: ModelConfig | None, tokenizer):
-        """shape: of the reward model, None if the reward is a function. tokenizer: the actor's."""
+        """shape: of the reward model; None if the reward is a function. tokenizer: of the actor."""
         self.shape, self.tokenizer = shape, tokenizer
         self.function = load_reward_function(config.reward_function) if config.reward_function else None
         self.own_tokenizer = None
@@ -28,20 +28,20 @@ class Scorer:
 
     def of_function(self, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor:
         """scores_B float32. Raises UserError if the reward function fails (see reward_function.py)."""
-        found = self.function(*map(list, zip(*self._texts(prompts_BP, responses_BG), strict=True)))
-        return torch.tensor(found, device=prompts_BP.device)
+        scores = self.function(*map(list, zip(*self._texts(prompts_BP, responses_BG), strict=True)))
+        return torch.tensor(scores, device=prompts_BP.device)
 
     def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
-        """Prompt and response of each row, padding dropped, special tokens skipped."""
+        """Prompt and response of each row, without padding and special tokens."""
         rows = zip(prompts_BP.tolist(), responses_BG.tolist(), strict=True)
         return [self.tokenizer.decode_pair(*(_real(tokens) for tokens in row)) for row in rows]
 
     def lengths(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
-        """Tokens of each row as the reward model reads it."""
+        """Number of tokens of each row in the reward model's input."""
         return list(self.batch(prompts_BP, responses_BG).lengths) if len(prompts_BP) else []
 
     def batch(self, prompts_BP: Tensor, responses_BG: Tensor) -> Sequences:
-        """The rows as the reward model reads them."""
+        """The reward model's input for these rows."""
         if self.own_tokenizer is None:
             return Sequences.join(prompts_BP, responses_BG)
         limit = self.shape.max_position_embeddings
@@ -49,7 +49,7 @@ class Scorer:
         tokens_BT = pad([self.own_tokenizer.encode(text)[-limit:] for text in texts]).to(prompts_BP.device)
         if int(tokens_BT.max()) >= self.shape.vocab_size:
             raise UserError(
-                f"the tokenizer of the reward model made token {int(tokens_BT.max())}, but the model knows "
+                f"the tokenizer of the reward model made token {int(tokens_BT.max())}, but the model has "
                 f"{self.shape.vocab_size} tokens; give models.reward the tokenizer that belongs to it"
             )
         return Sequences.of(tokens_BT)
