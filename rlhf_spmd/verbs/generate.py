@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.offline.options import load as load_options
+from rlhf_spmd.runtime.offline.options import load_options
 
 
 def run(world, parsed: argparse.Namespace) -> None:
@@ -31,9 +31,9 @@ def run(world, parsed: argparse.Namespace) -> None:
     groups = {group_name(layout.tensor_ranks(rank)): layout.tensor_ranks(rank) for rank in layout.ranks}
     world.start_torch(groups)
 
-    from rlhf_spmd.runtime.offline.generate_file import generate  # torch, which start_torch has prepared for
+    from rlhf_spmd.runtime.offline.generate_file import generate_file  # torch, which start_torch has prepared for
 
-    generate(
+    generate_file(
         world,
         layout,
         options,

@@ -131,7 +131,7 @@ CASES = {  # options, what the message says, the prompt file; tests/unit/test_of
     "misspelt override": (["temprature=1"], ["unknown key 'temprature'", "'generation.temperature'"], GOOD),
     "existing file": (["--out", "{folder}/p.jsonl.old"], ["p.jsonl.old exists", "--overwrite"], GOOD),
     "prompt too long": (["data.max_prompt=2"], ["p.jsonl, line 2", "limit is 2"], GOOD + '{"prompt": "ba be bi"}\n'),
-    "model too short": (["generation.max_new_tokens=63"], ["line 1", "2 tokens", "63 new", "made for 64"], GOOD),
+    "model too short": (["generation.max_new_tokens=63"], ["line 1", "2 tokens", "63 new", "context of 64"], GOOD),
     "no memory": (["generation.cache_fraction=1e-12"], ["KV cache of one sequence of 12 tokens"], GOOD),
     "tp of too many": (["--tp", "3"], ["--tp 3", "2 ranks"], GOOD),
     "unknown option": (["--temperature", "1"], ["--temperature"], GOOD),

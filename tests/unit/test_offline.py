@@ -10,9 +10,9 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline import generate_file, options
-from rlhf_spmd.runtime.offline.generate_file import Lines, deal, interleave, line_of
-from rlhf_spmd.runtime.offline.options import load as load_options
-from rlhf_spmd.runtime.offline.prompts import Prompt, read_prompts, sampling_of
+from rlhf_spmd.runtime.offline.generate_file import OutputFile, deal, line_of, merge_in_order
+from rlhf_spmd.runtime.offline.options import load_options
+from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts, sampling_of
 from tests.folders import write_model, write_tokenizer
 
 CONTEXT = 32
@@ -35,7 +35,7 @@ def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: st
     path = folder / "p.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = load_options(["generation.max_new_tokens=8", *words])
-    return read_prompts(path, tokenizer, config(**model), options)
+    return read_offline_prompts(path, tokenizer, config(**model), options)
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_a_prompts_own_sampling(tmp_path, tokenizer):
     first, second, third = prompts_of(tmp_path, lines, tokenizer, "generation.temperature=0.5")
     assert first.sampling == third.sampling == Sampling(8, temperature=0.5)
     assert second.sampling == Sampling(3, 1, 0.0, 4, 0.5, 0.1, (" bi,",))
-    assert sampling_of(options.Generation(), {"stop": "a,b"}).stop == ("a,b",)
+    assert sampling_of(options.OfflineGeneration(), {"stop": "a,b"}).stop == ("a,b",)
 
 
 BAD = {
@@ -104,7 +104,7 @@ BAD = {
     "least": ({"min_new_tokens": 9}, "line 2: min_new_tokens=9, max_new_tokens=8"),
     "stop": ({"stop": [1]}, "line 2: stop="),
     "empty stop": ({"stop": ["a", ""]}, "line 2: stop="),
-    "too many": ({"max_new_tokens": 31}, "line 2: the prompt has 2 tokens and may get 31 new ones, .* made for 32"),
+    "too many": ({"max_new_tokens": 31}, "line 2: the prompt has 2 tokens and may get 31 new ones, .* context of 32"),
 }
 
 
@@ -133,7 +133,7 @@ def test_room_for_a_prompt(tmp_path, tokenizer):
         prompts_of(tmp_path, [over], tokenizer, "data.long_prompts=drop")
     with pytest.raises(UserError, match="max_new_tokens=32 leaves no room"):
         prompts_of(tmp_path, lines, tokenizer, "generation.max_new_tokens=32")
-    with pytest.raises(UserError, match="line 1: the prompt has token 5, but the model knows 5"):
+    with pytest.raises(UserError, match="line 1: the prompt has token 5, but the model has 5"):
         prompts_of(tmp_path, lines, tokenizer, vocab_size=5)
 
 
@@ -150,7 +150,7 @@ def test_what_is_dealt_comes_back_in_order(num, copies, samples, window):
     for _ in range(0, num, window * copies):
         lines = [[(p, s) for p in next(hand, []) for s in range(samples)] for hand in hands]
         assert max(map(len, lines)) <= window * samples
-        found += interleave(lines, samples)
+        found += merge_in_order(lines, samples)
     assert found == [(p, s) for p in prompts for s in range(samples)]
     assert all(next(hand, None) is None for hand in hands)
 
@@ -177,7 +177,7 @@ def test_how_a_response_ended(tokenizer, response, stop, finish):
 
 
 def test_the_file_gets_its_name_at_the_end(tmp_path):
-    lines = Lines(tmp_path / "out.jsonl")
+    lines = OutputFile(tmp_path / "out.jsonl")
     lines.drop()  # nothing was written yet
     for number in range(2):
         lines.write([{"a": number, "b": "é"}])
@@ -185,7 +185,7 @@ def test_the_file_gets_its_name_at_the_end(tmp_path):
     lines.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert (tmp_path / "out.jsonl").read_text() == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
-    lines = Lines(tmp_path / "other.jsonl")
+    lines = OutputFile(tmp_path / "other.jsonl")
     lines.write([{}])
     lines.drop()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
@@ -193,7 +193,7 @@ def test_the_file_gets_its_name_at_the_end(tmp_path):
 
 def test_a_file_of_a_broken_run_is_begun_anew(tmp_path):
     (tmp_path / "out.jsonl.part").write_text("half\n")
-    lines = Lines(tmp_path / "out.jsonl")
+    lines = OutputFile(tmp_path / "out.jsonl")
     lines.write([{"a": 1}])
     lines.finish()
     assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
@@ -210,12 +210,12 @@ def test_where_the_file_must_not_go(tmp_path):
         ("no/out.jsonl", True, "there is no folder"),
     ):
         with pytest.raises(UserError, match=message):
-            Lines.check(tmp_path / name, prompts, overwrite=overwrite)
+            OutputFile.check(tmp_path / name, prompts, overwrite=overwrite)
     (tmp_path / "old.jsonl").write_text("")
     with pytest.raises(UserError, match="exists.*--overwrite"):
-        Lines.check(tmp_path / "old.jsonl", prompts, overwrite=False)
-    Lines.check(tmp_path / "old.jsonl", prompts, overwrite=True)
-    Lines.check(tmp_path / "new.jsonl", prompts, overwrite=False)
+        OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=False)
+    OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=True)
+    OutputFile.check(tmp_path / "new.jsonl", prompts, overwrite=False)
 
 
 class OneRank:
@@ -224,10 +224,10 @@ class OneRank:
     def __init__(self):
         import torch
 
-        from rlhf_spmd.runtime.world.devices import Device
+        from rlhf_spmd.runtime.world.devices import RankDevice
 
         self.rank, self.size, self.device = 0, 1, torch.device("cpu")
-        self.computes = Device("cpu", None, 1, 1)
+        self.computes = RankDevice("cpu", None, 1, 1)
 
     def together(self, what):
         from contextlib import nullcontext
@@ -244,7 +244,7 @@ def test_places_stay_filled_between_windows(tmp_path, tokenizer):
     words = ["generation.max_sequences=2", "generation.max_new_tokens=20"]
     prompts = prompts_of(tmp_path, lines, tokenizer, *words, max_position_embeddings=64)
     options = load_options(words)
-    copy = generate_file.make_copy(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
+    copy = generate_file.make_replica(str(folder), prompts, tokenizer, Layout.data_parallel([0]), OneRank(), options)
     rounds, counts = [], []
     while found := copy.next_window(lambda *told: rounds.append(told)):
         counts.append(len(found))

@@ -1,11 +1,11 @@
-"""Offline generation: responses to a file of prompts, on one rank or on many, as lines of JSON in the file's order.
+"""Offline generation: answers a file of prompts on any number of ranks, as lines of JSON in the order of the file.
 
     python -m rlhf_spmd generate --model FOLDER --prompts FILE --out FILE.jsonl [KEY=VALUE ...]
 
-tp ranks hold a copy of the model together, and the copies take turns with the prompts: prompt p goes to copy p mod the
-number of copies. They work in windows, so that memory does not grow with the file: each copy has two windows in its
-engine's line and hands the first over when that has ended, and rank 0 writes. A token depends on (seed, prompt, sample,
-position) alone, so the responses are the same on any number of ranks.
+Each group of tp ranks holds a copy of the model; prompt p goes to copy p mod the number of copies. Copies work in
+windows, so memory does not grow with the file: each copy queues two windows in its engine and sends the first one to
+rank 0 when it has ended; rank 0 writes the file. The random numbers of a token depend only on (seed, prompt, sample,
+position), so the responses are the same on any number of ranks.
 """
 
 # R requests, G longest response
@@ -33,20 +33,20 @@ from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.kvcache import free_bytes, give_back
+from rlhf_spmd.runtime.generation.kvcache import free_bytes, release_unused
 from rlhf_spmd.runtime.offline.options import Options
-from rlhf_spmd.runtime.offline.prompts import Prompt, read_prompts
+from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from rlhf_spmd.runtime.weights.models import DTYPES
-from rlhf_spmd.runtime.world.devices import describe
+from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
 
-WINDOW = 8  # times the places: while a window's last sequences end, the next one keeps the places filled
-AHEAD = 2  # windows in line
+WINDOW = 8  # sequences in a window per row of the batch; while its last ones end, the next window fills the rows
+AHEAD = 2  # windows queued
 
 
 @dataclass(slots=True)
 class Totals:
-    """Of what has been written."""
+    """Counts of the written responses."""
 
     sequences: int = 0
     tokens: int = 0
@@ -58,11 +58,11 @@ class Totals:
         self.ended += line["finish"] != "length"
 
 
-# ---- what comes out -------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """Rank 0's file: lines go to FILE.part, which gets its name when all are there."""
+class OutputFile:
+    """Rank 0's file: lines are written to FILE.part, which is renamed when complete."""
 
     def __init__(self, path: Path):
         self.path, self.part = path, path.with_name(path.name + ".part")
@@ -72,7 +72,7 @@ class Lines:
     def check(path: Path, prompts: Path, *, overwrite: bool) -> None:
         """Raises UserError if the file must not or cannot be written."""
         if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder: name a file" if path.is_dir() else f"cannot be made: there is no folder {path.parent}"
+            what = "is a folder: name a file" if path.is_dir() else f"can't be made: there is no folder {path.parent}"
             raise UserError(f"--out {path} {what}")
         if path.exists() and prompts.exists() and path.samefile(prompts):
             raise UserError(f"--out {path} is the prompt file; name another one")
@@ -82,7 +82,7 @@ class Lines:
             raise UserError(f"--out {path}: the folder {path.parent} cannot be written to")
 
     def write(self, lines: Sequence[Mapping]) -> None:
-        """Adds lines; nothing is there before the first ones."""
+        """Appends lines; the first call creates the file."""
         mode, self._begun = "a" if self._begun else "w", True
         try:
             with self.part.open(mode, encoding="utf-8") as file:
@@ -94,15 +94,15 @@ class Lines:
         self.part.replace(self.path)
 
     def drop(self) -> None:
-        """Leaves nothing behind."""
+        """Deletes an incomplete file."""
         if self._begun:
             with suppress(OSError):
                 self.part.unlink()
 
 
 class Bar:
-    """Progress of the whole run as seen by rank 0: what its copy of the model has done, scaled by its share of the
-    prompts. Asking the others would make them wait for one another."""
+    """Progress of the whole run, estimated on rank 0 from its own copy of the model and its share of the prompts:
+    asking the other ranks would make them wait for one another."""
 
     def __init__(self, total: int, share: float, *, enabled: bool):
         interval_s = 0.5 if sys.stderr.isatty() else 5.0  # a log needs fewer lines
@@ -124,31 +124,31 @@ class Bar:
         self._bar.close()
 
 
-# ---- a copy of the model at work ------------------------------------------------------------------------------------
+# ---- one copy of the model ------------------------------------------------------------------------------------------
 
 
 def line_of(
     prompt: Prompt, response: Sequence[int], logprob: float, tokenizer: Tokenizer, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """A line of the file. num_tokens counts the EOS; logprob is under the distribution that was sampled from."""
+    """A line of the file. num_tokens includes the EOS; logprob is under the distribution sampled from."""
     if response[-1] in eos_ids:
         finish = "eos"
     elif len(response) < prompt.sampling.max_new_tokens:
         finish = "stop"
     else:
-        said = tokenizer.decode(response) if prompt.sampling.stop else ""
-        finish = "stop" if any(text in said for text in prompt.sampling.stop) else "length"
+        decoded = tokenizer.decode(response) if prompt.sampling.stop else ""
+        finish = "stop" if any(text in decoded for text in prompt.sampling.stop) else "length"
     return {
         "prompt": prompt.text,
         "response": tokenizer.decode_pair(prompt.tokens, response)[1],
         "num_tokens": len(response),
         "finish": finish,
-        "logprob": round(logprob, 4),  # what float32 is good for over hundreds of tokens
+        "logprob": round(logprob, 4),  # the precision of float32 over hundreds of tokens
     }
 
 
 @dataclass(slots=True)
-class Copy:
+class Replica:
     """One copy of the model and the windows of prompts that it answers."""
 
     engine: Engine
@@ -156,15 +156,15 @@ class Copy:
     eos_ids: tuple[int, ...]
     options: Options
     windows: Iterator[Sequence[Prompt]]
-    _line: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
+    _queue: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
 
     def next_window(self, bar: Bar) -> list[dict[str, Any]]:
-        """Lines of the next window, samples of a prompt side by side; [] if there is none."""
-        while len(self._line) < AHEAD and (window := next(self.windows, None)):
-            self._line.append(self._submit(window))
-        if not self._line:
+        """Lines of the next window, samples of a prompt adjacent; [] if there is none."""
+        while len(self._queue) < AHEAD and (window := next(self.windows, None)):
+            self._queue.append(self._submit(window))
+        if not self._queue:
             return []
-        prompts, numbers = self._line.popleft()
+        prompts, numbers = self._queue.popleft()
         self.engine.run(numbers, progress=bar)
         responses_RG, logprobs_RG, _ = self.engine.results(numbers)
         logprobs = logprobs_RG.double().sum(1).tolist()
@@ -191,13 +191,13 @@ class Copy:
 
 
 def deal(prompts: Sequence[Prompt], copy: int, num_copies: int, window: int) -> Iterator[Sequence[Prompt]]:
-    """A copy's windows: every num_copies-th prompt, `window` of them at a time."""
+    """The windows of a copy: every num_copies-th prompt, `window` at a time."""
     mine = prompts[copy::num_copies]
     return (mine[start : start + window] for start in range(0, len(mine), window))
 
 
-def interleave(lines: Sequence[Sequence[dict]], samples: int) -> list[dict]:
-    """The copies' lines of one window in the order of the prompts: the inverse of `deal`."""
+def merge_in_order(lines: Sequence[Sequence[dict]], samples: int) -> list[dict]:
+    """The lines of all copies for one window, in the order of the prompts: the inverse of `deal`."""
     longest = max(map(len, lines))
     return [
         line for start in range(0, longest, samples) for of_copy in lines for line in of_copy[start : start + samples]
@@ -207,10 +207,10 @@ def interleave(lines: Sequence[Sequence[dict]], samples: int) -> list[dict]:
 # ---- the verb -------------------------------------------------------------------------------------------------------
 
 
-def make_copy(
+def make_replica(
     folder: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, layout: Layout, world: World, options: Options
-) -> Copy | None:
-    """This rank's copy of the model with its share of the prompts; None if it has none. Collective over the copy."""
+) -> Replica | None:
+    """This rank's copy of the model with its share of the prompts; None without prompts. Collective over the copy."""
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
         parallel = Parallel(layout.shard(world.rank), group=world.group(group_name(group)) if len(group) > 1 else None)
@@ -221,7 +221,7 @@ def make_copy(
     if not mine:
         return None
     places = min(generation.max_sequences, len(mine) * samples)
-    give_back(world.device)  # what loading has used
+    release_unused(world.device)  # memory used while loading
     engine = Engine(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),
@@ -232,51 +232,51 @@ def make_copy(
         decode=tokenizer.decode,
     )
     windows = deal(prompts, index, layout.dp, window_of(options))
-    return Copy(engine, tokenizer, eos_ids_of(config, tokenizer), options, windows)
+    return Replica(engine, tokenizer, eos_ids_of(config, tokenizer), options, windows)
 
 
 def eos_ids_of(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What ends a response: as in training."""
+    """The token ids that end a response, as in training."""
     return tuple(config.eos_token_ids) or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
 
 
 def window_of(options: Options) -> int:
-    """Prompts of a window, the same on every copy."""
+    """Number of prompts in a window, the same on every copy."""
     return max(WINDOW * options.generation.max_sequences // options.samples_per_prompt, 1)
 
 
-def generate(
+def generate_file(
     world: World, layout: Layout, options: Options, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
-    """Writes the responses to a file of prompts; rank 0 shows progress and prints. Returns the last line's numbers."""
+    """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the values of its last line."""
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
-            Lines.check(out, prompts, overwrite=overwrite)
+            OutputFile.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
-        asked = read_prompts(prompts, tokenizer, read_config(model), options, world)
+        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world)
     world.agree("the start", {"prompts": repr(asked)})
-    copy = make_copy(model, asked, tokenizer, layout, world, options)
+    replica = make_replica(model, asked, tokenizer, layout, world, options)
     world.barrier("the start of generation")
-    started, totals, lines = time.perf_counter(), Totals(), Lines(out)
+    started, totals, file = time.perf_counter(), Totals(), OutputFile(out)
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
     bar = Bar(len(asked) * options.samples_per_prompt, share, enabled=world.rank == 0)
     try:
         for start in range(0, len(asked), window_of(options) * layout.dp):
-            found = copy.next_window(bar) if copy else []
-            answers = world.allgather(found if layout.reports(world.rank) else [], f"the responses from {start}")
+            window = replica.next_window(bar) if replica else []
+            answers = world.allgather(window if layout.reports(world.rank) else [], f"the responses from {start}")
             if world.rank == 0:
                 of_copies = [answers[rank] for rank in layout.ranks if layout.reports(rank)]
-                written = interleave(of_copies, options.samples_per_prompt)
-                lines.write(written)
-                for line in written:
+                lines = merge_in_order(of_copies, options.samples_per_prompt)
+                file.write(lines)
+                for line in lines:
                     totals.add(line)
         seconds = time.perf_counter() - started
         if world.rank == 0:
             bar.close(done=True)
-            lines.finish()
+            file.finish()
     except BaseException:
         bar.close(done=False)
-        lines.drop()
+        file.drop()
         raise
     result = {
         "out": str(out),
@@ -287,16 +287,16 @@ def generate(
         "tokens_per_s": round(totals.tokens / seconds, 1),
         "mean_length": round(totals.tokens / max(totals.sequences, 1), 2),
         "ended_share": round(totals.ended / max(totals.sequences, 1), 4),
-        "device": describe(world.computes, world.size),
+        "device": describe_device(world.computes, world.size),
         "ok": True,
     }
     if world.rank == 0:
-        show(result, layout)
+        print_summary(result, layout)
     return result
 
 
-def show(result: Mapping[str, Any], layout: Layout) -> None:
-    """What happened, for people; then the same as JSON, which stays the last line."""
+def print_summary(result: Mapping[str, Any], layout: Layout) -> None:
+    """Prints a summary, and as the last line the same as JSON."""
     sequences, copies = result["sequences"], layout.dp
     ranks = "1 rank" if layout.tp == 1 else f"{layout.tp} ranks"
     on = f"one copy of the model on {ranks}" if copies == 1 else f"{copies} copies of the model, {ranks} each"

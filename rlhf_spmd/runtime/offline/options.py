@@ -1,4 +1,4 @@
-"""What `generate` may be told as KEY=VALUE words. Imports neither torch nor MPI, so that a mistake shows at once."""
+"""The options of `generate`, given as KEY=VALUE words. Imports neither torch nor MPI, so errors appear at once."""
 
 import dataclasses
 import difflib
@@ -14,18 +14,18 @@ from rlhf_spmd.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Generation(configs.Generation):
-    """As in training, but for two things: greedy decoding is allowed, and nothing is stored for replay, so that top_p
-    and min_p need no top_k."""
+class OfflineGeneration(configs.Generation):
+    """As in training, except that greedy decoding is allowed, and top_p and min_p need no top_k, because nothing is
+    stored for replay."""
 
     temperature: NonNegative = 1.0  # logits are divided by it; 0: the most likely token
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class OfflineData:
     key: str = "prompt"  # field (.jsonl) or column (.parquet) that holds the prompt
-    max_prompt: NonNegativeInt = 0  # most tokens of a prompt; 0: the model's context less max_new_tokens
-    long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
+    max_prompt: NonNegativeInt = 0  # limit of tokens in a prompt; 0: the model's context less max_new_tokens
+    long_prompts: Literal["error", "truncate", "drop"] = "error"  # for longer prompts; truncate keeps the last tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Options:
     tp: PositiveInt = 1  # tensor-parallel ranks of one copy of the model
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
-    data: Data = Data()
-    generation: Generation = Generation()
+    data: OfflineData = OfflineData()
+    generation: OfflineGeneration = OfflineGeneration()
 
 
-def load(words: Iterable[str]) -> Options:
-    """The options with these KEY=VALUE words; later ones count. Raises UserError for an unknown key or a bad value."""
+def load_options(words: Iterable[str]) -> Options:
+    """Options from KEY=VALUE words; later words win. Raises UserError for an unknown key or a bad value."""
     options = Options()
     for word in words:
         key, equals, text = word.partition("=")
@@ -61,16 +61,16 @@ def load(words: Iterable[str]) -> Options:
 
 
 def keys() -> list[str]:
-    """Every key that a word may set."""
-    found = []
+    """All keys."""
+    names = []
     for field in dataclasses.fields(Options):
         inner = dataclasses.fields(field.type) if dataclasses.is_dataclass(field.type) else ()
-        found += [f"{field.name}.{leaf.name}" for leaf in inner] or [field.name]
-    return found
+        names += [f"{field.name}.{leaf.name}" for leaf in inner] or [field.name]
+    return names
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:
-    """The key that was meant: by its last part, which is often all that is given, else by the whole."""
+    """Suggests a known key: similar in its last part, which is often all that is given, else as a whole."""
     by_leaf = {one.rpartition(".")[2]: one for one in known}
     close = difflib.get_close_matches(key.rpartition(".")[2], list(by_leaf), n=1)
     meant = by_leaf[close[0]] if close else next(iter(difflib.get_close_matches(key, list(known), n=1)), "")

@@ -1,7 +1,7 @@
-"""The prompts of offline generation: tokens and sampling of each, and room for both in the model's context.
+"""The prompts of offline generation: reads them with their sampling parameters and checks the model's context.
 
-A line of a .jsonl file may say how its own prompt is answered: max_new_tokens, min_new_tokens, temperature, top_k,
-top_p, min_p, stop (a list of texts). What else it holds beside the prompt means nothing here.
+A line of a .jsonl file may set the sampling parameters of its prompt: max_new_tokens, min_new_tokens, temperature,
+top_k, top_p, min_p, stop (a list of texts). Other keys are ignored.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.offline.options import Generation, Options
+from rlhf_spmd.runtime.offline.options import OfflineGeneration, Options
 from rlhf_spmd.runtime.world.world import World
 
-OF_A_PROMPT = tuple(each.name for each in dataclasses.fields(Sampling))
+SAMPLING_KEYS = tuple(each.name for each in dataclasses.fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An entry of the file. index: its place there, from 0, whatever else was dropped."""
+    """An entry of the file. index: its place in the file, from 0, counting dropped prompts."""
 
     index: int
     text: str
@@ -35,50 +35,51 @@ class Prompt:
     sampling: Sampling
 
 
-def sampling_of(generation: Generation, own: Mapping[str, Any] | None = None) -> Sampling:
-    """How the tokens of a prompt are drawn: the run's options, changed by the prompt's own (null changes nothing)."""
-    values = {name: getattr(generation, name) for name in OF_A_PROMPT}
-    hints = get_type_hints(Generation, include_extras=True)
+def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = None) -> Sampling:
+    """The sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is ignored)."""
+    values = {name: getattr(generation, name) for name in SAMPLING_KEYS}
+    hints = get_type_hints(OfflineGeneration, include_extras=True)
     for name, value in (own or {}).items():
-        if name not in OF_A_PROMPT or value is None:
+        if name not in SAMPLING_KEYS or value is None:
             continue
         if name == "stop":
-            value = [value] if isinstance(value, str) else value  # one text, whatever commas are in it
-        elif isinstance(value, bool) or not isinstance(value, int | float):  # true is a 1 and "1" too, elsewhere
+            value = [value] if isinstance(value, str) else value  # a single text, even with commas
+        elif isinstance(value, bool) or not isinstance(value, int | float):  # unlike on the command line, "1" is wrong
             raise UserError(f"{name}={json.dumps(value)} is not a number")
         values[name] = configs.parse_value(hints[name], value, name)
     return Sampling(**values)
 
 
-def _samplings(path: Path, generation: Generation, num: int) -> list[Sampling]:
-    """Of every entry of a prompt file that has been read once and found good. Raises UserError naming file and line."""
+def _samplings(path: Path, generation: OfflineGeneration, num: int) -> list[Sampling]:
+    """The sampling parameters of every entry of a prompt file that load_prompts has accepted. Raises UserError naming
+    file and line."""
     common = sampling_of(generation)
     if path.suffix.lower() != ".jsonl":
         return [common] * num
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ").split(b"\n")
     assert len(lines) == num, (len(lines), num)
-    found = []
+    samplings = []
     for number, line in enumerate(lines, start=1):
         record = json.loads(line)
         try:
-            found.append(sampling_of(generation, record) if record.keys() & set(OF_A_PROMPT) else common)
+            samplings.append(sampling_of(generation, record) if record.keys() & set(SAMPLING_KEYS) else common)
         except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
-    return found
+    return samplings
 
 
-def read_prompts(
+def read_offline_prompts(
     path: Path, tokenizer: Tokenizer, model: ModelConfig, options: Options, world: World | None = None
 ) -> list[Prompt]:
-    """The prompts that are answered. Raises UserError naming file and line for any that the model has no room for.
+    """The prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 
-    world: then one rank of each node tokenises for all of it; collective, in a block of World.together."""
+    world: if given, one rank of each node tokenises for the node; collective, in a block of World.together."""
     data, context = options.data, model.max_position_embeddings
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:
         raise UserError(
-            f"generation.max_new_tokens={options.generation.max_new_tokens} leaves no room for a prompt: the model was "
-            f"made for {context} tokens in all; lower it"
+            f"generation.max_new_tokens={options.generation.max_new_tokens} leaves no room for a prompt: the model "
+            f"has a context of {context} tokens; lower it"
         )
     refuses = data.long_prompts == "error" and data.max_prompt > 0  # without max_prompt the sum counts, see below
 
@@ -91,9 +92,9 @@ def read_prompts(
             long_prompts="truncate" if data.long_prompts == "truncate" else "error",
         )
 
-    found = load() if world is None else once_per_node(world, load)
-    samplings, prompts = _samplings(path, options.generation, len(found)), []
-    for index, (text, tokens, sampling) in enumerate(zip(found.texts, found.prompts, samplings, strict=True)):
+    loaded = load() if world is None else once_per_node(world, load)
+    samplings, prompts = _samplings(path, options.generation, len(loaded)), []
+    for index, (text, tokens, sampling) in enumerate(zip(loaded.texts, loaded.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:
             continue
         where, longest = f"{path}, {'row' if path.suffix.lower() == '.parquet' else 'line'} {index + 1}", len(tokens)
@@ -101,12 +102,12 @@ def read_prompts(
         if longest > context:
             raise UserError(
                 f"{where}: the prompt has {len(tokens)} tokens and may get {sampling.max_new_tokens} new ones, but the "
-                f"model was made for {context} in all; lower max_new_tokens, or set data.long_prompts=truncate (or "
-                f"drop) and data.max_prompt={max(context - sampling.max_new_tokens, 1)}"
+                f"model has a context of {context}; lower max_new_tokens, or set data.long_prompts=truncate (or drop) "
+                f"and data.max_prompt={max(context - sampling.max_new_tokens, 1)}"
             )
         if max(tokens) >= model.vocab_size:
             raise UserError(
-                f"{where}: the prompt has token {max(tokens)}, but the model knows {model.vocab_size} tokens "
+                f"{where}: the prompt has token {max(tokens)}, but the model has {model.vocab_size} tokens "
                 "(vocab_size in config.json); use the tokenizer that belongs to it"
             )
         prompts.append(Prompt(index, text, tokens, sampling))
