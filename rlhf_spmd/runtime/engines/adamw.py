@@ -1,6 +1,6 @@
-"""AdamW (arXiv 1711.05101) by torch's fused operation, for flat_engine.py.
+"""AdamW (arXiv 1711.05101) with torch's fused operation, for flat_engine.py.
 
-torch.optim.AdamW runs the same operation, but making one imports torch's compiler: a second of every rank's start.
+torch.optim.AdamW runs the same operation, but constructing it imports torch's compiler: a second of every rank's start.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class AdamW:
-    """Updates `masters` from their .grad; the moments are of the masters' type.
+    """Updates `masters` from their .grad; the moments have the dtype of the masters.
 
-    They are there from the beginning: what comes later and stays would lie where the KV cache of the first iteration
-    was, and keep a GPU from giving that memory back.
+    The moments are allocated at once: if allocated later, they would occupy memory of the first iteration's KV cache,
+    and torch could not return that memory to the GPU.
     """
 
     def __init__(self, masters: Sequence[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float):
@@ -26,7 +26,7 @@ class AdamW:
         return int(self._steps[0]) if self._steps else 0
 
     def begin(self, num_steps: int) -> None:
-        """Moments of zeros after so many steps; who resumes fills them."""
+        """Sets the number of steps and zero moments, which a resumed run then overwrites."""
         self._steps = [torch.tensor(float(num_steps), device=master.device) for master in self.masters]
         self.moments: list[dict[str, Tensor]] = [
             {kind: torch.zeros_like(master, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}

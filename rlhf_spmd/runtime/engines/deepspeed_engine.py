@@ -1,7 +1,7 @@
-"""ZeRO 2 and 3 by DeepSpeed, over any group of ranks. The only file that imports it.
+"""ZeRO 2 and 3 by DeepSpeed, over any group of ranks. The only file that imports DeepSpeed.
 
-DeepSpeed believes that it owns the whole world, while a strategy gives a model any subset of the ranks and several
-models to one rank; what it takes to reconcile the two is gathered in `DeepSpeedEngine._as_world`.
+DeepSpeed assumes that it owns the whole world, but a strategy may give a model any subset of the ranks, and a rank
+several models. `DeepSpeedEngine._as_world` contains the necessary adaptations.
 """
 
 import io
@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.engines.flat_engine import Groups, Interval, Loss, ReadSt
 
 
 class _Subgroup:
-    """What DeepSpeed asks of an `mpu`: which ranks are data-parallel, which hold the slices of one model."""
+    """DeepSpeed's `mpu` interface: the data-parallel ranks, and the ranks that hold the slices of one model."""
 
     def __init__(self, groups: Groups):
         self._data, self._model, self._tp_index = groups.data, groups.model, groups.tp_index
@@ -50,20 +50,20 @@ class _Subgroup:
         return 1 if self._model is None else self._model.size()
 
     def get_model_parallel_rank(self) -> int:
-        return self._tp_index  # rank 0 counts the weights that are not split
+        return self._tp_index  # only rank 0 counts weights that are not split
 
 
 class _LossModule(nn.Module):
-    """The loss as a module around the model, so that a loss may call any method of the model.
+    """The loss as a module around the model, so that a loss can call any method of the model.
 
-    Stage 3 gathers weights when a module's forward begins or reads one, and only inside the forward of the module that
-    DeepSpeed was given; `model.logits(...)` after `model(...)` would find its weights sharded.
+    Stage 3 gathers weights when a module's forward begins or reads one, but only inside the forward of the module that
+    was passed to DeepSpeed; `model.logits(...)` after `model(...)` would see sharded weights.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.task: tuple[Loss, Any] | None = None  # not an argument: DeepSpeed hooks itself into tensor arguments
+        self.task: tuple[Loss, Any] | None = None  # not an argument: DeepSpeed adds hooks to tensor arguments
 
     def forward(self) -> Tensor:
         loss, micro_batch = self.task
@@ -71,7 +71,7 @@ class _LossModule(nn.Module):
 
 
 class DeepSpeedEngine:
-    """ZeRO 2 (optimizer state and gradients sharded) and 3 (and weights) over a subgroup of the world."""
+    """ZeRO 2 (optimizer state and gradients sharded) and 3 (weights, too) over a subgroup of the world."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class DeepSpeedEngine:
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
-        self.optimizer = torch.optim.AdamW(  # ours, because DeepSpeed's own compiles an operation
+        self.optimizer = torch.optim.AdamW(  # torch's, because DeepSpeed's compiles an operation
             weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
         if groups.tensor is not None:
             for name, p in model.named_parameters():
                 p.model_parallel = is_split(name)  # each slice of it counts in the norm
                 if not is_split(name):
-                    p.register_hook(lambda gradient: _summed(gradient, group=groups.tensor))
+                    p.register_hook(lambda gradient: _sum_over(gradient, group=groups.tensor))
         with self._as_world(), redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory statistics
             self._agree_on_numbers()
             self.engine, *_ = self._deepspeed.initialize(
@@ -110,18 +110,18 @@ class DeepSpeedEngine:
             )
         for number, module in enumerate(self._loss_module.modules()):
             module.ds_id = number  # see _agree_on_numbers; a module's number need be unique only in its engine
-        # Stage 3 asks whether the replicas of a shard span the slices of the model. torch says that the default group,
-        # which the replicas' is here, has the ranks 0, 1, ...: each slice would then keep its own norm to itself.
+        # Stage 3 checks whether the replicas of a shard span the slices of the model. For the default group, which is
+        # the replicas' group here, torch reports the ranks 0, 1, ..., so each slice would compute its own norm.
         self.engine.optimizer._global_ranks = dist.get_process_group_ranks
 
     @contextmanager
     def _as_world(self) -> Iterator[None]:
-        """Make the group torch.distributed's default group, and so DeepSpeed's world, for the length of a call.
+        """Makes the engine's group torch.distributed's default group, and so DeepSpeed's world, during a call.
 
-        - Stage 3 waits at barriers of the default group, and others ask it for their rank.
-        - DeepSpeed keeps the `mpu` of the engine made last in a module-global; several engines take turns here.
-        - It wants LOCAL_RANK, which must be the index of the current device, and asserts that Open MPI's local rank is
-          the same, which it need not be. On CPU it starts `numactl` at every reduction unless LOCAL_SIZE is set.
+        - Stage 3 waits at barriers of the default group, and other parts read their rank from it.
+        - DeepSpeed stores the `mpu` of the newest engine in a module-global; with several engines it must be switched.
+        - It requires LOCAL_RANK, which must be the index of the current device, and asserts that Open MPI's local rank
+          is the same, which need not hold. On CPU it starts `numactl` at every reduction unless LOCAL_SIZE is set.
         """
         groups = self._deepspeed.utils.groups
         local_rank = str(torch.cuda.current_device() if self._device.type == "cuda" else 0)
@@ -136,10 +136,10 @@ class DeepSpeedEngine:
                 distributed_c10d._update_default_pg(world)
 
     def _agree_on_numbers(self) -> None:
-        """Let the group number its weights from the same number on.
+        """Makes all ranks of the group number their weights from the same number on.
 
-        DeepSpeed numbers the weights (and modules) of all stage 3 engines of a process through, and stage 3 compares
-        the numbers among the ranks: they differ where a rank has had more engines than another.
+        DeepSpeed numbers the weights (and modules) of all stage 3 engines of a process consecutively, and stage 3
+        compares the numbers among the ranks. They differ if one rank has had more engines than another.
         """
         numbering = self._deepspeed.zero.partition_parameters.Init
         highest = torch.tensor(numbering.param_id, device=self._device)
@@ -157,12 +157,12 @@ class DeepSpeedEngine:
                 self._loss_module.task = loss, micro_batch
                 value = self.engine()
                 assert value.requires_grad, "a rank without data must still run the model: return 0 * something"
-                # DeepSpeed averages over the ranks; it divides by no number of micro-batches, as it knows of one.
+                # DeepSpeed averages over the ranks, but not over micro-batches, because it is configured for one.
                 self.engine.backward(value * self._group.size())
             self._loss_module.task = None
             self.engine.step()
             for p in self.model.parameters():
-                p.grad = None  # stage 2 forgets one of them
+                p.grad = None  # stage 2 leaves one of them
             return StepStats(float(self.engine.get_global_grad_norm()))
 
     @contextmanager
@@ -174,8 +174,8 @@ class DeepSpeedEngine:
         whole = self._deepspeed.zero.GatheredParameters(list(self.model.parameters()))
         with self._as_world():
             whole.__enter__()
-        # A module's hooks would shard its weights again after its forward. They are laid aside rather than removed,
-        # since re-registering makes DeepSpeed forget the order in which it prefetches weights.
+        # A module's hooks would shard its weights again after its forward. They are disabled rather than removed,
+        # because re-registering makes DeepSpeed lose the order in which it prefetches weights.
         hooks = [hook for m in self.model.modules() for hook in (m._forward_hooks, m._forward_pre_hooks)]
         aside = [dict(hook) for hook in hooks]
         try:
@@ -199,7 +199,7 @@ class DeepSpeedEngine:
             return {name: p.detach() for name, p in self.model.named_parameters()}
         state = {}
         with self._as_world():
-            for name, p in self.model.named_parameters():  # one at a time: the device need not hold the whole model
+            for name, p in self.model.named_parameters():  # one at a time, so the device need not hold the whole model
                 with self._deepspeed.zero.GatheredParameters([p]):
                     state[name] = p.detach().to("cpu", copy=True)
         return state
@@ -221,14 +221,14 @@ class DeepSpeedEngine:
                 deepspeed_state.publish_flat(self.engine.optimizer, group=self._group)
 
     def _shares(self) -> list[deepspeed_state.Share]:
-        """Which numbers of which weights this rank updates, and where they lie."""
+        """The intervals of weights that this rank updates, and where they are stored."""
         of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
         return of_stage(self.engine.optimizer, names, rank=self._group.rank())
 
 
-def _summed(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """A weight that is not split gets a part of its gradient on every slice."""
+def _sum_over(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Sums the gradient of a weight that is not split; every slice has a partial sum."""
     total = gradient.clone()
     dist.all_reduce(total, group=group)
     return total
@@ -236,7 +236,7 @@ def _summed(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 @contextmanager
 def _environment(values: dict[str, str | None]) -> Iterator[None]:
-    """Set environment variables (None: unset) and restore them."""
+    """Sets environment variables (None: unset) and restores them afterwards."""
 
     def put(values: dict[str, str | None]) -> None:
         for name, value in values.items():
@@ -253,9 +253,9 @@ def _environment(values: dict[str, str | None]) -> Iterator[None]:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed (seconds, so only when a stage needs it) for CPU or CUDA, quiet and without compilers."""
+    """Imports DeepSpeed (takes seconds, so only if needed) for CPU or CUDA, without log messages and compilers."""
     if "deepspeed" not in sys.modules:
-        os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it takes CUDA wherever there is some
+        os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it uses CUDA if available
     try:
         import deepspeed
         import deepspeed.ops
@@ -267,15 +267,15 @@ def _import_deepspeed(device: torch.device) -> Any:
     assert accelerator == device.type, f"DeepSpeed is set to {accelerator}, the model is on {device}"
     deepspeed.utils.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)  # its calls
-    # Whatever is compatible would be compiled: on CPU a shared-memory all-reduce that spans the whole world.
+    # Else it compiles all compatible operations: on CPU a shared-memory all-reduce that spans the whole world.
     deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
 
 def _config(weights: list[Tensor], *, zero: int, dtype: torch.dtype, max_grad_norm: float | None) -> dict[str, Any]:
-    """DeepSpeed's configuration. Batch sizes are ours to manage: one micro-batch, of size one, is all it knows."""
+    """DeepSpeed's configuration. We manage batch sizes; DeepSpeed is configured for one micro-batch of size one."""
     numel, largest = sum(p.numel() for p in weights), max(p.numel() for p in weights)
-    bucket = math.ceil(max(largest, min(numel, REDUCE_NUMEL)) / 2) * 2  # an odd all-gather bucket is refused
+    bucket = math.ceil(max(largest, min(numel, REDUCE_NUMEL)) / 2) * 2  # odd all-gather buckets are rejected
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -292,7 +292,7 @@ def _config(weights: list[Tensor], *, zero: int, dtype: torch.dtype, max_grad_no
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket,
-            # Stage 3 keeps small weights whole, to save messages: norms in a real model, nothing in a tiny one.
+            # Stage 3 does not shard small weights, to save messages: norms in a real model, nothing in a tiny one.
             "stage3_param_persistence_threshold": min(100_000, numel // 10_000),
         },
     }

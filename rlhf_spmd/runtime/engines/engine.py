@@ -1,6 +1,6 @@
-"""Train engines: one optimizer step of a model over a group of ranks, at ZeRO stage 0, 1, 2 or 3, behind one interface.
+"""Train engines: one interface for an optimizer step of a model over a group of ranks, at ZeRO stage 0, 1, 2 or 3.
 
-Stages 0 and 1 are ours (flat_engine.py), 2 and 3 are DeepSpeed's (deepspeed_engine.py).
+Stages 0 and 1 are implemented here (flat_engine.py), stages 2 and 3 by DeepSpeed (deepspeed_engine.py).
 """
 
 from collections.abc import Sequence
@@ -19,44 +19,44 @@ from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Interval, 
 class TrainEngine(Protocol):
     """A model in training. Every rank of its group makes the same calls in the same order."""
 
-    model: nn.Module  # to run forwards on, for inference too (at stage 3 inside `gathered`)
+    model: nn.Module  # for forwards, also for inference (at stage 3 inside `gathered`)
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
         """One AdamW step on the sum of the micro-batches' gradients over all ranks of the group.
 
-        `loss(model, micro_batch)` is this rank's share of the *global* loss, a scalar that is already divided by the
-        global count; shares are summed, never averaged. Every rank passes the same number of micro-batches (at least
-        one). Where a rank has no data, its micro-batches still run the model forward, and their loss is 0 * something;
-        at stages 2 and 3 the ranks must all reach the same weights in the same order. There, `loss` runs with the
-        engine's group as torch.distributed's default group, so it may communicate only with an explicit group.
+        `loss(model, micro_batch)` is this rank's share of the *global* loss, a scalar already divided by the global
+        count; shares are summed, not averaged. Every rank passes the same number of micro-batches (at least one). A
+        rank without data must still run the model forward and return 0 * something. At stages 2 and 3 all ranks must
+        use the same weights in the same order, and `loss` runs with the engine's group as torch.distributed's default
+        group, so it may communicate only with an explicit group.
         """
 
     def gathered(self) -> AbstractContextManager[None]:
         """Inside, `model` holds its full weights and may run any number of forwards, different on each rank.
 
-        Collective at stage 3, where it takes the memory of the whole model; nothing otherwise. Not for training.
+        At stage 3 it is collective and takes the memory of the whole model; else it does nothing. Not for training.
         """
 
     def state(self) -> dict[str, Tensor]:
-        """The full weights by parameter name, in the compute dtype; a tied weight once, under its first name.
+        """The full weights (of a split model: this rank's shard) by parameter name, in the compute dtype; a tied weight
+        once, under its first name.
 
-        Stages 0 to 2: the live weights (valid until the next step). Stage 3: copies on the CPU; collective. Of a model
-        that is split over ranks, this rank's shard.
+        Stages 0 to 2: the live weights (valid until the next step). Stage 3: copies on the CPU; collective.
         """
 
     def held(self) -> dict[str, Tensor]:
-        """What of each weight this rank holds all the time: at stage 3 a flat part of it, else as `state`."""
+        """The part of each weight that this rank always holds: at stage 3 a flat part, else as in `state`."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """The number of optimizer steps, and this rank's share of "master", "exp_avg" and "exp_avg_sq", flat views of
-        what lives: the data-parallel ranks together have each number of their shard once. After the first step."""
+        """The number of optimizer steps, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat views;
+        the data-parallel ranks together hold each number of their shard once. Call it after the first step."""
 
     def load(self, num_steps: int, read: ReadState) -> None:
-        """Go on from such a state, whatever ranks had which share of it; only before the first step, and `publish`
-        comes next. Local."""
+        """Restores such a state, however it was distributed over ranks. Call it before the first step, then `publish`.
+        Local."""
 
     def publish(self) -> None:
-        """The masters into the weights of the compute dtype, on every rank that has them. Collective."""
+        """Copies the masters to the weights in the compute dtype, on every rank that has them. Collective."""
 
 
 def make_engine(
@@ -70,19 +70,19 @@ def make_engine(
     weight_decay: float = 0.0,
     max_grad_norm: float | None = 1.0,
 ) -> TrainEngine:
-    """Take over a model, or this rank's shard of it, and train it on the ranks of a layout.
+    """Makes an engine for a model, or this rank's shard of it, on the ranks of a layout. The engine owns the model.
 
-    model: the same weights on every rank of groups.data; where that is None, every stage is stage 0: there is nothing
-    to shard. dtype: of weights and computation; bfloat16 keeps float32 master weights and sums of gradients; float64 is
-    for tests. weight_decay: AdamW's, on every weight. max_grad_norm: of the global gradient; None: no clipping.
-    Raises UserError for a stage or dtype that cannot be had.
+    model: the same weights on every rank of groups.data; if that is None, every stage acts as stage 0, because there is
+    nothing to shard. dtype: of weights and computation; bfloat16 keeps float32 master weights and gradient sums;
+    float64 is for tests. weight_decay: AdamW's, on every weight. max_grad_norm: of the global gradient; None: no
+    clipping. Raises UserError for an unsupported stage or dtype.
     """
     if zero not in (0, 1, 2, 3):
         raise UserError(f"ZeRO stage {zero} does not exist; choose zero=0, 1, 2 or 3")
     if dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise UserError(f"cannot train in {dtype}; choose float32 or bfloat16 (float64 with zero=0 or 1)")
     if dtype == torch.float64 and zero > 1:
-        raise UserError(f"float64 is not possible with zero={zero}: DeepSpeed refuses or rounds it; choose zero=0")
+        raise UserError(f"float64 is not possible with zero={zero}: DeepSpeed rejects or rounds it; choose zero=0")
     assert max_grad_norm is None or max_grad_norm > 0, max_grad_norm
     with torch.no_grad():
         for p in model.parameters():  # not model.to(dtype): buffers keep their precision
@@ -96,9 +96,9 @@ def make_engine(
 
 
 def _assert_same_weights(model: nn.Module, *, group: dist.ProcessGroup) -> None:
-    """Weights that differ are a mistake elsewhere, which DeepSpeed would hide: it broadcasts one rank's.
+    """Detects different weights on the ranks, a bug that DeepSpeed would hide by broadcasting one rank's weights.
 
-    Compares the sum of all bit patterns, which (unlike a sum of floats) no order of summation changes.
+    Compares the sum of all bit patterns, which, unlike a sum of floats, does not depend on the order of summation.
     """
     patterns = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = sum(p.detach().view(patterns[p.element_size()]).sum(dtype=torch.int64) for p in model.parameters())

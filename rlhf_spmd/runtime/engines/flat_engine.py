@@ -1,12 +1,12 @@
-"""ZeRO 0 and 1 over any layout: gradients in one flat buffer, our own all-reduce and clipping, torch's fused AdamW.
+"""ZeRO 0 and 1 over any layout: gradients in one flat buffer, own all-reduce and clipping, torch's fused AdamW.
 
-Ours, because DeepSpeed's stage 0 goes wrong silently when two engines live on the same ranks and refuses float64, and
-because its stage 1 reduces gradients from inside the backward pass, where a pipeline's stages that share embeddings
-cannot meet. In one flat buffer the sum over the ranks is a few large all-reduces and clipping is one multiplication.
+DeepSpeed is not used here: its stage 0 is silently wrong with two engines on the same ranks and rejects float64, and
+its stage 1 reduces gradients inside the backward pass, where pipeline stages that share embeddings cannot meet. With
+one flat buffer, the sum over the ranks is a few large all-reduces and clipping is one multiplication.
 
 ZeRO 1 (arXiv 1910.02054, section 5.1) shards the optimizer's state and float32 masters: each data-parallel rank updates
-its part of the flat weights, and all of them gather the parts. Gradients are all-reduced there, not reduce-scattered:
-half as much again on the wire, and every replica of a weight gets the same bits.
+its part of the flat weights, then the parts are all-gathered. Gradients are all-reduced, not reduce-scattered: that
+sends half as much again, but every replica of a weight gets the same bits.
 """
 
 import math
@@ -24,35 +24,35 @@ from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.runtime.engines.adamw import AdamW
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Interval = tuple[str, int, int]  # a parameter's name, and which numbers [start, stop) of it flattened, as a rank has it
+Interval = tuple[str, int, int]  # a parameter's name, and an interval [start, stop) of its flattened local shard
 ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg_sq" -> the numbers, [stop - start]
 
-BUCKET_NUMEL = 1 << 25  # numbers per all-reduce: large enough for bandwidth, small enough that the backend can pipeline
-NORM_ROW = 1 << 12  # numbers whose squares are added in their own precision
-TIED = "embed_tokens.weight"  # on the first and the last stage where embeddings are tied
+BUCKET_NUMEL = 1 << 25  # numbers per all-reduce: large enough for bandwidth, small enough for pipelining in the backend
+NORM_ROW = 1 << 12  # numbers whose squares are summed in their own precision
+TIED = "embed_tokens.weight"  # on the first and the last stage if embeddings are tied
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one optimizer step says of itself."""
+    """The statistics of one optimizer step."""
 
-    grad_norm: float  # the true global L2 norm, before clipping; not finite: the step changed no weight
+    grad_norm: float  # the global L2 norm before clipping; if not finite, the step changed no weight
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Process groups of a train call's layout around one rank; None where a group is this rank alone."""
+    """The process groups of a rank in a train call's layout; None for a group of one rank."""
 
-    data: dist.ProcessGroup | None = None  # ranks with the same shard of the weights: they sum gradients
-    tensor: dist.ProcessGroup | None = None  # slices of one stage: they sum the gradients of weights that are not split
-    model: dist.ProcessGroup | None = None  # all shards of one copy: they sum the squares of the norm
+    data: dist.ProcessGroup | None = None  # ranks with the same shard of the weights: sum gradients
+    tensor: dist.ProcessGroup | None = None  # slices of one stage: sum the gradients of weights that are not split
+    model: dist.ProcessGroup | None = None  # all shards of one copy: sum the squares of the norm
     tied: dist.ProcessGroup | None = None  # first and last stage, if they share embeddings
     tp_index: int = 0
     stage: int = 0
 
 
 class FlatEngine:
-    """Train a model, or a shard of one, of which every data-parallel rank has a replica; see `make_engine`."""
+    """Trains a model, or a shard of one, with a replica on every data-parallel rank; see `make_engine`."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class FlatEngine:
         weight_decay: float,
         max_grad_norm: float | None,
     ):
-        """model: already in `dtype`, the same on every rank of groups.data."""
+        """model: in `dtype`, the same on every rank of groups.data."""
         self.model, self._groups = model, groups
         self._max_grad_norm = max_grad_norm
-        whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight comes once
-        if groups.tensor is not None:  # split weights first: those that are not then lie side by side in the buffer
+        whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight occurs once
+        if groups.tensor is not None:  # split weights first, so that the others are contiguous in the buffer
             whole.sort(key=lambda item: not is_split(item[0]))
         self._names, self._weights = [name for name, _ in whole], [p for _, p in whole]
-        # Sums of bfloat16 gradients, and updates far below a bfloat16's last digit, need float32.
+        # Sums of bfloat16 gradients, and updates much smaller than bfloat16's resolution, need float32.
         self._wide = torch.float32 if dtype == torch.bfloat16 else dtype
         self._replicas = 1 if groups.data is None else groups.data.size()
         shards = self._replicas if zero == 1 else 1
@@ -91,12 +91,12 @@ class FlatEngine:
         self._adamw = AdamW(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """The weights' parts of a flat buffer, in their shapes."""
+        """Views of a flat buffer in the shapes of the weights."""
         sizes = [p.numel() for p in self._weights]
         return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), self._weights, strict=True)]
 
     def _make_masters(self, shards: int) -> list[nn.Parameter]:
-        """What the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's part of them in a row."""
+        """The tensors that the optimizer updates: the weights, their wide copies, or (ZeRO 1) this rank's flat part."""
         if shards == 1:
             if self._wide == self._weights[0].dtype:
                 return self._weights
@@ -116,7 +116,7 @@ class FlatEngine:
         return [master]
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
-        """One optimizer step; see `train_engine.TrainEngine.step`."""
+        """One optimizer step; see `engine.TrainEngine.step`."""
         self.begin()
         for micro_batch in micro_batches:
             self.backward(loss(self.model, micro_batch))
@@ -125,11 +125,11 @@ class FlatEngine:
     # ---- the parts of a step, for pipelines -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forgets the gradients of the step before."""
+        """Zeroes the gradients."""
         self._gradient.zero_()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Adds the gradients of a micro-batch's loss, or of a stage's output given the next stage's gradient of it."""
+        """Adds the gradients of a micro-batch's loss, or of a stage's output given its gradient from the next stage."""
         if output.requires_grad:  # a rank without data may return a constant
             torch.autograd.backward(output, gradient)
 
@@ -146,14 +146,14 @@ class FlatEngine:
         return StepStats(grad_norm)
 
     def _sum_gradients(self) -> None:
-        """Over replicas first; then over the slices and stages that share a weight, whose copies so get equal bits."""
+        """Sums over replicas first, then over slices and stages that share a weight, so its copies get equal bits."""
         if self._groups.data is not None:
-            sum_over(self._gradient, group=self._groups.data)
+            all_reduce_buckets(self._gradient, group=self._groups.data)
         if self._groups.tensor is not None:
             start = sum(p.numel() for name, p in zip(self._names, self._weights, strict=True) if is_split(name))
-            sum_over(self._gradient[start:], group=self._groups.tensor)
+            all_reduce_buckets(self._gradient[start:], group=self._groups.tensor)
         if self._groups.tied is not None and TIED in self._names:
-            sum_over(self._gradients[self._names.index(TIED)].view(-1), group=self._groups.tied)
+            all_reduce_buckets(self._gradients[self._names.index(TIED)].view(-1), group=self._groups.tied)
 
     def _norm(self) -> float:
         """The L2 norm of the whole model's gradient, each weight counted on one rank."""
@@ -165,7 +165,7 @@ class FlatEngine:
         return math.sqrt(squares.item())
 
     def _counted(self) -> Iterator[Tensor]:
-        """The gradients that this rank counts for its copy of the model, in as few pieces of the buffer as it takes."""
+        """The gradients that this rank counts for its copy of the model, in as few pieces of the buffer as possible."""
         start = end = 0
         for name, p in zip(self._names, self._weights, strict=True):
             elsewhere = not is_split(name) and self._groups.tp_index > 0
@@ -180,11 +180,11 @@ class FlatEngine:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The masters' new values into the weights, on every rank that has them. Collective at ZeRO 1."""
+        """Copies the masters to the weights, on every rank that has them. Collective at ZeRO 1."""
         if self._flat_weights is not None:
             if self._wide != self._part.dtype:
                 self._part.copy_(self.masters[0])
-            all_gather(self._flat_weights, self._part, group=self._groups.data)  # in place: the part lies in the whole
+            all_gather(self._flat_weights, self._part, group=self._groups.data)  # in place: the part is a view
             return
         for p, master in zip(self._weights, self.masters, strict=True):
             if p is not master:
@@ -193,7 +193,7 @@ class FlatEngine:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _shares(self, numbers: slice) -> Iterator[tuple[Interval, nn.Parameter, int]]:
-        """Which numbers of which weights lie in a part of the flat buffer, and where the weight begins there."""
+        """For a part of the flat buffer: intervals of weights in it, the weight, and where it begins in the buffer."""
         start = 0
         for name, p in zip(self._names, self._weights, strict=True):
             first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
@@ -209,8 +209,8 @@ class FlatEngine:
         return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """See `train_engine.TrainEngine.optimizer_state`."""
-        found, mine = {}, self._share()
+        """See `engine.TrainEngine.optimizer_state`."""
+        by_interval, mine = {}, self._share()
         place_of = {id(p): number for number, p in enumerate(self._weights)}
         for interval, p, start in self._shares(mine):
             _, first, last = interval
@@ -219,12 +219,12 @@ class FlatEngine:
             else:
                 place, offset = place_of[id(p)], 0
             values, part = self._values(place), slice(offset + first, offset + last)
-            found[interval] = {kind: value.detach().reshape(-1)[part] for kind, value in values.items()}
-        return self._adamw.num_steps, found
+            by_interval[interval] = {kind: value.detach().reshape(-1)[part] for kind, value in values.items()}
+        return self._adamw.num_steps, by_interval
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
-        """See `train_engine.TrainEngine.load`."""
+        """See `engine.TrainEngine.load`."""
         self._adamw.begin(num_steps)
         if self._flat_weights is None:
             for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
@@ -236,14 +236,14 @@ class FlatEngine:
             self._fill(0, interval, slice(offset + interval[1], offset + interval[2]), read)
 
     def _values(self, place: int) -> dict[str, Tensor]:
-        """What a checkpoint holds of a master."""
+        """The tensors of a master that a checkpoint holds."""
         return {"master": self.masters[place], **self._adamw.moments[place]}
 
     def _fill(self, place: int, interval: Interval, part: slice, read: ReadState) -> None:
         for kind, value in self._values(place).items():
             value.detach().view(-1)[part] = read(kind, interval).to(value.device)
 
-    # ---- what others see --------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -256,20 +256,20 @@ class FlatEngine:
 
 
 def _move_gradient(weight: Tensor, into: Tensor) -> None:
-    """Add a micro-batch's gradient to the wide sum as soon as it is complete, and free it."""
+    """Adds a micro-batch's gradient to the wide sum as soon as it is complete, and frees it."""
     into.add_(weight.grad)
     weight.grad = None
 
 
-def sum_over(flat: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Sum a flat tensor over the ranks of a group, in place, in buckets that are under way together."""
-    under_way = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in flat.split(BUCKET_NUMEL)]
-    for work in under_way:
+def all_reduce_buckets(flat: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Sums a flat tensor over the ranks of a group, in place, in concurrent buckets."""
+    works = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in flat.split(BUCKET_NUMEL)]
+    for work in works:
         work.wait()
 
 
 def norm(flat: Tensor) -> float:
-    """L2 norm, row by row and then in float64: one float32 sum of 10^8 squares is wrong by a percent."""
+    """L2 norm, by rows and then in float64: a single float32 sum of 10^8 squares has an error of one percent."""
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)
     return torch.cat([rows.double(), flat[whole:].double()]).norm().item()

@@ -1,1 +1,1 @@
-"""The weights of a rank: models in training, copies, and how weights move between layouts."""
+"""The weights of a rank: models in training, frozen copies, and reallocation between layouts."""

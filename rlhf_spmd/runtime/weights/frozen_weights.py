@@ -1,9 +1,8 @@
 """Frozen models whose weights are not on this rank's device between calls: sharded over ranks, or in host memory.
 
-ZeRO 3 (arXiv 1910.02054, section 5.3): each rank of a group keeps a part of the weights, and all of them gather the
-whole while a call uses it. Our own, because there is nothing to optimise: one flat part per rank and one all-gather per
-call do it, while DeepSpeed would gather layer by layer in every forward and so ask every rank for the same number of
-forwards.
+ZeRO 3 (arXiv 1910.02054, section 5.3): each rank of a group holds a part of the weights, which are gathered while a
+call uses them. Without an optimizer, one flat part per rank and one all-gather per call suffice. DeepSpeed would gather
+layer by layer in every forward, and so require the same number of forwards on every rank.
 """
 
 from collections.abc import Iterator
@@ -16,16 +15,16 @@ from rlhf_spmd.model.transformer import Transformer
 
 
 class ShardedCopy:
-    """A frozen model whose weights lie in equal parts on the ranks of a group."""
+    """A frozen model whose weights are sharded in equal parts over a group."""
 
     def __init__(self, model: Transformer, *, group: dist.ProcessGroup):
-        """model: with all its weights, the same on every rank; it is empty from now on, but inside `gathered`."""
+        """model: with all its weights, the same on every rank; from now on it is empty outside `gathered`."""
         self.model, self._group = model, group
-        self._weights = list(model.parameters())  # a tied weight comes once
+        self._weights = list(model.parameters())  # a tied weight occurs once
         self._shapes = [p.shape for p in self._weights]
         flat = torch.cat([p.detach().reshape(-1) for p in self._weights])
         part = -(-len(flat) // group.size())
-        self.shard = flat.new_zeros(part)  # the last ones may end in padding
+        self.shard = flat.new_zeros(part)  # the last shards may end in padding
         mine = flat[group.rank() * part : (group.rank() + 1) * part]
         self.shard[: len(mine)] = mine
         self._release()
@@ -50,10 +49,10 @@ class ShardedCopy:
 
 
 class OffloadedCopy:
-    """A frozen model whose weights wait in host memory; on a CPU that is where they are used, too."""
+    """A frozen model whose weights are kept in host memory between calls (on a CPU they are also used there)."""
 
     def __init__(self, model: Transformer):
-        """model: with all its weights; it is empty from now on, but between `load` and `release`."""
+        """model: with all its weights; from now on it is empty except between `load` and `release`."""
         self._weights = list(model.parameters())
         self._device = self._weights[0].device
         self.host = [self._to_host(p.detach()) for p in self._weights]
@@ -61,23 +60,23 @@ class OffloadedCopy:
         self.release()
 
     def _to_host(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._device.type == "cpu" else weight.cpu().pin_memory()  # pinned: copied without a detour
+        return weight if self._device.type == "cpu" else weight.cpu().pin_memory()  # pinned: faster copies
 
     def load(self) -> None:
-        """Brings the weights to the device."""
+        """Copies the weights to the device."""
         for p, weight in zip(self._weights, self.host, strict=True):
             p.data = weight.to(self._device, non_blocking=True)
         self._is_loaded = True
 
     def release(self) -> None:
-        """Frees them there; they have not changed."""
+        """Frees the weights on the device; they have not changed."""
         for p in self._weights:
             p.data = p.data.new_empty(0)
         self._is_loaded = False
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Inside, the weights are there; afterwards they are where they were before."""
+        """Inside, the weights are on the device; afterwards they are where they were before."""
         was_loaded = self._is_loaded
         if not was_loaded:
             self.load()

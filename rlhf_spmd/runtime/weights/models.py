@@ -1,7 +1,7 @@
-"""The weights that a rank holds: an engine for each model that trains here, a plain copy for every other one.
+"""The weights that a rank holds: an engine for each model that trains here, a frozen copy of every other model.
 
-A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a model that trains elsewhere, or here
-but split in another way.
+A copy is a frozen model (reference, reward) or a *shadow*: the second copy of a model that trains on other ranks, or
+here in a different split.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_folders(config: Config) -> dict[str, str]:
-    """Checkpoint folder of each model; empty for a reward that is a function."""
+    """The checkpoint folder of each model; empty if the reward is a function."""
     models = config.models
     only_function = config.reward_function and config.reward_function_mode == "replace"
     return {
@@ -44,11 +44,11 @@ def model_folders(config: Config) -> dict[str, str]:
 
 
 def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
-    """How many token ids all models know that read the tokens which the actor draws; `tokenizer` is the actor's.
+    """The number of token ids known to all models that read the actor's tokens; `tokenizer` is the actor's.
 
-    Those are the reference, the critic and a reward model of the same tokenizer; one of another reads text. Embeddings
-    are often padded to more rows than there are tokens, to another number in each model, so only the tokenizer's own
-    ids must be known to all. Raises UserError where they are not, or where they mean other tokens.
+    These models are the reference, the critic, and a reward model with the same tokenizer; a reward model with another
+    tokenizer reads text. Embeddings are often padded beyond the number of tokens, differently in each model, so only
+    the tokenizer's own ids must be known to all. Raises UserError if they are not, or if they mean other tokens.
     """
     folders = model_folders(config)
     actor, fewest = folders["actor"], read_config(folders["actor"]).vocab_size
@@ -60,8 +60,8 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
         own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, actor)
         if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
             raise UserError(
-                f"the {name} {folder} has another tokenizer than the actor {actor}, so the actor's token ids mean "
-                f"other tokens to it; give a {name} with the actor's tokenizer"
+                f"the {name} {folder} has another tokenizer than the actor {actor}, so the actor's token ids have "
+                f"another meaning there; give a {name} with the actor's tokenizer"
             )
         num_known = read_config(folder).vocab_size
         if num_known < num_tokens:
@@ -74,11 +74,10 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
 
 
 class Models:
-    """This rank's models. Loading is local; `start` enters collectives, in workflow order on all ranks.
+    """This rank's models. Loading is local; `start` is collective, in workflow order on all ranks.
 
-    engines: models that train here, each with its shard. copies: everything else that calls here use, by model and
-    shard; those that are also in `sharded` are empty until they are gathered, those in `offloaded` until they are
-    loaded.
+    engines: models that train here. copies: all other models that calls here use, by model and shard; those also in
+    `sharded` are empty until gathered, those also in `offloaded` until loaded.
     """
 
     def __init__(self, program: Program, config: Config, world: World):
@@ -99,7 +98,7 @@ class Models:
                     self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
 
     def _load(self, name: str, layout: Layout) -> Transformer:
-        """This rank's shard of a model in a layout, from its folder."""
+        """Loads this rank's shard of a model in a layout from its folder."""
         return load_model(
             model_folders(self.config)[name],
             head="scalar" if name in ("critic", "reward") else "lm",
@@ -110,7 +109,7 @@ class Models:
         )
 
     def _group(self, ranks: tuple[int, ...], purpose: str = COLLECTIVES) -> dist.ProcessGroup | None:
-        """The process group of these ranks, None if this is the only one."""
+        """The process group of these ranks; None for a single rank."""
         return self.world.group(group_name(ranks, purpose)) if len(ranks) > 1 else None
 
     def _parallel(self, layout: Layout) -> Parallel:
@@ -126,8 +125,8 @@ class Models:
         )
 
     def start(self) -> None:
-        """Makes engines of the models that train on this rank, shards the frozen ones where ZeRO 3 does, and reserves
-        memory for weights on their way."""
+        """Makes engines for the models that train on this rank, shards frozen models with ZeRO 3, and reserves memory
+        for weight transfers."""
         rank, optimizer = self.world.rank, self.config.optimizer
         for call in self.program.workload.workflow.placed_calls:
             layout = self.program.placement.layouts[call.name]
@@ -163,13 +162,13 @@ class Models:
             self.arena = Arena.make(self.world, max(slot_bytes(plan, rank, BUCKET_BYTES) for plan in plans))
 
     def key(self, call: Call) -> tuple[str, Shard] | None:
-        """Which copy a call uses on this rank; None: the weights that its model trains here, or a reward function."""
+        """The copy that a call uses on this rank; None: the engine's weights, or a reward function."""
         key = call.model, self.program.placement.layouts[call.name].shard(self.world.rank)
         return key if key in self.copies and call.name in self.program.copies(self.world.rank)[key] else None
 
     @contextmanager
     def weights(self, call: Call) -> Iterator[Transformer]:
-        """The model that a call runs forwards on, without gradients; collective where ZeRO 3 shards it."""
+        """The model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
         key = self.key(call)
         with torch.no_grad():
             if key in self.sharded:
@@ -186,13 +185,13 @@ class Models:
                     yield engine.model
 
     def load(self, name: str) -> None:
-        """Brings the weights of a model that waits in host memory to the device."""
+        """Copies the weights of an offloaded model to the device."""
         for (model, _), copy in self.offloaded.items():
             if model == name:
                 copy.load()
 
     def offload(self, name: str) -> None:
-        """Frees them there."""
+        """Frees the weights of an offloaded model on the device."""
         for (model, _), copy in self.offloaded.items():
             if model == name:
                 copy.release()

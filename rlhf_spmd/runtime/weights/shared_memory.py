@@ -1,8 +1,8 @@
-"""Memory that the ranks of one machine share, so that weights on the CPU need no sockets between them.
+"""Shared memory among the ranks of one machine, so that weights on the CPU need no sockets.
 
-One file for each machine, in memory, with a part for each of its ranks; it has no name any more once all have mapped
-it, so nothing is left behind however the job ends. Every page is reserved at once: a machine (or container) with too
-little shared memory is found out here, and then there is no arena, rather than a bus error in the middle of a run.
+Each machine has one file in /dev/shm with a part for each of its ranks. The file is unlinked once all ranks have mapped
+it, so nothing is left behind however the job ends. All pages are reserved at once: if a machine (or container) has too
+little shared memory, no arena is made; otherwise the run would end with a bus error later.
 """
 
 import os
@@ -14,11 +14,11 @@ from torch import Tensor
 
 FOLDER = "/dev/shm"
 NONCE_BYTES = 16
-ALIGNED = 64  # bytes: parts begin where any number may
+ALIGNED = 64  # bytes: the alignment of parts, sufficient for any dtype
 
 
 class Arena:
-    """parts: world rank -> its bytes, uint8, the same memory in every process of the machine."""
+    """parts: world rank -> its part, uint8, the same memory in every process of the machine."""
 
     def __init__(self, parts: Mapping[int, Tensor]):
         self.parts = dict(parts)
@@ -29,8 +29,8 @@ class Arena:
 
     @classmethod
     def make(cls, world, num_bytes: int) -> "Arena | None":
-        """Every rank of the world says how many bytes it wants; collective. None where there is no such memory, on all
-        ranks of a machine alike, or where nobody on it wants any."""
+        """Makes an arena with num_bytes for this rank. Collective over the world. None, on all ranks of a machine, if
+        it has no such memory or none of its ranks needs any."""
         if world.size == 1:
             return None
         on_cpu = world.device.type == "cpu" and os.path.isdir(FOLDER)
@@ -38,9 +38,9 @@ class Arena:
         wanted = world.allgather(rounded if on_cpu else 0, "the size of shared memory")
         mine = [rank for rank in range(world.size) if world.nodes[rank] == world.nodes[world.rank]]
         size = sum(wanted[rank] for rank in mine)
-        told = _reserve(size) if world.rank == mine[0] else ("", "")
-        path, nonce = world.allgather(told, "the name of shared memory")[mine[0]]
-        whole = _mapped(path, size, bytes.fromhex(nonce)) if path else None
+        reserved = _reserve(size) if world.rank == mine[0] else ("", "")
+        path, nonce = world.allgather(reserved, "the name of shared memory")[mine[0]]
+        whole = _map(path, size, bytes.fromhex(nonce)) if path else None
         mapped = world.allgather(whole is not None, "shared memory")
         if world.rank == mine[0] and path:
             os.unlink(path)
@@ -50,7 +50,7 @@ class Arena:
 
 
 def _reserve(num_bytes: int) -> tuple[str, str]:
-    """The path of a new file of so many bytes, and what it begins with; empty if there is no room, or no need."""
+    """Creates a file of num_bytes -> its path and the nonce it begins with; empty if there is no room or no need."""
     if num_bytes == 0:
         return "", ""
     path, nonce = "", os.urandom(NONCE_BYTES)
@@ -68,10 +68,10 @@ def _reserve(num_bytes: int) -> tuple[str, str]:
     return path, nonce.hex()
 
 
-def _mapped(path: str, num_bytes: int, nonce: bytes) -> Tensor | None:
-    """The file as a tensor; None if this rank does not see it: ranks that share memory need not share a folder."""
+def _map(path: str, num_bytes: int, nonce: bytes) -> Tensor | None:
+    """Maps the file as a tensor; None if this rank does not see it, because ranks of a node need not share a folder."""
     try:
-        with open(path, "rb") as file:  # torch would make a file that is missing
+        with open(path, "rb") as file:  # torch would create a missing file
             if file.read(NONCE_BYTES) != nonce:
                 return None
     except OSError:

@@ -1,13 +1,12 @@
-"""Reallocation, executed: this rank's part of a plan (plan/program/reallocate.py), in buckets over the world group.
+"""Executes this rank's part of a reallocation plan (plan/program/reallocate.py), in buckets over the world group.
 
-All routes advance in lock step: at step t, the link h of a chain carries bucket t - h. While the messages of a step are
-under way, the buckets that came in the step before are unpacked, those that leave in the next one are packed, and some
-of what is held here is copied. A large block that is one run of memory leaves from the parameter itself or arrives
-there; all else takes two buffers per route, two buckets in all. What is forwarded leaves from where it came.
+All routes advance in lock step: at step t, link h of a chain carries bucket t - h. While the messages of a step are
+being sent, buckets received in the previous step are unpacked, buckets of the next step are packed, and some local
+blocks are copied. A large block that is contiguous in memory is sent from, or received into, the parameter itself; all
+others use two buffers per route (two buckets). A forwarded bucket is sent from the memory that received it.
 
-Where the ranks of a route share memory (shared_memory.py), it is no chain: the first rank puts a bucket into one of its
-two slots, says so to the others, and all of them read it there; a slot is filled again when all have said that they
-have.
+If the ranks of a route share memory (shared_memory.py), there is no chain: the first rank puts a bucket into one of its
+two slots and notifies the others, which read it there. A slot is reused when all of them have confirmed that.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,15 +23,15 @@ from rlhf_spmd.runtime.weights.shared_memory import Arena
 
 
 class Mover:
-    """One reallocation on one rank; made anew each time. Every rank of the plan starts and finishes it.
+    """One reallocation on one rank, used once. Every rank of the plan starts and finishes it.
 
     source: this rank's tensors by parameter name (`layers.3.mlp.up_proj.weight`), [rows, columns] or [rows] of its
-    shard, or flat under ZeRO 3 (padding at the end does no harm); None for a rank that holds nothing. targets: the
-    tensors to fill, in the order of `plan.targets_of(rank)`. All have one dtype of plan.bytes_per_number bytes, on any
-    devices; buckets lie on `device`. bucket_bytes: as in the plan's methods, the same on every rank. Tags from tag_base
-    to tag_base + the number of routes are this reallocation's while it is under way.
+    shard, or flat under ZeRO 3 (may end in padding); None for a rank without weights. targets: the tensors to fill, in
+    the order of `plan.targets_of(rank)`. All have one dtype of plan.bytes_per_number bytes, on any devices; buckets are
+    on `device`. bucket_bytes: as in the plan's methods, the same on every rank. While it runs, the reallocation uses
+    the tags from tag_base to tag_base + the number of routes.
 
-    num_bytes_sent, num_messages_sent: so far; peak_extra_bytes: the most memory that its buckets took at once.
+    num_bytes_sent, num_messages_sent: so far; peak_extra_bytes: peak memory of its buckets.
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class Mover:
         device: torch.device | str,
         arena: Arena | None = None,
     ):
-        """arena: with room for `slot_bytes` of this plan in the part of every rank; one reallocation after another
-        may use it."""
+        """arena: with `slot_bytes` of this plan in the part of every rank; consecutive reallocations may share it."""
         self.plan, self.rank, self.device = plan, rank, torch.device(device)
         weights, self.direct_numbers = plan.weights, DIRECT_BYTES // plan.bytes_per_number
         held = dict(plan.sources).get(rank)
@@ -71,32 +69,32 @@ class Mover:
         self.slot_bytes = 0
         slots = _slots(plan, arena, bucket_bytes) if arena is not None else {}
         for part in self.parts:
-            if (found := slots.get(part.route)) is not None:
-                part.shared, part.buffers = True, {i: slot.view(self.dtype) for i, slot in enumerate(found)}
-                self.slot_bytes += sum(slot.nbytes for slot in found) if part.place == 0 else 0
+            if (of_route := slots.get(part.route)) is not None:
+                part.shared, part.buffers = True, {i: slot.view(self.dtype) for i, slot in enumerate(of_route)}
+                self.slot_bytes += sum(slot.nbytes for slot in of_route) if part.place == 0 else 0
             part.in_place = [
                 [self._in_place(part, number, message) for message in bucket]
                 for number, bucket in enumerate(part.buckets)
             ]
         self.num_steps = max((part.num_steps for part in self.parts), default=0)
-        self.under_way: list[dist.Work] = []
+        self.works: list[dist.Work] = []
         self.num_bytes_sent = self.num_messages_sent = 0
         self.peak_extra_bytes = self.slot_bytes
 
     @torch.no_grad()
     def start(self) -> None:
-        """Posts the first messages and returns at once.
+        """Posts the first messages and returns immediately.
 
-        The source must not change before `finish` has returned; the targets keep their contents until it begins.
+        The source must not change before `finish` returns; the targets do not change before `finish` begins.
         """
-        self._pack(0, shared=False)  # what is shared may still be in use by the reallocation before
-        self.under_way = self._post(0, shared=False)
+        self._pack(0, shared=False)  # the previous reallocation may still use the shared slots
+        self.works = self._post(0, shared=False)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Copies what is held here, moves all the rest, and returns when every target of this rank is complete.
+        """Copies local blocks, transfers the others, and returns when every target of this rank is complete.
 
-        Peers must be in their `finish` too, since a chain advances only while all its ranks do.
+        All peers must call `finish`, because a chain advances only if all its ranks do.
         """
         local = [
             (Block(copy.piece.weight, layer, *copy.piece.box[1:]), self.targets[copy.target])
@@ -105,33 +103,33 @@ class Mover:
             for layer in range(*copy.piece.box[0])
         ]
         self._pack(0, shared=True)
-        self.under_way += self._post(0, shared=True)
+        self.works += self._post(0, shared=True)
         for step in range(self.num_steps):
             self._unpack(step - 1)
-            self.under_way += self._give_back(step - 1)
+            self.works += self._confirm_read(step - 1)
             self._pack(step + 1, shared=False)
-            self._copy_local(local[step :: self.num_steps])  # a share in each step, so that no message waits for all
-            for work in self.under_way:
+            self._copy_local(local[step :: self.num_steps])  # a share per step, so no message waits for all copies
+            for work in self.works:
                 work.wait()
-            self._pack(step + 1, shared=True)  # now the slot is free
-            self.under_way = self._post(step + 1, shared=False) + self._post(step + 1, shared=True)
+            self._pack(step + 1, shared=True)  # the slot is free now
+            self.works = self._post(step + 1, shared=False) + self._post(step + 1, shared=True)
         if self.num_steps == 0:
             self._copy_local(local)
         self._unpack(self.num_steps - 1)
-        for work in self._give_back(self.num_steps - 1):
+        for work in self._confirm_read(self.num_steps - 1):
             work.wait()
         for part in self.parts:
             part.buffers.clear()
             part.tensors.clear()
 
     def _post(self, step: int, *, shared: bool) -> list[dist.Work]:
-        """Starts this rank's messages of a step: of chains, or the words about slots."""
+        """Starts this rank's messages of a step: the buckets of chains, or notifications about shared slots."""
         operations = []
         for part in self.parts:
             if part.shared != shared:
                 continue
             if shared:
-                operations += self._words(part, step)
+                operations += self._notifications(part, step)
                 continue
             if (bucket := part.arriving(step)) is not None:
                 self._make_room(part, bucket)
@@ -144,29 +142,30 @@ class Mover:
                 self.num_messages_sent += len(part.tensors[bucket])
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _words(self, part: "_Part", step: int) -> list[dist.P2POp]:
-        """The first rank: a slot is full, and who is done with the one before? The others: which slot is full?"""
+    def _notifications(self, part: "_Part", step: int) -> list[dist.P2POp]:
+        """First rank: sends that a slot is full, receives that the previous one has been read. Others: receive the
+        former."""
         first, *others = part.route.ranks
-        if step < len(part.buckets) and part.place < len(others):  # counted as the plan does, whatever carries it
+        if step < len(part.buckets) and part.place < len(others):  # counted as in the plan, although not sent
             self.num_bytes_sent += sum(map(numbers_of, part.buckets[step])) * self.plan.bytes_per_number
             self.num_messages_sent += len(part.buckets[step])
         if part.place > 0:
             if part.arriving(step) is None:
                 return []
             self._make_room(part, step)
-            return [dist.P2POp(dist.irecv, _word(), first, tag=part.tag)]
-        said = [dist.isend] if part.leaving(step) is not None else []
-        said += [dist.irecv] if 0 < step <= len(part.buckets) else []
-        return [dist.P2POp(operation, _word(), rank, tag=part.tag) for operation in said for rank in others]
+            return [dist.P2POp(dist.irecv, _token(), first, tag=part.tag)]
+        directions = [dist.isend] if part.leaving(step) is not None else []
+        directions += [dist.irecv] if 0 < step <= len(part.buckets) else []
+        return [dist.P2POp(direction, _token(), rank, tag=part.tag) for direction in directions for rank in others]
 
-    def _give_back(self, step: int) -> list[dist.Work]:
-        """Says to the first ranks that the slots of a step have been read."""
+    def _confirm_read(self, step: int) -> list[dist.Work]:
+        """Confirms to the first ranks that the slots of a step have been read."""
         parts = [part for part in self.parts if part.shared and part.arriving(step) is not None]
-        operations = [dist.P2POp(dist.isend, _word(), part.route.ranks[0], tag=part.tag) for part in parts]
+        operations = [dist.P2POp(dist.isend, _token(), part.route.ranks[0], tag=part.tag) for part in parts]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _pack(self, step: int, *, shared: bool) -> None:
-        """Makes the buckets ready that leave from here in a step for the first time."""
+        """Packs the buckets that this rank, as the first of a chain, sends in a step."""
         for part in self.parts:
             bucket = part.leaving(step) if part.place == 0 and part.shared == shared else None
             if bucket is None:
@@ -179,7 +178,7 @@ class Mover:
                         numbers.copy_(self.source.view(block))
 
     def _unpack(self, step: int) -> None:
-        """Puts what came in a step where it belongs, and where it is not yet."""
+        """Copies the buckets received in a step to the targets, unless they were received in place."""
         for part in self.parts:
             bucket = part.arriving(step)
             if bucket is None:
@@ -188,22 +187,22 @@ class Mover:
                 for block, numbers in _blocks_in(tensor, message):
                     for target in self._targets_with(block):
                         view = target.view(block)
-                        if view.data_ptr() != numbers.data_ptr():  # else it came where it belongs
+                        if view.data_ptr() != numbers.data_ptr():  # else received in place
                             view.copy_(numbers)
 
     def _targets_with(self, block: Block) -> list["_Local"]:
         return [target for target in self.targets.values() if target.has(block)]
 
     def _make_room(self, part: "_Part", bucket: int) -> None:
-        """Finds a place for every message of a bucket, which replaces the one before the last."""
+        """Assigns memory to every message of a bucket; it reuses the buffer of the second-last bucket."""
         part.tensors.pop(bucket - 2, None)
         if part.shared:
             part.buffers[bucket] = part.buffers[bucket % 2]
         elif bucket not in part.buffers and bucket - 2 not in part.buffers:
             most = max(part.packed_numbers(number) for number in range(bucket, len(part.buckets), 2))
             part.buffers[bucket] = torch.empty(most, dtype=self.dtype, device=self.device)
-            under_way = [buffer for each in self.parts if not each.shared for buffer in each.buffers.values()]
-            extra_bytes = self.slot_bytes + sum(buffer.nbytes for buffer in under_way)
+            buffers = [buffer for each in self.parts if not each.shared for buffer in each.buffers.values()]
+            extra_bytes = self.slot_bytes + sum(buffer.nbytes for buffer in buffers)
             self.peak_extra_bytes = max(self.peak_extra_bytes, extra_bytes)
         elif bucket - 2 in part.buffers:
             part.buffers[bucket] = part.buffers.pop(bucket - 2)
@@ -215,9 +214,9 @@ class Mover:
         part.tensors[bucket] = tensors
 
     def _in_place(self, part: "_Part", bucket: int, message: Message) -> Tensor | None:
-        """A message as it lies in the memory of a parameter, to be sent from there or received there; None if it does
-        not: several blocks are packed, and so is one that is not one run of memory."""
-        first = part.place == 1 and bucket == 0  # received from `start` on, when targets may still be in use
+        """A message as a view of a parameter, to be sent or received in place; None if it must be packed because it has
+        several blocks or its block is not contiguous."""
+        first = part.place == 1 and bucket == 0  # received after `start`, when targets may still be in use
         if part.shared or first or len(message) > 1 or message[0].num_numbers < self.direct_numbers:
             return None
         for place in [self.source] if part.place == 0 else self._targets_with(message[0]):
@@ -232,32 +231,32 @@ class Mover:
 
 
 def slot_bytes(plan: Reallocation, rank: int, bucket_bytes: int) -> int:
-    """What the part of a rank in an arena must hold: the slots of each route that begins there."""
+    """Bytes of a rank's part of an arena: the slots of each route that begins there."""
     numbers = plan.bucket_numbers(bucket_bytes)
     slots = [plan.slot_numbers(route, numbers) for route in plan.routes if route.ranks[0] == rank]
     return sum(map(sum, slots)) * plan.bytes_per_number
 
 
 def _slots(plan: Reallocation, arena: Arena, bucket_bytes: int) -> dict[Route, list[Tensor]]:
-    """The slots of every route whose ranks share memory, one after the other in the part of its first rank."""
-    numbers, used, found = plan.bucket_numbers(bucket_bytes), dict.fromkeys(arena.parts, 0), {}
+    """The slots of every route whose ranks share memory, consecutive in the part of its first rank."""
+    numbers, used, slots = plan.bucket_numbers(bucket_bytes), dict.fromkeys(arena.parts, 0), {}
     for route in plan.routes:
         if not arena.holds(route.ranks):
             continue
         first, sizes = route.ranks[0], [n * plan.bytes_per_number for n in plan.slot_numbers(route, numbers)]
         if used[first] + sum(sizes) <= len(arena.parts[first]):
-            found[route] = list(arena.parts[first][used[first] : used[first] + sum(sizes)].split(sizes))
+            slots[route] = list(arena.parts[first][used[first] : used[first] + sum(sizes)].split(sizes))
             used[first] += sum(sizes)
-    return found
+    return slots
 
 
-def _word() -> Tensor:
-    """What is said about a slot; that it comes is all there is to it."""
+def _token() -> Tensor:
+    """A notification about a slot; its arrival is the message."""
     return torch.zeros(1, dtype=torch.uint8)
 
 
 def _blocks_in(numbers: Tensor, message: Message) -> Iterator[tuple[Block, Tensor]]:
-    """The blocks of a message and where each lies in it, as a matrix."""
+    """The blocks of a message, each with its part of the message as a matrix."""
     start = 0
     for block in message:
         (r0, r1), (c0, c1) = block.rows, block.columns
@@ -267,37 +266,37 @@ def _blocks_in(numbers: Tensor, message: Message) -> Iterator[tuple[Block, Tenso
 
 @dataclass(slots=True)
 class _Part:
-    """What this rank does in a route: it stands at `place` of the chain."""
+    """This rank's part of a route, at `place` in the chain."""
 
     route: Route
     tag: int
     place: int
     buckets: tuple[Bucket, ...]
     in_place: list[list[Tensor | None]] = field(default_factory=list)  # of every bucket the messages; None: packed
-    buffers: dict[int, Tensor] = field(default_factory=dict)  # bucket -> what its packed messages lie in, of two
-    tensors: dict[int, list[Tensor]] = field(default_factory=dict)  # bucket -> its messages, of the same two
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # bucket -> buffer of its packed messages; at most two
+    tensors: dict[int, list[Tensor]] = field(default_factory=dict)  # bucket -> its messages; the same buckets
     shared: bool = False  # all its ranks see the buffers of the first
 
     @property
     def num_steps(self) -> int:
-        """Steps until this rank has nothing more to do."""
-        if self.shared:  # the first also hears that the last bucket has been read
+        """Steps until this rank has finished."""
+        if self.shared:  # the first rank also receives the confirmation of the last bucket
             return len(self.buckets) + (self.place == 0)
         last = self.place == len(self.route.ranks) - 1
         return len(self.buckets) + self.place - last
 
     def packed_numbers(self, bucket: int) -> int:
-        """Numbers of a bucket that need room in a buffer."""
+        """Numbers of a bucket that are packed into a buffer."""
         pairs = zip(self.buckets[bucket], self.in_place[bucket], strict=True)
         return sum(numbers_of(message) for message, there in pairs if there is None)
 
     def arriving(self, step: int) -> int | None:
-        """The bucket that comes in a step."""
+        """The bucket that this rank receives in a step."""
         bucket = step if self.shared else step - self.place + 1
         return bucket if self.place > 0 and 0 <= bucket < len(self.buckets) else None
 
     def leaving(self, step: int) -> int | None:
-        """The bucket that leaves in a step."""
+        """The bucket that this rank sends in a step."""
         bucket, last = step - self.place, self.place == len(self.route.ranks) - 1
         return bucket if not last and 0 <= bucket < len(self.buckets) else None
 

@@ -1,4 +1,4 @@
-"""From where a model trains to its other copies: a rank's part of a reallocation, and the whole model at the end."""
+"""Copies a model's new weights from where it trains: to its other copies, and to one rank at the end of a run."""
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def whole_state(models: Models, train: Call) -> dict[str, Tensor] | None:
-    """All weights of a model that trains, by parameter name, on the CPU of the first rank that trains it; None on the
-    others. Collective over these ranks; what moves at a time is two buckets."""
+    """All weights of a model in training, by parameter name, on the CPU of the first rank that trains it; None on the
+    others. Collective over these ranks; takes two buckets of extra memory."""
     layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload
     shape, writer = workload.models[train.model], layout.ranks[0]
     engine = models.engines[train.model]
