@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.calibration_file import check_out, write_calibration
-from rlhf_spmd.runtime.profile.profile import profile, result, summary
-from rlhf_spmd.runtime.world.devices import describe
+from rlhf_spmd.runtime.profile.profile import last_line, profile, summary
+from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
 
 
@@ -24,10 +24,10 @@ def run(world: World, parsed: argparse.Namespace) -> None:
         config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=on_gpu)
     world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
     world.set_deadline(config.deadline_s)
-    found = profile(world, config, name=Path(parsed.out).stem)
+    calibration = profile(world, config, name=Path(parsed.out).stem)
     with world.together("writing the calibration"):
         if world.rank == 0:
-            write_calibration(found, parsed.out)
+            write_calibration(calibration, parsed.out)
     if world.rank == 0:
-        print(f"{summary(found)}\nmeasured on: {describe(world.computes, world.size)}")
-        print(json.dumps(result(found, parsed.out, time.perf_counter() - began)))
+        print(f"{summary(calibration)}\nmeasured on: {describe_device(world.computes, world.size)}")
+        print(json.dumps(last_line(calibration, parsed.out, time.perf_counter() - began)))

@@ -14,7 +14,7 @@ from rlhf_spmd.plan.cost.scaling import ROUND_S, expected
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.profile import probe
 from rlhf_spmd.runtime.profile.machine import machines
-from rlhf_spmd.runtime.profile.probe import LIMIT_S, at_hand, num_workers, pieces_of, repeated
+from rlhf_spmd.runtime.profile.probe import LIMIT_S, at_hand, num_workers, pieces_of, repeat
 from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import table
@@ -49,7 +49,7 @@ def clock(monkeypatch) -> FakeTime:
 def run(clock: FakeTime, works_s: list[float], until: float) -> tuple[list[list[float]], float]:
     works = [lambda seconds=seconds: clock.pass_by(seconds) for seconds in works_s]
     cool = lambda: clock.pass_by(0.01)  # noqa: E731
-    return repeated(works, until, timer=clock.thread_time, cool=cool)
+    return repeat(works, until, timer=clock.thread_time, cool=cool)
 
 
 @pytest.mark.parametrize("works_s", [[0.1], [0.01, 0.5], [0.05, 0.2, 0.03], [0.3, 0.3, 0.3]])
@@ -72,7 +72,7 @@ def test_nothing_is_begun_when_the_time_is_over(clock):
 def test_the_first_time_does_not_count_but_as_the_longest(clock):
     times = iter([9.0, 1.0, 1.0])
     work, cool = lambda: clock.pass_by(next(times)), lambda: clock.pass_by(1.0)
-    seconds, _ = repeated([work], 22.0, timer=clock.perf_counter, cool=cool)
+    seconds, _ = repeat([work], 22.0, timer=clock.perf_counter, cool=cool)
     assert seconds == [[1.0, 1.0]]  # done at 10, 12 and 14; a fourth time might end at 24
 
 
@@ -127,14 +127,14 @@ def test_a_calibration_from_elsewhere_is_scaled(world):
     ],
 )
 def test_why_a_calibration_is_not_scaled(world, monkeypatch, trained_s, change, says):
-    monkeypatch.setattr(probe, "measured", refuse)
+    monkeypatch.setattr(probe, "measure_pieces", refuse)
     given = replace(SHIPPED, **change)
     found = at_hand(world, TINY, demo(), given, trained_s)
     assert says in found.why_not and found.scale is None and found.calibration is given
 
 
 def test_a_machine_that_is_too_slow_is_told(world, monkeypatch):
-    monkeypatch.setattr(probe, "measured", lambda *_, **__: (None, 0.5))
+    monkeypatch.setattr(probe, "measure_pieces", lambda *_, **__: (None, 0.5))
     found = at_hand(world, TINY, demo(), SHIPPED, trained_s=8.0)
     assert "too slow, or too busy" in found.why_not and found.scale is None and found.calibration is SHIPPED
 
@@ -144,7 +144,7 @@ def refuse(*_, **__):
 
 
 def test_a_calibration_that_was_made_here_stays(world, monkeypatch):
-    monkeypatch.setattr(probe, "measured", refuse)
+    monkeypatch.setattr(probe, "measure_pieces", refuse)
     here = machines(world)[0]
     given = replace(SHIPPED, machine=here)
     found = at_hand(world, TINY, demo(), given, trained_s=8.0)

@@ -17,7 +17,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.runtime.profile.clock import Clock
 from rlhf_spmd.runtime.profile.grid import Grid, rows_up_to
-from rlhf_spmd.runtime.profile.passes import Subject
+from rlhf_spmd.runtime.profile.passes import TimedModel
 from rlhf_spmd.runtime.profile.profile import between_ranks, groups_of, inside_ranks, profile, summary
 from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
@@ -95,7 +95,7 @@ def test_what_an_engine_captures_is_not_timed():
     config = configs.load("tiny")
     workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
     shape = next(shape for shape in workload.models.values() if not shape.scalar_head)
-    subject = Subject(world, config, workload, TOY, shape, 1, 1)
+    subject = TimedModel(world, config, workload, TOY, shape, 1, 1)
     caches = []
     for num_rows, num_tokens in ((2, 4), (2, 1), (2, 3), (1, 4)):
         subject.generate(subject.tokens([4] * num_rows), [num_tokens] * num_rows)

@@ -1,1 +1,1 @@
-"""Measures a machine, for forecasts."""
+"""Measures a machine for forecasts."""

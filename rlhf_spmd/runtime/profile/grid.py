@@ -1,18 +1,19 @@
-"""Which sizes the profile verb measures: lengths and numbers of rows, tensor-parallel slices, bytes of messages."""
+"""The sizes that the profile verb measures: lengths and numbers of rows, tensor-parallel slices, bytes of messages."""
 
 from dataclasses import dataclass
 
 from rlhf_spmd.plan.workload import Workload
 
-GOLDEN, SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # multiples, wrapped around, are spread evenly however many there are
-STEP = 4  # from one number of rows to the next
+GOLDEN, SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # any number of their multiples modulo 1 are evenly spread
+STEP = 4  # factor from one number of rows to the next
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured. max_prompt, max_response: tokens of the longest sequence. shares: mean lengths of sequences as
-    parts of that. most_rows: of full length in one forward. most_places: rows decoded at the same time. tps: slices."""
+    """The sizes to measure. max_prompt, max_response: tokens of the longest sequence. shares: mean lengths relative to
+    that. most_rows: rows of full length in one forward. most_places: rows decoded at the same time. tps: numbers of
+    tensor-parallel ranks."""
 
     max_prompt: int
     max_response: int
@@ -23,7 +24,7 @@ class Grid:
 
     @classmethod
     def of(cls, workload: Workload, size: int, devices: int) -> "Grid":
-        """What the calls of a workload may meet on so many ranks, `devices` to a node."""
+        """The sizes that the calls of a workload can have on `size` ranks with `devices` per node."""
         heads = min(shape.num_kv_heads for shape in workload.models.values() if shape)
         return cls(
             max_prompt=workload.max_prompt,
@@ -40,8 +41,8 @@ class Grid:
         return self.max_prompt + self.max_response
 
     def rows(self, share: float, num_rows: int) -> list[tuple[int, int]]:
-        """Tokens of the prompt and the response of each row. They differ where their mean leaves room for it, as those
-        of an iteration do: rows of equal length are cheaper."""
+        """Tokens of the prompt and the response of each row. They vary around the mean, as in an iteration, because
+        rows of equal length are cheaper."""
         return [
             (spread(share, self.max_prompt, i * GOLDEN), spread(share, self.max_response, i * SILVER))
             for i in range(num_rows)
@@ -49,14 +50,13 @@ class Grid:
 
 
 def spread(share: float, most: int, place: float) -> int:
-    """About a share of `most`: evenly from a third to five thirds of it, so far as none is longer, by a place on a
-    circle."""
+    """A length around share * most: from 1/3 to 5/3 of it, but at most `most`; `place` modulo 1 selects it."""
     width = min(share, 1 - share) * 2 / 3
     return max(1, round(most * (share + width * (2 * (place % 1) - 1))))
 
 
 def rows_up_to(most: int) -> tuple[int, ...]:
-    """Numbers of rows, ever larger steps apart, two at least: 1, 4, 16, 32."""
+    """At least two numbers of rows, in growing steps, e.g. 1, 4, 16, 32."""
     numbers = [1]
     while numbers[-1] * STEP < most:
         numbers.append(numbers[-1] * STEP)

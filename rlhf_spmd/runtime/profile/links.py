@@ -1,17 +1,17 @@
-"""What the profile verb measures of a device and of what joins devices: products, memory, collectives, messages."""
+"""Measures a device (matrix products, memory) and its links (collectives, messages) for the profile verb."""
 
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.model.parallel import gathered
+from rlhf_spmd.model.parallel import all_gather_rows
 from rlhf_spmd.plan.layout import group_name
 from rlhf_spmd.runtime.profile.clock import Clock
 from rlhf_spmd.runtime.profile.grid import MESSAGE_BYTES
 
 SIZE = {"cpu": 512, "cuda": 8192}  # of a square matrix
-READ_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than the caches hold
+READ_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than fits the caches
 NUMBERS = {2: torch.bfloat16, 4: torch.float32}  # by bytes of a weight
 
 
@@ -33,9 +33,9 @@ def constants(clock: Clock, param_bytes: int) -> dict[str, float]:
 
 
 def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float, float]]:
-    """Ranks, bytes and seconds of all-gathers, and of what takes as long as they do: half an all-reduce, a message of
-    which the other end has the same size."""
-    world, found = clock.world, []
+    """(ranks, bytes, seconds) of all-gathers, and of equivalent operations: half an all-reduce; between two ranks, one
+    message."""
+    world, points = clock.world, []
     for ranks in groups:
         mine, nodes = world.rank in ranks, [world.nodes[rank] for rank in ranks]
         group = world.group(group_name(ranks)) if mine else None
@@ -43,17 +43,17 @@ def links(clock: Clock, groups: list[tuple[int, ...]]) -> list[tuple[int, float,
         for num_bytes in MESSAGE_BYTES:
             whole = torch.zeros(num_bytes // 4, device=world.device)
             part = whole[: max(len(whole) // len(ranks), 1)]
-            works = [partial(dist.all_reduce, whole, group=group), partial(gathered, part, group)]
+            works = [partial(dist.all_reduce, whole, group=group), partial(all_gather_rows, part, group)]
             reduce_s, gather_s = clock.seconds(*works, idle=not mine, together=here)
-            found += [(len(ranks), num_bytes, reduce_s / 2), (len(ranks), num_bytes, gather_s)]
+            points += [(len(ranks), num_bytes, reduce_s / 2), (len(ranks), num_bytes, gather_s)]
             if len(ranks) == 2:
-                works = [partial(_there_and_back, whole, ranks)]
+                works = [partial(_ping_pong, whole, ranks)]
                 (both_s,) = clock.seconds(*works, idle=not mine, together=here)
-                found.append((2, 2 * num_bytes, both_s / 2))
-    return found
+                points.append((2, 2 * num_bytes, both_s / 2))
+    return points
 
 
-def _there_and_back(buffer: torch.Tensor, ranks: tuple[int, ...]) -> None:
+def _ping_pong(buffer: torch.Tensor, ranks: tuple[int, ...]) -> None:
     """A message from the first to the second rank, and one back."""
     first = dist.get_rank() == ranks[0]
     peer = ranks[1] if first else ranks[0]

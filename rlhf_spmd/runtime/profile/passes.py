@@ -1,10 +1,10 @@
-"""What the profile verb measures of a shape: passes, decode steps and updates of models with one and with three layers.
+"""Measures a model shape for the profile verb: passes, decode steps and updates, with one layer and with three.
 
-Their difference is two layers, and what is left of the first one is everything else: embedding, head, the interpreter.
-The runtime's own code is timed: packing, forward, losses, the engine of generation, the flat engine's update.
+The difference is the time of two layers; the rest of the first measurement is everything else: embedding, head, the
+interpreter. The runtime's own code is timed: packing, forward, losses, the generation engine, the flat engine's update.
 """
 
-# B sequences, P prompt tokens, G response tokens, K kept tokens
+# B sequences, P prompt tokens, G response tokens, K tokens of a sampling support
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,12 +33,12 @@ from rlhf_spmd.runtime.profile.grid import Grid, rows_up_to
 from rlhf_spmd.runtime.weights.models import DTYPES
 from rlhf_spmd.runtime.world.world import World
 
-FEW, MANY = 1, 3  # layers of the models that are measured
+FEW, MANY = 1, 3  # layers of the measured models
 Points = dict[float, tuple[float, ...]]  # amount -> seconds with few and with many layers
 
 
-def config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
-    """A model of a shape: of the family that has its biases and norms."""
+def model_config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
+    """The config of a model with this shape, of the family with the same biases and norms."""
     family = "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias and not shape.output_bias else "llama"
     return ModelConfig(
         family,
@@ -58,19 +58,19 @@ def config_of(shape: ModelShape, num_layers: int, longest: int) -> ModelConfig:
     )
 
 
-class Subject:
-    """A model of some layers of one shape, and what a rank does with it. tp neighbours hold a copy together."""
+class TimedModel:
+    """A model of a given shape and number of layers, with the passes to time. tp adjacent ranks hold a copy."""
 
     def __init__(
         self, world: World, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int, num: int
     ):
-        """num: layers."""
+        """num: number of layers."""
         self.world, self.config, self.workload, self.grid, self.shape = world, config, workload, grid, shape
         ranks = tuple(range(world.rank // tp * tp, world.rank // tp * tp + tp))
         self.layout = Layout.grid_of(ranks, tp=tp)
         self.group = world.group(group_name(ranks)) if tp > 1 else None
         self.model = Transformer(
-            config_of(shape, num, grid.longest + 1),
+            model_config_of(shape, num, grid.longest + 1),
             head="scalar" if shape.scalar_head else "lm",
             dtype=DTYPES[config.dtype],
             device=world.device,
@@ -80,12 +80,12 @@ class Subject:
         generation = config.generation
         self.sampling = {"temperature": generation.temperature, "eos_ids": (), "min_new_tokens": 0}
         self.training = Training(config, world.rank, self.sampling)
-        self.generating: Engine | None = None  # kept from one timing to the next, with what it has captured
+        self.generating: Engine | None = None  # reused with its CUDA graphs
         trained = "critic" if shape.scalar_head else "actor"
         self.call = workload.workflow.train_call(trained)
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-        """What a call reads, of rows with prompts and responses of these lengths."""
+        """The inputs of a call, for rows with prompts and responses of these lengths."""
         device, (num_prompts, num_responses) = self.world.device, zip(*lengths, strict=True)
         responses_BG = self.tokens(num_responses)
         rows = {"prompts": self.tokens(num_prompts), "responses": responses_BG}
@@ -94,16 +94,17 @@ class Subject:
         rows["values"] = torch.zeros(len(lengths), responses_BG.shape[1] + 1, device=device)
         if self.config.generation.top_k:
             others_K = torch.arange(self.config.generation.top_k, device=device)
-            kept_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
-            rows["kept_tokens"] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
+            support_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
+            rows["kept_tokens"] = torch.where(responses_BG[..., None] < 0, -1, support_BGK).int()
         return {key: rows[key] for key in dict.fromkeys((*self.call.inputs, "prompts", "responses"))}
 
     def tokens(self, lengths: Sequence[int]) -> Tensor:
-        """Rows of tokens, -1 right of each. They differ, because the engine computes equal prompts once."""
+        """Random rows of tokens, padded with -1 on the right. Rows differ, because the engine computes equal prompts
+        only once."""
         size = len(lengths), max(lengths)
-        found = torch.randint(self.shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(self.shape.vocab_size, size, generator=torch.Generator().manual_seed(0))
         real = torch.arange(size[1]) < torch.tensor(lengths)[:, None]
-        return torch.where(real, found, -1).to(self.world.device)
+        return torch.where(real, tokens, -1).to(self.world.device)
 
     @torch.no_grad()
     def infer(self, rows: dict[str, Tensor]) -> None:
@@ -116,8 +117,8 @@ class Subject:
             response_logprobs(self.model, batch, output, rows.get("kept_tokens"), **self.sampling)
 
     def train(self, engine: TrainEngine, rows: dict[str, Tensor], *, update: bool = False) -> None:
-        """One optimizer step of one micro-batch, up to the update; or the update alone."""
-        run = Run(self.call.name, mini_batch=0, epoch=1)  # not the first step, which compares logprobs
+        """One optimizer step of one micro-batch without the update; or only the update."""
+        run = Run(self.call.name, mini_batch=0, epoch=1)  # not epoch 0, which compares logprobs
         step = self.training.begin(
             run,
             self.call,
@@ -138,7 +139,7 @@ class Subject:
         self.training.backward(step, 0, None)
 
     def generate(self, prompts_BP: Tensor, num_tokens: Sequence[int]) -> None:
-        """Responses of so many tokens each."""
+        """Generates responses with these numbers of tokens."""
         prompts = [[token for token in row if token >= 0] for row in prompts_BP.tolist()]
         num_rows, limits = len(prompts), {name: getattr(self.config.generation, name) for name in ("top_p", "min_p")}
         top_k, temperature = self.config.generation.top_k, self.config.generation.temperature
@@ -157,22 +158,22 @@ class Subject:
         engine.requests.forget(numbers.stop)
 
     def engine(self) -> TrainEngine:
-        """Takes the model over for training."""
+        """Makes a train engine, which takes over the model."""
         self.generating = None
         tp_index = self.layout.shard(self.world.rank).tp_index
         groups = Groups(tensor=self.group, model=self.group, tp_index=tp_index)
         return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
 
 
-def together(clock: Clock, tp: int) -> int:
-    """How many ranks of a node wait for each other in passes with slices; 0: none."""
+def num_together(clock: Clock, tp: int) -> int:
+    """How many ranks of a node wait for each other in tensor-parallel passes; 0: none."""
     return clock.world.nodes.count(clock.world.node) if tp > 1 else 0
 
 
-def measure(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
+def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
     """The tables of a shape in tp slices. Collective over all ranks."""
-    few, many = both = tuple(Subject(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
-    seconds = partial(clock.seconds, together=together(clock, tp))
+    few, many = both = tuple(TimedModel(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
+    seconds = partial(clock.seconds, together=num_together(clock, tp))
     drawn = {} if shape.scalar_head else generation(seconds, grid, both)
     infer: dict[float, Points] = {}
     train: dict[float, Points] = {}
@@ -188,17 +189,18 @@ def measure(clock: Clock, config: Config, workload: Workload, grid: Grid, shape:
     works = (partial(one.train, engine, rows, update=True) for one, engine in zip(both, engines, strict=True))
     update_s, more_update_s = seconds(*works)
     update = Curve((float(few.num_params), float(many.num_params)), (update_s, max(update_s, more_update_s)))
-    tables = (by_length(found, grid.longest) for found in (infer, train))
+    tables = (by_length(by_share, grid.longest) for by_share in (infer, train))
     return Measured(shape, tp, workload.param_bytes, *tables, update, **drawn)
 
 
 def passes(grid: Grid, share: float) -> list[list[tuple[int, int]]]:
-    """Rows of passes of a mean length, up to the tokens of the largest micro-batch."""
+    """The rows of passes with a mean length, up to the tokens of the largest micro-batch."""
     return [grid.rows(share, num_rows) for num_rows in rows_up_to(round(grid.most_rows / share))]
 
 
-def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[Subject, ...]) -> dict:
-    """Tables of a pass over prompts, by length and tokens; of a decode step, by rows; of a step in which rows end."""
+def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[TimedModel, ...]) -> dict:
+    """Tables of a pass over prompts, by length and tokens; of a decode step, by rows; of the extra time of a step in
+    which rows end."""
     prefill: dict[float, Points] = {}
     for share in grid.shares:
         for num_rows in rows_up_to(grid.most_places):
@@ -217,22 +219,22 @@ def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tupl
         staggered_s = seconds(*(partial(one.generate, prompts_BP, staggered) for one in both))
         done = list(decode_steps([response - 1 for response in staggered], num_rows))
         curves = [Curve(tuple(steps), tuple(s[i] for s in steps.values())) for i in range(2)] if len(steps) > 1 else []
-        besides = [
+        extra_s = [
             staggered_s[i] - first_s[i] - sum(num * curve.at(active) for num, active, _ in done)
             for i, curve in enumerate(curves)
         ]
-        ends[float(num_rows)] = max(0.0, sum(besides) / len(besides) / len(done)) if besides else 0.0
-    found = Curve(tuple(ends), tuple(ends.values()))
-    return {"prefill": by_length(prefill, grid.max_prompt), "decode": layered(steps), "ends": found}
+        ends[float(num_rows)] = max(0.0, sum(extra_s) / len(extra_s) / len(done)) if extra_s else 0.0
+    ends_curve = Curve(tuple(ends), tuple(ends.values()))
+    return {"prefill": by_length(prefill, grid.max_prompt), "decode": layered(steps), "ends": ends_curve}
 
 
-def by_length(found: dict[float, Points], longest: int) -> ByLength:
-    """Tables over tokens, of each mean length."""
-    return ByLength(tuple(share * longest for share in found), tuple(layered(points) for points in found.values()))
+def by_length(by_share: dict[float, Points], longest: int) -> ByLength:
+    """Tables over tokens, for each mean length."""
+    return ByLength(tuple(share * longest for share in by_share), tuple(map(layered, by_share.values())))
 
 
-def layered(found: Points) -> Layered:
-    """A layer is the difference of two models by their layers."""
-    layer = {amount: max(0.0, many_s - few_s) / (MANY - FEW) for amount, (few_s, many_s) in found.items()}
-    rest = {amount: max(0.0, few_s - FEW * layer[amount]) for amount, (few_s, _) in found.items()}
+def layered(points: Points) -> Layered:
+    """Time per layer: the difference of the two models, divided by the difference of their layers; and the rest."""
+    layer = {amount: max(0.0, many_s - few_s) / (MANY - FEW) for amount, (few_s, many_s) in points.items()}
+    rest = {amount: max(0.0, few_s - FEW * layer[amount]) for amount, (few_s, _) in points.items()}
     return Layered(*(Curve(tuple(part), tuple(part.values())) for part in (layer, rest)))

@@ -1,8 +1,7 @@
-"""The profile verb: measures, on the ranks of this world, the constants and tables that forecasts are made of.
+"""The profile verb: measures, on the ranks of this world, the constants and tables for forecasts.
 
-All ranks work at the same time, because cores that share memory slow each other down while they train, too; seconds are
-those of a rank that has a core to itself, since the simulator shares out the cores of a node. Torch is imported late:
-`start_torch` must come before it.
+All ranks work at the same time, because cores that share memory also slow each other down in training. Seconds are
+those of a rank with its own core; the simulator models shared cores. Torch is imported late, after `start_torch`.
 """
 
 import platform
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured, fit_link
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, cache_bytes
+from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
 from rlhf_spmd.runtime.profile.grid import Grid
 from rlhf_spmd.runtime.profile.machine import machines, processor
 from rlhf_spmd.runtime.world.devices import type_of
@@ -28,7 +27,7 @@ PACKAGES = ("rlhf-spmd", "torch")
 
 
 def groups_of(world: World, tps: Iterable[int]) -> dict[str, tuple[int, ...]]:
-    """The groups that measuring needs: neighbours in tp slices, the first n ranks, and a rank of each node."""
+    """The groups for the measurements: adjacent ranks in tp slices, the first n ranks, and one rank of each node."""
     named = [Layout.grid_of(range(world.size), tp=tp) for tp in tps]
     tensor = [layout.tensor_ranks(rank) for layout in named for rank in layout.ranks]
     return {group_name(ranks): ranks for ranks in (*tensor, *inside_ranks(world), *between_ranks(world))}
@@ -51,7 +50,7 @@ def profile(
 ) -> Calibration:
     """The calibration of this machine for the models of a configuration, the same on every rank. Starts torch.
 
-    grid: what is measured, by default what the configuration's batches ask for. budget_s: for each number. Collective.
+    grid: the sizes to measure, by default those of the configuration's batches. budget_s: per measurement. Collective.
     """
     with world.together("choosing what to measure"):
         workload = make_workload(config)
@@ -61,7 +60,7 @@ def profile(
     import torch
 
     from rlhf_spmd.runtime.profile.links import constants, links
-    from rlhf_spmd.runtime.profile.passes import measure
+    from rlhf_spmd.runtime.profile.passes import measure_shape
 
     kind = type_of(world.computes, config.device_type)
     machine = machines(world)[world.rank]
@@ -69,23 +68,23 @@ def profile(
     shapes = dict.fromkeys(replace(shape, num_layers=0) for shape in workload.models.values() if shape)
     with tqdm(desc="profile", unit="points", disable=world.rank != 0, file=sys.stderr) as bar:
         wait = torch.cuda.synchronize if world.computes.index is not None else lambda: None
-        others = torch.zeros(2 * cache_bytes(world.computes.index) // 4, device=world.device)
+        others = torch.zeros(2 * last_level_cache_bytes(world.computes.index) // 4, device=world.device)
         clock = Clock(world, num_workers, wait, partial(others.add_, 1), bar, budget_s)
         tables: list[Measured] = []
         for shape in shapes:
             for tp in grid.tps:
-                tables.append(measure(clock, config, workload, grid, shape, tp))
-        found = constants(clock, workload.param_bytes)
+                tables.append(measure_shape(clock, config, workload, grid, shape, tp))
+        device_constants = constants(clock, workload.param_bytes)
         inside, between = (links(clock, ranks) for ranks in (inside_ranks(world), between_ranks(world)))
     smallest = tables[0]
     device = Device(
-        **found,
+        **device_constants,
         layer_s=smallest.forward.tables[0].layer.seconds[0],
         decode_layer_s=0.0 if smallest.decode is None else smallest.decode.layer.seconds[0],
         num_workers=num_workers,
         measured=tuple(tables),
     )
-    inside_link = fit_link(inside) if inside else Link(found["memory_bytes_per_s"], 0.0)
+    inside_link = fit_link(inside) if inside else Link(device_constants["memory_bytes_per_s"], 0.0)
     return Calibration(
         name,
         {kind: device},
@@ -97,7 +96,7 @@ def profile(
 
 
 def provenance(world: World, config: Config, num_threads: int, has_between: bool) -> str:
-    """Machine, versions and date, and what was not measured."""
+    """Machine, versions, date, and missing measurements."""
     versions = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES)
     ranks = f"{world.size} ranks on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     missing = "" if has_between else " Nothing was measured between nodes: `between` repeats `inside`."
@@ -109,7 +108,7 @@ def provenance(world: World, config: Config, num_threads: int, has_between: bool
 
 
 def version_of(package: str) -> str:
-    """The version of a package, if it is installed."""
+    """The version of a package, if installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -117,14 +116,14 @@ def version_of(package: str) -> str:
 
 
 def computes_on(world: World) -> str:
-    """The names of this machine's processor and, where one is used, of its GPU."""
+    """The names of this machine's processor and, if used, of its GPU."""
     if world.computes.index is None:
         return processor()
     return f"{world.computes.name}, {processor()}"
 
 
 def summary(calibration: Calibration) -> str:
-    """What a person wants to see of a calibration."""
+    """A readable summary of a calibration."""
     lines = []
     for kind, device in calibration.devices.items():
         lines.append(f"{kind}: {device.matrix_flops:.3g} FLOP/s, memory {device.memory_bytes_per_s:.3g} B/s")
@@ -143,8 +142,8 @@ def summary(calibration: Calibration) -> str:
     return "\n".join(lines)
 
 
-def result(calibration: Calibration, path: str, wall_s: float) -> Mapping[str, object]:
-    """The last line of standard output."""
+def last_line(calibration: Calibration, path: str, wall_s: float) -> Mapping[str, object]:
+    """The values of the last line of standard output."""
     tables: Sequence[Measured] = [one for device in calibration.devices.values() for one in device.measured]
     return {
         "calibration": path,
