@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What all job scripts share: the environment of a job, and how its tasks become MPI ranks. Sourced behind env.sh.
+# Shared by all job scripts: sets the environment of a job and the launcher of its MPI ranks. Source it after env.sh.
 
 if [[ -n $RLHF_SPMD_MODULES ]]; then
     # shellcheck disable=SC2086  # several words
@@ -10,17 +10,17 @@ if [[ ! -x $RLHF_SPMD_VENV/bin/python ]]; then
     exit 2
 fi
 export PATH="$RLHF_SPMD_VENV/bin:$PATH"
-unset SLURM_EXPORT_ENV # a job submitted with --export=NONE hands its own environment to its ranks all the same
+unset SLURM_EXPORT_ENV # so that a job submitted with --export=NONE still passes its own environment to its ranks
 if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
-    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over from sbatch by itself
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it from sbatch
 fi
 if [[ -n ${RLHF_SPMD_INTERFACE:-} ]]; then
-    export HYDRA_IFACE=$RLHF_SPMD_INTERFACE # where MPICH's mpirun listens for its helpers on other nodes
+    export HYDRA_IFACE=$RLHF_SPMD_INTERFACE # for MPICH's mpirun and its proxies on other nodes
 fi
 
 # shellcheck disable=SC2034  # the scripts use it
 case $RLHF_SPMD_LAUNCHER in
-# without --kill-on-bad-exit one dead rank leaves the others waiting
+# without --kill-on-bad-exit the other ranks would wait for a dead one
 srun) launcher=(srun "--mpi=$RLHF_SPMD_PMI" --kill-on-bad-exit=1) ;;
 mpirun) launcher=(mpirun -n "$SLURM_NTASKS") ;;
 *)

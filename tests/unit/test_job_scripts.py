@@ -156,4 +156,4 @@ def test_an_iteration_longer_than_the_warning(tmp_path, earlier):
         time.sleep(2.5)
     said = job.end()[1]
     assert (tmp_path / "requeued").exists() == earlier
-    assert ("goes back into the queue" if earlier else "has written no checkpoint: lower checkpoint.every") in said
+    assert ("is requeued" if earlier else "has written no checkpoint: lower checkpoint.every") in said
