@@ -75,10 +75,12 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 def _hint(word: str) -> str:
     """What may have been meant by a word with dashes that is no option."""
     from rlhf_spmd.config import all_keys
-    from rlhf_spmd.option_names import meant
+    from rlhf_spmd.option_names import suggest_option
 
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
-    return f" (did you mean {name}=VALUE, without dashes?)" if name in all_keys() else meant(name, (), all_keys())
+    if name in all_keys():
+        return f" (did you mean {name}=VALUE, without dashes?)"
+    return suggest_option(name, (), all_keys())
 
 
 def _refuse_launcher(verb: str) -> None:

@@ -30,7 +30,7 @@ class _Curve(BaseModel):
     amounts: tuple[PositiveFloat, ...]
     seconds: tuple[NonNegativeFloat, ...]
 
-    def made(self) -> Curve:
+    def build(self) -> Curve:
         return Curve(self.amounts, self.seconds)
 
 
@@ -40,8 +40,8 @@ class _Layered(BaseModel):
     layer: _Curve
     rest: _Curve
 
-    def made(self) -> Layered:
-        return Layered(self.layer.made(), self.rest.made())
+    def build(self) -> Layered:
+        return Layered(self.layer.build(), self.rest.build())
 
 
 class _ByLength(BaseModel):
@@ -50,8 +50,8 @@ class _ByLength(BaseModel):
     lengths: tuple[PositiveFloat, ...]
     tables: tuple[_Layered, ...]
 
-    def made(self) -> ByLength:
-        return ByLength(self.lengths, tuple(table.made() for table in self.tables))
+    def build(self) -> ByLength:
+        return ByLength(self.lengths, tuple(table.build() for table in self.tables))
 
 
 class _Measured(BaseModel):
@@ -67,10 +67,10 @@ class _Measured(BaseModel):
     decode: _Layered | None = None
     ends: _Curve | None = None
 
-    def made(self) -> Measured:
+    def build(self) -> Measured:
         parts = {name: getattr(self, name) for name in ("forward", "train", "update", "prefill", "decode", "ends")}
-        made = {name: None if part is None else part.made() for name, part in parts.items()}
-        return Measured(self.shape, self.tp, self.param_bytes, **made)
+        tables = {name: None if part is None else part.build() for name, part in parts.items()}
+        return Measured(self.shape, self.tp, self.param_bytes, **tables)
 
 
 class _Device(BaseModel):
@@ -84,9 +84,9 @@ class _Device(BaseModel):
     num_workers: PositiveFloat | None = None
     measured: tuple[_Measured, ...] = ()
 
-    def made(self) -> Device:
+    def build(self) -> Device:
         constants = {name: getattr(self, name) for name in type(self).model_fields if name != "measured"}
-        return Device(**constants, measured=tuple(one.made() for one in self.measured))
+        return Device(**constants, measured=tuple(one.build() for one in self.measured))
 
 
 class _Link(BaseModel):
@@ -106,7 +106,7 @@ class _Machine(BaseModel):
     torch: str
 
 
-class _File(BaseModel):
+class _CalibrationFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: int
@@ -122,7 +122,7 @@ SHIPPED = Path(__file__).parent / "calibrations"
 
 
 def load_calibration(name: str) -> Calibration:
-    """By name (`a100-80g`) or by file (`path/to/mine.json`). Raises UserError naming what is wrong with it."""
+    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`). Raises UserError naming the error."""
     if name.endswith(".json"):
         return read_calibration(name)
     known = sorted(path.stem for path in SHIPPED.glob("*.json"))
@@ -134,24 +134,24 @@ def load_calibration(name: str) -> Calibration:
 
 
 def read_calibration(path: str) -> Calibration:
-    """The calibration in a file. Raises UserError naming the file and what is wrong in it."""
+    """The calibration in a file. Raises UserError naming the file and the error in it."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"calibration {path} cannot be read ({error.strerror}); give a .json file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"calibration {path} is not JSON: {error}") from None
-    found = content.get("version") if isinstance(content, dict) else None
-    if isinstance(found, int) and found != VERSION:
-        raise UserError(f"calibration {path} has version {found}, this program reads {VERSION}; measure it again")
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version != VERSION:
+        raise UserError(f"calibration {path} has version {version}, this program reads {VERSION}; measure it again")
     try:
-        file = _File.model_validate(content)
+        file = _CalibrationFile.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
         raise UserError(f"calibration {path}: {where}: {first['msg']}; see rlhf_spmd/calibration_file.py") from None
     try:
-        devices = {kind: device.made() for kind, device in file.devices.items()}
+        devices = {kind: device.build() for kind, device in file.devices.items()}
     except UserError as error:
         raise UserError(f"calibration {path}: {error}") from None
     links = Link(**file.inside.model_dump()), Link(**file.between.model_dump())
@@ -160,22 +160,22 @@ def read_calibration(path: str) -> Calibration:
 
 
 def check_out(path: str, *, overwrite: bool = False) -> None:
-    """Raises UserError unless a calibration may be written there; asked before minutes of measuring."""
+    """Raises UserError unless a calibration can be written there. Called before minutes of measuring."""
     file = Path(path)
     if file.suffix != ".json":
-        raise UserError(f"--out {path} is no name of a calibration; name a .json file")
+        raise UserError(f"--out {path} is not a .json file; name one")
     if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise UserError(f"--out {path} cannot be written; name a file in a folder that is there and yours")
+        raise UserError(f"--out {path} cannot be written; name a file in an existing, writable folder")
     if file.exists() and not overwrite:
         raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
 
 
 def write_calibration(calibration: Calibration, path: str) -> None:
-    """Writes what `read_calibration` reads. Raises UserError if the file cannot be written."""
+    """Writes a file for `read_calibration`. Raises UserError if the file cannot be written."""
     content = {"version": VERSION} | asdict(calibration)
-    del content["name"]  # it is the file's
+    del content["name"]  # given by the file name
     text = json.dumps(_rounded(content), indent=2)
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), text)  # a row of numbers on a line
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text)  # one line per row of numbers
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -183,7 +183,7 @@ def write_calibration(calibration: Calibration, path: str) -> None:
 
 
 def _rounded(value: object) -> object:
-    """Four digits of every number that is not whole: more has not been measured."""
+    """Rounds floats to four digits, the precision of the measurements."""
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Reads a cluster file: which nodes there are and which type of device each has, for clusters of several types.
+"""Reads a cluster file (TOML), which describes the nodes of a cluster with several device types.
 
 [[nodes]]
 count = 2                # nodes of this kind, in rank order (default 1)
-devices = 8              # of each node
+devices = 8              # per node
 device = "a100-80g"
 
 [[nodes]]
@@ -10,7 +10,7 @@ devices = 8
 device = "mine"
 
 [types.mine]             # a type that this program does not know
-memory_gib = 48          # left out: no limit is known
+memory_gib = 48          # optional; without it no limit is known
 """
 
 import tomllib
@@ -37,7 +37,7 @@ class _Type(BaseModel):
     memory_gib: PositiveFloat | PositiveInt | None = None
 
 
-class _File(BaseModel):
+class _ClusterFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     nodes: Annotated[list[_Kind], Field(min_length=1)]
@@ -45,9 +45,9 @@ class _File(BaseModel):
 
 
 def read_cluster(path: str) -> Cluster:
-    """The cluster that a file describes. Raises UserError naming the file and what is wrong in it."""
+    """The cluster that a file describes. Raises UserError naming the file and the error in it."""
     try:
-        file = _File.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        file = _ClusterFile.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"cluster file {path} cannot be read ({error.strerror}); give a .toml file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -73,12 +73,12 @@ def read_cluster(path: str) -> Cluster:
 
 
 def on_machines(cluster: Cluster, machines: tuple[int, ...], path: str) -> Cluster:
-    """The cluster, if the ranks of this world can be its devices: as many of them, and every node on one machine (a
-    machine may stand in for several nodes). machines: of every rank. Raises UserError otherwise."""
+    """Returns the cluster if it matches the ranks of this world: as many devices as ranks, and every node on one
+    machine (a machine may represent several nodes). machines: of every rank. Raises UserError otherwise."""
     if cluster.num_devices != len(machines):
         raise UserError(
             f"cluster file {path} has {cluster.num_devices} devices, but this world has {len(machines)} ranks; start "
-            "as many as it has, or describe this cluster"
+            "one rank per device, or describe this cluster"
         )
     for rank in cluster.ranks[1:]:
         if cluster.node_of(rank) == cluster.node_of(rank - 1) and machines[rank] != machines[rank - 1]:

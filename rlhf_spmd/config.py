@@ -18,7 +18,7 @@ from rlhf_spmd import embedded
 from rlhf_spmd.algorithms.ppo import PPO, Fraction01, NonNegative, workflow
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
-from rlhf_spmd.option_names import did_you_mean, meant
+from rlhf_spmd.option_names import did_you_mean, suggest_option
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
 MOST_TOKENS = 1024  # of prompts, and of responses, where nothing else is said
@@ -234,7 +234,8 @@ def _override(config: Any, path: list[str], text: str, full: str) -> Any:
     hints = get_type_hints(type(config), include_extras=True)
     if name not in hints:
         keys = [f"{full[: len(full) - len('.'.join(path))]}{known}" for known in hints]
-        raise UserError(f"unknown config key {full!r}{meant(full, keys, all_keys())}; known here: {', '.join(keys)}")
+        hint = suggest_option(full, keys, all_keys())
+        raise UserError(f"unknown config key {full!r}{hint}; known here: {', '.join(keys)}")
     if full == "preset":
         raise UserError(f"{full}={text}: the preset is what the overrides change; choose it by --preset {text}")
     value = getattr(config, name)

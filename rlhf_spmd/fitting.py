@@ -1,4 +1,4 @@
-"""With which options the shipped strategies fit a cluster: what plans are compared with, and what an error advises."""
+"""Finds options with which the shipped strategies fit a cluster, to compare plans with and to advise in errors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
 
-BESIDE = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
-SPLIT = ("separation", "reallocation")  # have layouts of their own for training and for the rest
+COMPARED = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
+SPLIT = ("separation", "reallocation")  # have separate layouts for training and for the rest
 
 
 def options_of(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
-    """What is tried of a strategy, the fastest where it fits first: more sharding, then fewer activations."""
+    """The options to try for a strategy, fastest first: then with more sharding, then with fewer activations."""
     if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
         return {}, {"zero": 1}, {"zero": 3}, *({"zero": 3, "micro_batch": size} for size in halves)
@@ -30,36 +30,36 @@ def options_of(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping
 
 
 def missing_bytes(program: Program) -> int:
-    """How many more bytes a device would have to hold, of the rank that lacks most; less than 1 if the program fits."""
+    """How many bytes the rank with the largest deficit lacks on its device; less than 1 if the program fits."""
     limits = [(rank, program.cluster.device_bytes(rank)) for rank in program.cluster.ranks]
     return max((least_bytes(program, rank) - limit for rank, limit in limits if limit is not None), default=0)
 
 
-def what_fits(workload: Workload, cluster: Cluster) -> Iterator[str]:
-    """For each shipped strategy that fits with some options, the words of a command line: --strategy and the first of
-    them. What comes first shards least."""
+def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
+    """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
+    command line. They shard as little as possible."""
 
     def fits(name: str, options: Mapping[str, Any]) -> bool:
         try:
             program = load_strategy(name).compile(workload, cluster, options)
-        except UserError:  # too few ranks for it, say
+        except UserError:  # e.g. too few ranks
             return False
         return not any(finding.severity == "error" for finding in memory(program))
 
-    for name in BESIDE:
+    for name in COMPARED:
         tried = options_of(name, workload, cluster)
-        if name not in SPLIT and not fits(name, tried[-1]):  # the smallest of all
+        if name not in SPLIT and not fits(name, tried[-1]):  # the options with the least memory
             continue
-        found = next((options for options in tried if fits(name, options)), None)
-        if found is not None:
-            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in found.items())])
+        first = next((options for options in tried if fits(name, options)), None)
+        if first is not None:
+            yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in first.items())])
 
 
 def advice(program: Program) -> str:
-    """What fits instead of a program that is too large for its devices; empty if that is not what is wrong with it."""
+    """Advice if a program is too large for its devices: strategies that fit; else empty."""
     if not any(finding.severity == "error" for finding in memory(program)):
         return ""
-    found = list(what_fits(program.workload, program.cluster))
-    if not found:
-        return "No shipped strategy fits these devices with any of its usual options: use more of them, or larger ones"
-    return "These fit (--strategy auto plans the fastest): " + "; ".join(found)
+    strategies = list(fitting_options(program.workload, program.cluster))
+    if not strategies:
+        return "No shipped strategy fits these devices with any of its usual options: use more or larger devices"
+    return "These fit (--strategy auto plans the fastest): " + "; ".join(strategies)

@@ -1,5 +1,4 @@
-"""What somebody meant who wrote the name of an option that there is not: names of other systems, parts of names, typing
-errors."""
+"""Suggestions for unknown option names: names in other systems, parts of names, typing errors."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -60,23 +59,23 @@ ELSEWHERE = {
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The closest of these, as the end of a message; empty if none is close."""
-    return _asked(difflib.get_close_matches(name, list(known), n=1))
+    """A suggestion of the closest name, for the end of a message; empty if none is close."""
+    return _suggestion(difflib.get_close_matches(name, list(known), n=1))
 
 
-def meant(name: str, group: Sequence[str], every: Sequence[str]) -> str:
-    """What option may have been meant, as the end of a message. group: options with the same dots before them; every:
-    all options."""
+def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str:
+    """A suggestion for an unknown option, for the end of a message. group: options with the same prefix; every: all
+    options."""
     leaf = name.rpartition(".")[2].lower()
     same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
-    found = same_leaf or ELSEWHERE.get(leaf) or (with_word if len(with_word) <= 3 else ())
-    if found:
-        return _asked(found)
+    names = same_leaf or ELSEWHERE.get(leaf) or (with_word if len(with_word) <= 3 else ())
+    if names:
+        return _suggestion(names)
     close = difflib.get_close_matches(name, list(group), n=1) or difflib.get_close_matches(name, list(every), n=1)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(every)}
-    return _asked(close or [by_leaf[one] for one in difflib.get_close_matches(leaf, list(by_leaf), n=1)])
+    return _suggestion(close or [by_leaf[one] for one in difflib.get_close_matches(leaf, list(by_leaf), n=1)])
 
 
-def _asked(names: Sequence[str]) -> str:
+def _suggestion(names: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(repr(name) for name in names)}?)" if names else ""

@@ -1,7 +1,7 @@
-"""Imports a Python file that the user names: a strategy, a reward function.
+"""Imports a Python file that the user names: a strategy or a reward function.
 
-Bytecode is neither read nor written: importing a strategy from a run folder does not change the folder, and a file that
-is written twice within one second is always read in its second version.
+Bytecode is neither read nor written. Importing a strategy from a run folder therefore does not change the folder, and
+the newest version is read even if a file was written twice within a second.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ class _Loader(SourceFileLoader):
 
 
 def import_file(path: Path, name: str) -> ModuleType:
-    """Returns the module, which is also in `sys.modules` under `name`. Raises whatever the code of the file raises."""
+    """Imports a file and registers it in `sys.modules` under `name`. Raises whatever the code of the file raises."""
     spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there

@@ -1,4 +1,4 @@
-"""Ready-made reward functions, named like one's own (`rlhf_spmd.rewards:vader_positive`); imports are late."""
+"""Reward functions that come with the package, used as `rlhf_spmd.rewards:vader_positive`. Imports are late."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
-    """How positive each response sounds, from -1 to 1: the compound score of VADER.
+    """The sentiment of each response, from -1 (negative) to 1: the compound score of VADER.
 
-    VADER is a lexicon of some 7,500 rated words with rules for negation, emphasis and punctuation (Hutto and Gilbert,
-    ICWSM 2014). It needs no network and no weights, so a demonstration of RLHF fits a laptop.
+    VADER is a lexicon of about 7,500 rated words with rules for negation, emphasis and punctuation (Hutto and Gilbert,
+    ICWSM 2014). It needs no network and no weights, so a demonstration of RLHF runs on a laptop.
     """
     analyzer = _vader()
     return [analyzer.polarity_scores(response)["compound"] for response in responses]

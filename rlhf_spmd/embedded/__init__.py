@@ -1,6 +1,6 @@
 """The embedded default: a small model, its reward model and a prompt set, so that `--preset tiny` needs no download.
 
-`make.py` made everything in `tiny/` from the text of `grammar.py`; `made.json` there says how well it came out.
+`make.py` made everything in `tiny/` from the text of `grammar.py`; `made.json` there holds quality measurements.
 """
 
 from __future__ import annotations

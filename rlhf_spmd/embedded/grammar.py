@@ -1,9 +1,9 @@
-"""A small grammar of English: two- or three-sentence scenes that open neutrally and go on happily or gloomily.
+"""A small grammar of English: scenes of two or three sentences that begin neutrally and continue happily or gloomily.
 
-It is the only source of the embedded demo's text, so that everything in `tiny/` may be redistributed, and it knows how
-pleasant each of its own scenes is: every phrase that carries a feeling stands in a table under its valence (-2 ... +2).
-`scene` draws an opening and a continuation, `score` reads the valence back out of any text, so that pairs of sampled
-continuations can be ranked without a human and PPO's outcome can be judged by something that PPO was not trained on.
+It is the only source of the embedded demo's text, so everything in `tiny/` may be redistributed. Every phrase that
+expresses a feeling is in a table under its valence (-2 ... +2). `scene` draws an opening and a continuation; `score`
+computes the valence of any text. So pairs of sampled continuations are ranked without a human, and the result of PPO is
+judged by a measure that PPO was not trained on.
 
     >>> import random
     >>> scene(random.Random(1))  # doctest: +SKIP
@@ -67,7 +67,7 @@ CITIES = ("Cork", "Kyoto", "Lima", "Lisbon", "Oslo", "Porto", "Turin", "Vienna")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of scene: `items` fill `{item}`; a thing is (noun, table of adjectives); `{item}` is a thing too."""
+    """One kind of scene: `items` replace `{item}`; a thing is (noun, table of adjectives); `{item}` is also a thing."""
 
     openings: tuple[str, ...]
     places: tuple[str, ...]
@@ -245,7 +245,7 @@ def _person(rng: random.Random) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A neutral first sentence, and what its continuation needs to know about it."""
+    """A neutral first sentence, and the facts that its continuation needs."""
 
     text: str
     kind: Kind
@@ -269,7 +269,7 @@ def opening(rng: random.Random) -> Opening:
 
 
 class _Writer:
-    """Draws the sentences of one continuation; no word of feeling and no thing comes twice in it."""
+    """Draws the sentences of one continuation without repeating a feeling or a thing."""
 
     def __init__(self, rng: random.Random, start: Opening):
         self.rng = rng
@@ -330,14 +330,14 @@ def scene(rng: random.Random) -> tuple[str, str]:
 
 
 def valences() -> dict[str, int]:
-    """Every phrase that carries a feeling, as `score` looks for it, with its valence."""
-    found: dict[str, int] = {}
+    """Every phrase that expresses a feeling, as `score` searches for it, with its valence."""
+    valences: dict[str, int] = {}
     for table in (*ADJECTIVES.values(), FEELINGS, EVENTS):
         for valence, phrases in table.items():
             for phrase in phrases:
                 key = phrase.removeprefix("was ")
-                assert found.setdefault(key, valence) == valence, f"'{key}' has two valences"
-    return found
+                assert valences.setdefault(key, valence) == valence, f"'{key}' has two valences"
+    return valences
 
 
 VALENCES = valences()
@@ -345,7 +345,7 @@ PATTERN = re.compile(r"\b(?:" + "|".join(sorted(VALENCES, key=len, reverse=True)
 
 
 def score(text: str) -> float:
-    """How pleasant a text is, about -1.6 ... +1.6.
+    """The valence of a text, about -1.6 ... +1.6.
 
     The sum of its distinct phrases' valences over their number plus one (so three pleasant remarks count more than one,
     but length alone buys little), less 1/2 for each phrase said twice.

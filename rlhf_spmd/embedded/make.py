@@ -1,8 +1,8 @@
-"""Make the embedded default: tokenizer, actor, reward model and prompts, all from the text of `grammar.py`.
+"""Makes the embedded default: tokenizer, actor, reward model and prompts, all from the text of `grammar.py`.
 
 Purpose: the files in `rlhf_spmd/embedded/tiny/`, which `--preset tiny` trains with PPO. Supervised training on scenes,
          then reward-model training on preference pairs (two continuations of one opening, ranked by the grammar).
-Cost:    about 5 minutes on two CPU cores, 1 GB of memory; made.json records what it took and how good it is.
+Cost:    about 5 minutes on two CPU cores, 1 GB of memory; made.json records time and quality.
 Command: python -m rlhf_spmd.embedded.make [--out FOLDER] [--threads 2]
 """
 
@@ -29,7 +29,7 @@ from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_tokenizer, save_model
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.rows import generate
+from rlhf_spmd.runtime.generation.rows import generate_rows
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 5, "weights": 6, "centre": 7}
@@ -37,14 +37,14 @@ SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is made and for how long; the defaults make the packaged files."""
+    """Sizes and durations; the defaults make the packaged files."""
 
-    corpus: int = 20_000  # scenes that the tokenizer is trained on
+    corpus: int = 20_000  # scenes for training the tokenizer
     vocab_size: int = 1024
     hidden_size: int = 128
     intermediate_size: int = 352
     actor_layers: int = 4
-    reward_layers: int = 2  # the first two of the actor are where it starts from
+    reward_layers: int = 2  # starts from the first two layers of the actor
     num_heads: int = 4
     num_kv_heads: int = 2
     sft_steps: int = 1500
@@ -64,7 +64,7 @@ class Recipe:
 
 
 def train_tokenizer(folder: Path, recipe: Recipe) -> None:
-    """Write a byte-level BPE trained on scenes: tokenizer.json and tokenizer_config.json."""
+    """Writes a byte-level BPE trained on scenes: tokenizer.json and tokenizer_config.json."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     rng = random.Random(SEEDS["tokenizer"])
@@ -98,7 +98,7 @@ def encode(tokenizer, start: str, end: str) -> list[int]:
     return tokenizer.encode(start + end) + [tokenizer.eos_token_id]
 
 
-def padded(rows: list[list[int]]) -> Tensor:
+def pad_rows(rows: list[list[int]]) -> Tensor:
     """Rows of unequal length as [B, T], padded on the right with -1."""
     width = max(map(len, rows))
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows])
@@ -115,7 +115,7 @@ def schedule(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def train(model: Transformer, steps: int, lr: float, loss_of_step, name: str) -> float:
+def optimise(model: Transformer, steps: int, lr: float, loss_of_step, name: str) -> float:
     """AdamW over `loss_of_step(step)`; returns the mean loss of the last 5 % of the steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     losses = []
@@ -135,21 +135,23 @@ def train(model: Transformer, steps: int, lr: float, loss_of_step, name: str) ->
 
 
 def next_token_loss(model: Transformer, tokens_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, padding left out."""
+    """Mean cross-entropy in nats per token, without padding."""
     logits_BTV = model.logits(model(tokens_BT[:, :-1]))
     return cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten(), ignore_index=-1)
 
 
 def supervise(model: Transformer, tokenizer, recipe: Recipe) -> dict[str, float]:
-    """Train the actor on fresh scenes at every step; returns training and held-out loss."""
+    """Trains the actor on fresh scenes at every step; returns training and held-out loss."""
     rng = random.Random(SEEDS["supervised"])
 
     def loss_of_step(_: int) -> Tensor:
-        return next_token_loss(model, padded([encode(tokenizer, *grammar.scene(rng)) for _ in range(recipe.sft_batch)]))
+        return next_token_loss(
+            model, pad_rows([encode(tokenizer, *grammar.scene(rng)) for _ in range(recipe.sft_batch)])
+        )
 
-    loss = train(model, recipe.sft_steps, recipe.sft_lr, loss_of_step, "supervised")
+    loss = optimise(model, recipe.sft_steps, recipe.sft_lr, loss_of_step, "supervised")
     fresh = random.Random(SEEDS["held_out"])
-    tokens_BT = padded([encode(tokenizer, *grammar.scene(fresh)) for _ in range(512)])
+    tokens_BT = pad_rows([encode(tokenizer, *grammar.scene(fresh)) for _ in range(512)])
     with torch.no_grad():
         return {"supervised_loss": loss, "supervised_loss_held_out": next_token_loss(model, tokens_BT).item()}
 
@@ -157,13 +159,15 @@ def supervise(model: Transformer, tokenizer, recipe: Recipe) -> dict[str, float]
 # -- preference pairs ----
 
 
-def sample(model: Transformer, tokenizer, starts: list[str], seed: int, recipe: Recipe) -> list[tuple[str, bool]]:
+def continuations(
+    model: Transformer, tokenizer, starts: list[str], seed: int, recipe: Recipe
+) -> list[tuple[str, bool]]:
     """The model's continuation of each opening at temperature 1, and whether it ended."""
     index_B = torch.arange(len(starts))
     bits_BG = random_bits(seed, random_streams.OFFLINE, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
-    prompts_BP = padded([tokenizer.encode(start) for start in starts])
+    prompts_BP = pad_rows([tokenizer.encode(start) for start in starts])
     with torch.no_grad():
-        responses_BG, *_ = generate(
+        responses_BG, *_ = generate_rows(
             model, prompts_BP, torch.as_tensor(bits_BG), temperature=1.0, eos_ids=(tokenizer.eos_token_id,)
         )
     rows = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
@@ -172,7 +176,7 @@ def sample(model: Transformer, tokenizer, starts: list[str], seed: int, recipe: 
 
 
 def damage(rng: random.Random, text: str) -> str:
-    """A continuation made worse: words shuffled, one lost or repeated, a sentence said twice, or the end missing."""
+    """Makes a continuation worse: shuffles words, drops or repeats one, repeats a sentence, or cuts the end."""
     words = text.split()
     at = rng.randrange(len(words))
     way = rng.randrange(5)
@@ -191,10 +195,10 @@ def damage(rng: random.Random, text: str) -> str:
 
 
 class Pairs:
-    """Preference pairs: two continuations of one opening, and which of them a noisy reader of `grammar.score` prefers.
+    """Preference pairs: two continuations of one opening, of which a noisy annotator prefers one by `grammar.score`.
 
-    A continuation is the actor's own (35 %), the grammar's (35 %), damaged (18 %) or another opening's (12 %); the last
-    two count 1 less, so that the reward model also judges whether the text is whole and keeps to its subject.
+    A continuation is the actor's own (35 %), the grammar's (35 %), damaged (18 %) or of another opening (12 %); the
+    last two score 1 less, so that the reward model also judges whether the text is complete and stays on its subject.
     """
 
     def __init__(self, model: Transformer, tokenizer, recipe: Recipe):
@@ -202,7 +206,7 @@ class Pairs:
         self.tokenizer, self.recipe = tokenizer, recipe
         self.starts = [grammar.opening(self.rng) for _ in range(recipe.pool)]
         texts = [start.text for start in self.starts]
-        self.samples = [sample(model, tokenizer, texts, SEEDS["pairs"] + k, recipe) for k in (100, 101)]
+        self.samples = [continuations(model, tokenizer, texts, SEEDS["pairs"] + k, recipe) for k in (100, 101)]
 
     def candidate(self, at: int, which: int) -> tuple[str, float]:
         """One continuation of opening `at`, with its quality."""
@@ -235,7 +239,7 @@ class Pairs:
 
 
 def at_last(x_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """What stands at each row's last real token, [B, ...]."""
+    """The values at each row's last real token, [B, ...]."""
     return x_BT[torch.arange(len(tokens_BT)), (tokens_BT >= 0).sum(1) - 1]
 
 
@@ -247,24 +251,24 @@ def scores(model: Transformer, tokens_BT: Tensor) -> Tensor:
 def train_reward(model: Transformer, pairs: Pairs, recipe: Recipe) -> float:
     """Bradley-Terry: mean of -log sigmoid(score of the preferred - score of the rejected); returns the last loss.
 
-    A quarter of the squared distance between the score at earlier tokens and the last one is added: so the model also
-    foresees its verdict, and a critic that starts from it starts as a value function and not as noise.
+    A quarter of the squared distance between the scores at earlier tokens and the last one is added, so that the model
+    also predicts its final score, and a critic initialised from it is a value function from the start.
     """
 
     def loss_of_step(_: int) -> Tensor:
-        tokens_BT = padded([row for rows in pairs.batch(recipe.reward_batch) for row in rows])
+        tokens_BT = pad_rows([row for rows in pairs.batch(recipe.reward_batch) for row in rows])
         scores_BT = model.scalar(model(tokens_BT))
         last_B = at_last(scores_BT, tokens_BT)
         preferred_B, rejected_B = last_B.chunk(2)
         foresight_BT = (scores_BT - last_B.detach()[:, None]).square()
         return -logsigmoid(preferred_B - rejected_B).mean() + recipe.foresight * foresight_BT[tokens_BT >= 0].mean()
 
-    return train(model, recipe.reward_steps, recipe.reward_lr, loss_of_step, "reward")
+    return optimise(model, recipe.reward_steps, recipe.reward_lr, loss_of_step, "reward")
 
 
 @torch.no_grad()
 def standardise(model: Transformer, tokens_BT: Tensor) -> None:
-    """Change the score head so that the scores of these rows have mean 0 and standard deviation 1.
+    """Changes the score head so that the scores of these rows have mean 0 and standard deviation 1.
 
     The head has no bias, so the mean is moved along the direction in which the hidden states are most nearly constant:
     d = argmin |H d - 1|^2 over all tokens.
@@ -279,7 +283,7 @@ def standardise(model: Transformer, tokens_BT: Tensor) -> None:
 
 
 def accuracy(model: Transformer, tokenizer, rng: random.Random, num_pairs: int = 1000, margin: float = 0.1) -> float:
-    """The share of fresh grammar pairs, scored over `margin` apart, that the reward model ranks like the grammar."""
+    """The share of fresh pairs, with scores more than `margin` apart, that the reward model ranks like the grammar."""
     better, worse = [], []
     while len(better) < num_pairs:
         start = grammar.opening(rng)
@@ -288,14 +292,14 @@ def accuracy(model: Transformer, tokenizer, rng: random.Random, num_pairs: int =
             better.append(encode(tokenizer, start.text, b))
             worse.append(encode(tokenizer, start.text, a))
     with torch.no_grad():
-        return (scores(model, padded(better)) > scores(model, padded(worse))).float().mean().item()
+        return (scores(model, pad_rows(better)) > scores(model, pad_rows(worse))).float().mean().item()
 
 
 # -- everything ----
 
 
 def round_weights(model: Transformer) -> None:
-    """Round to bfloat16, as saved, so that what is measured is what is shipped."""
+    """Rounds to bfloat16, as in the saved files, so that the shipped models are measured."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -324,7 +328,7 @@ def new_model(recipe: Recipe, tokenizer, head: str) -> Transformer:
 
 
 def make(out: Path, recipe: Recipe) -> dict:
-    """Make everything in `out`; returns what made.json holds."""
+    """Makes everything in `out`; returns the contents of made.json."""
     started = time.monotonic()
     train_tokenizer(out / "actor", recipe)
     tokenizer = load_tokenizer(out / "actor")
@@ -342,12 +346,12 @@ def make(out: Path, recipe: Recipe) -> dict:
     rng = random.Random(SEEDS["prompts"])
     prompts = sorted({grammar.opening(rng).text for _ in range(recipe.num_prompts)})
     rng.shuffle(prompts)
-    samples = sample(actor, tokenizer, prompts, SEEDS["centre"], recipe)
+    samples = continuations(actor, tokenizer, prompts, SEEDS["centre"], recipe)
     ended = [encode(tokenizer, start, text) for start, (text, end) in zip(prompts, samples, strict=True) if end]
-    standardise(reward, padded(ended))
+    standardise(reward, pad_rows(ended))
     round_weights(reward)
     with torch.no_grad():
-        scores_B = scores(reward, padded(ended))
+        scores_B = scores(reward, pad_rows(ended))
     made |= {
         "reward_accuracy_held_out": accuracy(reward, tokenizer, random.Random(SEEDS["held_out"])),
         "reward_mean_of_actor": scores_B.mean().item(),
