@@ -16,10 +16,10 @@ from rlhf_spmd.runtime.execute.call_handlers import State
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.observe.meter import Meter
-from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run import report
 from rlhf_spmd.runtime.run.train import make_iteration, prepare, update
-from rlhf_spmd.runtime.world.devices import Device
+from rlhf_spmd.runtime.world.devices import RankDevice
 from rlhf_spmd.strategies import flattening
 
 
@@ -27,7 +27,7 @@ class OneRank:
     """A world of one rank inside a process that may be one of many: it talks to nobody, and fails as it comes."""
 
     rank, size, node, num_nodes, nodes, hosts = 0, 1, 0, 1, (0,), ("here",)
-    device, computes = torch.device("cpu"), Device("cpu", None, 1, 1)
+    device, computes = torch.device("cpu"), RankDevice("cpu", None, 1, 1)
 
     def allgather(self, value, what="", **_):
         return [value]
@@ -96,7 +96,7 @@ class RunOf:
         self.program = program or compiled(config)
         self.job = prepare(config, self.program, self.world)
         self.state = State(kl_coef=config.ppo.kl_coef)
-        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Recorder())
+        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Tracer())
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration
         self.meter = StepMeter()  # of the last iteration

@@ -129,7 +129,7 @@ def write_lengths(file: Path) -> None:
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.report import summarize
     from rlhf_spmd.runtime.run.train import make_iteration, prepare, update
     from rlhf_spmd.runtime.world.world import World
@@ -141,7 +141,7 @@ def write_lengths(file: Path) -> None:
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
-        executor = Executor(program, world, job.models, job.calls, Recorder())
+        executor = Executor(program, world, job.models, job.calls, Tracer())
         state, lengths = State(kl_coef=config.ppo.kl_coef), {"prompts": [], "responses": []}
         for number in range(config.iterations):
             answers = executor.iteration(make_iteration(job, number), state)

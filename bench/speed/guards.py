@@ -58,11 +58,11 @@ def measure(config: Config, program: Program, world: World) -> dict:
     from rlhf_spmd.runtime.checkpoint.saving import Saver
     from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.train import make_iteration, prepare
 
     job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank))
+    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank))
     state = State(kl_coef=config.ppo.kl_coef)
 
     def iteration(number: int, before: Callable[[], None] = lambda: None) -> tuple[float, float]:

@@ -103,7 +103,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
     from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.train import Job, make_iteration
 
     workload = program.workload
@@ -118,7 +118,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     texts = TextRows.of([""] * len(ends))
     calls = Constant(program, world.rank)
     job = Job(config, program, world, None, PromptSet(prompts, texts), None, calls, (), program.held(world.rank))
-    executor, found = Executor(program, world, None, calls, Recorder(world.rank)), []
+    executor, found = Executor(program, world, None, calls, Tracer(world.rank)), []
     for number in range(NUM_ITERATIONS):
         gc.collect()
         world.barrier("the start of an iteration")

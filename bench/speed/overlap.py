@@ -100,7 +100,7 @@ def measure(
     """
     from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.train import make_iteration, prepare
 
     config = small(folder)
@@ -115,7 +115,7 @@ def measure(
         time.sleep(slow_s(program, step, scale))
 
     job.calls.run = slowed
-    recorder = Recorder()
+    recorder = Tracer()
     executor, state, mine = Executor(program, world, job.models, job.calls, recorder), State(kl_coef=0.05), []
     for number in range(iterations):
         data = make_iteration(job, number)

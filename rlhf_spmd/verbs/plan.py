@@ -19,7 +19,7 @@ from rlhf_spmd.calibration_file import SHIPPED, load_calibration
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import BESIDE, missing_bytes, options_of
+from rlhf_spmd.fitting import COMPARED, missing_bytes, options_of
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -43,7 +43,7 @@ KEEP = 20  # plans that are simulated
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Alternative:
     """A row of the table: a plan or a shipped strategy with its forecast, or why there is none."""
 
     name: str
@@ -66,7 +66,7 @@ def run(parsed: argparse.Namespace) -> int:
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     print(show(rows, calibration))
-    _write(out, source_of(winner, config, calibration, parsed.overrides))
+    _write(out, module_source(winner, config, calibration, parsed.overrides))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
     print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_where(parsed, cluster), *parsed.overrides])}")
     if parsed.timeline:
@@ -80,18 +80,18 @@ def run(parsed: argparse.Namespace) -> int:
 
 def rows_of(
     parsed: argparse.Namespace, workload: Workload, cluster: Cluster, calibration: Calibration
-) -> tuple[list[Candidate], Found]:
+) -> tuple[list[Alternative], Found]:
     """The best plans, then the shipped strategies; and how the search went."""
-    shipped = [beside(name, workload, cluster, calibration) for name in BESIDE]
+    shipped = [beside(name, workload, cluster, calibration) for name in COMPARED]
     keep = max(parsed.top, KEEP)
     found = searched(shipped, workload, cluster, calibration, method=parsed.method, seed=parsed.seed, keep=keep)
     return numbered(found)[: parsed.top] + shipped, found
 
 
-def numbered(found: Found) -> list[Candidate]:
+def numbered(found: Found) -> list[Alternative]:
     """The plans of a search as rows whose names differ."""
     plans = enumerate(found.plans, start=1)
-    return [Candidate(f"plan {number} ({plan.name})", plan.program, plan.forecast) for number, plan in plans]
+    return [Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast) for number, plan in plans]
 
 
 def _files(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
@@ -148,7 +148,7 @@ def calibration_for(name: str | None, cluster: Cluster) -> Calibration | None:
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
-def beside(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Candidate:
+def beside(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Alternative:
     """A shipped strategy with the first of a few options with which it fits; else why it does not."""
     strategy, refused, short = load_strategy(name), "", {}
     for options in options_of(name, workload, cluster):
@@ -159,17 +159,17 @@ def beside(name: str, workload: Workload, cluster: Cluster, calibration: Calibra
             refused = refused or str(error).removeprefix(f"strategy {name}: ")
             continue
         if not any(finding.severity == "error" for finding in memory(program)):
-            return Candidate(name, program, forecast(program, calibration), words)
+            return Alternative(name, program, forecast(program, calibration), words)
         short[words] = missing_bytes(program)
     if not short:
-        return Candidate(name, None, None, refused)
+        return Alternative(name, None, None, refused)
     words = min(short, key=short.__getitem__)
     with_options = f" with {words}" if words else ""
     note = f"does not fit: a device lacks {format_bytes(short[words])}{with_options}"
-    return Candidate(name, None, None, note, short[words])
+    return Alternative(name, None, None, note, short[words])
 
 
-def searched(shipped: list[Candidate], workload: Workload, cluster: Cluster, calibration: Calibration, **options):
+def searched(shipped: list[Alternative], workload: Workload, cluster: Cluster, calibration: Calibration, **options):
     """What search() finds with these options. Where nothing fits, the error says what the shipped strategies lack."""
     try:
         return search(workload, cluster, calibration, **options)
@@ -178,7 +178,7 @@ def searched(shipped: list[Candidate], workload: Workload, cluster: Cluster, cal
         raise
 
 
-def fastest(rows: list[Candidate], cluster: Cluster) -> Candidate:
+def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
     """The row with the least seconds that `check` has no error about. Raises UserError if nothing fits."""
     for row in sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s):
         if not any(finding.severity == "error" for finding in check(row.program)):
@@ -199,7 +199,7 @@ def fastest(rows: list[Candidate], cluster: Cluster) -> Candidate:
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def show(rows: list[Candidate], calibration: Calibration) -> str:
+def show(rows: list[Alternative], calibration: Calibration) -> str:
     """Seconds, waste and bytes of every row; then of each call its seconds and what limits it."""
     first = [("plan", "seconds", "bubble", "peak", "about it")]
     for row in rows:
@@ -219,7 +219,7 @@ def show(rows: list[Candidate], calibration: Calibration) -> str:
     return "\n".join([table(first), "", heading, table(second)])
 
 
-def source_of(row: Candidate, config: Config, calibration: Calibration, overrides: list[str]) -> str:
+def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:
     """The row as a strategy module, with its forecast on top. The same on every rank that plans the same."""
     program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
     about = (
@@ -244,7 +244,7 @@ def source_of(row: Candidate, config: Config, calibration: Calibration, override
 
 
 def records(found: Forecast) -> list[dict[str, object]]:
-    """A forecast in the form of trace.Recorder.to_records, for the same drawing as a measured run's."""
+    """A forecast in the form of trace.Tracer.to_records, for the same drawing as a measured run's."""
     cluster, spans_of = found.program.cluster, []
     began = iter(runs(found))
     for rank, (steps, times) in enumerate(zip(found.program.instructions, found.times, strict=True)):
@@ -265,7 +265,7 @@ def records(found: Forecast) -> list[dict[str, object]]:
     return spans_of
 
 
-def draw(row: Candidate, path: str, *, title: str) -> None:
+def draw(row: Alternative, path: str, *, title: str) -> None:
     """The timeline of a forecast as a picture."""
     try:
         from rlhf_spmd.runtime.run.timeline import write_png
@@ -301,14 +301,14 @@ def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Cali
     if calibration is None:
         kinds = ", ".join(cluster.device_types)
         raise UserError(f"--strategy auto needs a calibration, and none of {kinds} is shipped; give --calibration FILE")
-    shipped = [beside(name, workload, cluster, calibration) for name in BESIDE]
+    shipped = [beside(name, workload, cluster, calibration) for name in COMPARED]
     found = searched(shipped, workload, cluster, calibration, method="two_phase")  # the exact one looks at the clock
     winner = fastest(numbered(found) + shipped, cluster)
-    return strategy_of("auto", source_of(winner, config, calibration, []))
+    return strategy_of("auto", module_source(winner, config, calibration, []))
 
 
 def strategy_of(name: str, source: str) -> Strategy:
-    """A strategy from the source that strategy_source() wrote."""
+    """A strategy from the source that module_source() wrote."""
     module = ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
     return Strategy(name, source, module.place)
@@ -320,7 +320,7 @@ def strategy_of(name: str, source: str) -> Strategy:
 def measure(world: Any, parsed: argparse.Namespace) -> None:
     """The verb on the ranks of a world: the best plans are run for a few iterations, and the quickest wins. Rank 0
     plans and prints. Raises UserError as run() does."""
-    from rlhf_spmd.runtime.world.devices import describe, refuse
+    from rlhf_spmd.runtime.world.devices import check_program, describe_device
 
     told: list[list[Any]] = []
     with world.together("planning"):
@@ -334,7 +334,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             rows, found = rows_of(parsed, workload, cluster, calibration)
             best = sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s)
             best = [row for row in best if not any(one.severity == "error" for one in check(row.program))]
-            told = [[row.name, source_of(row, config, calibration, parsed.overrides)] for row in best]
+            told = [[row.name, module_source(row, config, calibration, parsed.overrides)] for row in best]
             told = told[: parsed.measure_top]
             print(show(rows, calibration), flush=True)
     world.use_device(config.device)
@@ -342,7 +342,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     with world.together("compiling the plans"):
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in told]
         for program in programs:
-            refuse(world.computes, program)
+            check_program(world.computes, program)
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
 
@@ -356,7 +356,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     for (name, _), row, measured_s in zip(told, best, seconds, strict=False):
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
     _write(out, told[first][1])
-    where = describe(world.computes, world.size)
+    where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
     print(f"\nThe quickest, {told[first][0]}, is written to {out}")
     measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}

@@ -18,7 +18,7 @@ from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
-from rlhf_spmd.runtime.world.devices import refuse, type_of
+from rlhf_spmd.runtime.world.devices import check_program, type_of
 from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import show
 from rlhf_spmd.verbs.plan import auto, calibration_for
@@ -51,7 +51,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         findings = check(program)
         if not parsed.dry_run:
             refuse_errors(strategy.name, program, findings)
-            refuse(world.computes, program)
+            check_program(world.computes, program)
     with world.together("comparing the program"):
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
@@ -59,7 +59,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         if world.rank == 0:
             show(program, findings, strategy.name, title)
         with world.together("comparing program and devices"):
-            refuse(world.computes, program)
+            check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
     world.set_deadline(config.deadline_s)
     world.start_torch(program.groups, program.pairs)

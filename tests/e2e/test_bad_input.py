@@ -164,7 +164,7 @@ CASES = {
         ("models.reward={folder}/actor",), ("actor/model.safetensors", "no tensor score.weight", "give a folder")
     ),
     "tokenizer too large": Case(
-        ("models.actor={folder}/small",), ("the prompt", "know 40 tokens", "belongs to", "small")
+        ("models.actor={folder}/small",), ("the prompt", "have 40 tokens", "belongs to", "small")
     ),
     "reference too small": Case(("models.reference={folder}/small",), ("the reference", "small", "40 tokens", "63")),
     "empty prompts": Case(("data.prompts={folder}/p.jsonl",), ("p.jsonl", "empty"), {"p.jsonl": ""}),

@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.device_clock import DeviceClock
-from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.observe.trace import Tracer
 from tests.draws import random_responses
 from tests.unit.test_generate import OFTEN, make_model, make_prompts, rows
 
@@ -91,7 +91,7 @@ def test_a_decode_step_waits_for_the_device_once():
 @on_gpu
 def test_marks_tell_when_the_device_worked():
     """A span holds the seconds of its own kernels, not those of what was asked for before."""
-    recorder = Recorder(clock=DeviceClock(torch.device("cuda", torch.cuda.current_device())))
+    recorder = Tracer(clock=DeviceClock(torch.device("cuda", torch.cuda.current_device())))
     x = torch.randn(4096, 4096, device="cuda")
     for _ in range(2):  # the first time loads the library
         began = time.perf_counter()

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.execute.call_handlers import State
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import ROW
-from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.strategies import separation
 from tests.programs import make_workload, place_calls
 
@@ -61,7 +61,7 @@ def executors(program: Program, board: Board) -> list[Executor]:
     """An executor for every rank whose instructions do nothing."""
     made = []
     for rank in program.cluster.ranks:
-        executor = Executor(program, RankOf(rank, board), None, SimpleNamespace(run=lambda *_: None), Recorder())
+        executor = Executor(program, RankOf(rank, board), None, SimpleNamespace(run=lambda *_: None), Tracer())
         executor._post = executor._wait = lambda *_: None
         executor._digests = lambda *_: np.empty(0, ROW)
         made.append(executor)
@@ -108,9 +108,9 @@ def test_only_the_late_rank_is_named(ranks):
 
     everyone[0].calls.run = lost
     everyone[0].instructions = (step,)
-    with pytest.raises(UserError, match="rank 1 on here last said: iteration 0: ") as caught:
+    with pytest.raises(UserError, match="rank 1 on here last reported: iteration 0: ") as caught:
         everyone[0].iteration(iteration(), State(kl_coef=0.1))
-    assert caught.value.args[0].count("last said") == 1
+    assert caught.value.args[0].count("last reported") == 1
     assert f"gave up waiting in iteration 0, instruction 0: {step}" in str(caught.value)
 
 
@@ -126,8 +126,10 @@ def test_a_peer_that_posted_is_not_late():
         everyone[rank].iteration(iteration(), State(kl_coef=0.1))
     board.texts[2].append("iteration 0: Run actor_generate")
     error = everyone[3]._explained(RuntimeError("gloo: timed out"), Wait(number), 5, iteration())
-    assert isinstance(error, UserError) and "rank 2 on here last said: iteration 0: Run actor_generate" in str(error)
-    assert str(error).count("last said") == 1
+    assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 0: Run actor_generate" in str(
+        error
+    )
+    assert str(error).count("last reported") == 1
 
 
 def test_a_peer_that_has_forgotten_its_post_is_not_late():
@@ -148,7 +150,7 @@ def test_a_peer_that_has_forgotten_its_post_is_not_late():
                     last = executor._meeting(steps[stopped], iteration())
                     executor.world.stragglers = lambda ranks, _, peer=peer, last=last: {peer: last}  # remembers nothing
                     error = executor._explained(RuntimeError("gloo: timed out"), step, position, iteration())
-                    assert (f"rank {peer} on here last said" in str(error)) == (stopped <= posted), (step, last)
+                    assert (f"rank {peer} on here last reported" in str(error)) == (stopped <= posted), (step, last)
 
 
 def test_other_errors_stay_as_they_are():
@@ -174,7 +176,7 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     for rank in program.cluster.ranks:
         listed[rank] = []
         data = iteration(store=Store(program.workload, program.held(rank)))
-        executor = Executor(program, RankOf(rank, Board(4)), None, None, Recorder())
+        executor = Executor(program, RankOf(rank, Board(4)), None, None, Tracer())
         for step in program.instructions[rank]:
             if isinstance(step, Post) and not program.transfers[step.transfer].model:
                 executor._post(step.transfer, data)

@@ -9,7 +9,7 @@ import pytest
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.runtime.profile import machine as machine_module
 from rlhf_spmd.runtime.profile.machine import cpu_info, cpu_quota, details, machines, processor
-from rlhf_spmd.runtime.world.devices import Device
+from rlhf_spmd.runtime.world.devices import RankDevice
 from tests.unit.test_calibration import calibration
 
 INFO = """processor	: 0
@@ -32,7 +32,7 @@ class Ranks:
 
     other: list
     nodes: tuple[int, ...] = (0, 0)
-    computes: Device = Device("cpu", None, 2, 1)
+    computes: RankDevice = RankDevice("cpu", None, 2, 1)
 
     def allgather(self, value, what):
         return [value, self.other]

@@ -9,12 +9,12 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import advice, what_fits
+from rlhf_spmd.fitting import advice, fitting_options
 from rlhf_spmd.option_names import ELSEWHERE
 from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.runtime.world.devices import choose
-from rlhf_spmd.runtime.world.visible_devices import Seen
+from rlhf_spmd.runtime.world.devices import choose_devices
+from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.train import RESERVED_BYTES, cluster_of, refuse_errors
 
@@ -41,8 +41,8 @@ def folder(tmp_path):
 
 def world_of(num_ranks: int, name: str, num_bytes: int, wanted: str = "auto", num_devices: int = 0) -> SimpleNamespace:
     """A node as its ranks find it."""
-    seen = [Seen(f"device {index}", name, num_bytes) for index in range(num_devices or num_ranks)]
-    chosen = choose(wanted, [seen] * num_ranks, "", (0,) * num_ranks, ("here",) * num_ranks)
+    seen = [VisibleDevice(f"device {index}", name, num_bytes) for index in range(num_devices or num_ranks)]
+    chosen = choose_devices(wanted, [seen] * num_ranks, "", (0,) * num_ranks, ("here",) * num_ranks)
     return SimpleNamespace(nodes=(0,) * num_ranks, num_nodes=1, chosen=chosen)
 
 
@@ -64,7 +64,7 @@ def test_a_model_without_a_preset_gets_options_of_a_real_one(folder):
     assert configs.load(None).preset == "tiny" and configs.load("tiny", [], path).preset == "tiny"
 
 
-def test_7b_on_eight_devices_of_80_gb_is_refused_with_what_fits(folder):
+def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
     """Before anything is loaded: the folder holds no weights. Whatever is advised does fit."""
     config = configs.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
     workload, cluster = configs.make_workload(config), cluster_of(world_of(8, *H100), None, "cpu")
@@ -76,7 +76,7 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_what_fits(folder):
     text = str(refused.value)
     assert "ranks 0-7 need" in text and "the device has 77 GiB" in text
     told = text.partition("These fit (--strategy auto plans the fastest): ")[2].split("; ")
-    assert len(told) > 2 and told == list(what_fits(workload, cluster))
+    assert len(told) > 2 and told == list(fitting_options(workload, cluster))
     for words in told:
         _, name, *options = shlex.split(words)
         chosen = dict(option.removeprefix("strategy.").split("=") for option in options)
@@ -107,7 +107,9 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each():
     assert cluster.num_devices == 4 and cluster.device_bytes(3) == (H100[1] - RESERVED_BYTES) // 4
     named = cluster_of(world_of(2, *H100), None, "mine")
     assert named.device_types == ("mine",)
-    on_cpu = SimpleNamespace(nodes=(0, 0), num_nodes=1, chosen=choose("cpu", [[], []], "", (0, 0), ("here",) * 2))
+    on_cpu = SimpleNamespace(
+        nodes=(0, 0), num_nodes=1, chosen=choose_devices("cpu", [[], []], "", (0, 0), ("here",) * 2)
+    )
     assert cluster_of(on_cpu, None, "cpu") == Cluster.parse("1x2")
 
 
@@ -131,7 +133,10 @@ def test_types_of_devices_follow_from_their_names(name, gib, expected):
 def test_a_name_of_the_hub_says_to_download_it(capsys):
     assert main(["check", "flattening", "--model", "meta-llama/Llama-3.1-8B"]) == 2
     told = capsys.readouterr().err
-    assert "`hf download meta-llama/Llama-3.1-8B --local-dir FOLDER`" in told and "where there is a network" in told
+    assert (
+        "`hf download meta-llama/Llama-3.1-8B --local-dir FOLDER`" in told
+        and "on a machine with a network connection" in told
+    )
     for path in ("/no/model", "no/such/model", "../model", "model"):
         assert main(["check", "flattening", "--model", path]) == 2
         assert "hf download" not in capsys.readouterr().err

@@ -25,7 +25,7 @@ from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.profile.probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, lengths_of
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.verbs.plan import BESIDE, auto, beside, calibration_for, options_of, records
+from rlhf_spmd.verbs.plan import COMPARED, auto, beside, calibration_for, options_of, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -81,9 +81,9 @@ def refusal(capsys, *arguments: str) -> str:
 
 def test_plans_stand_beside_the_strategies(planned):
     text, result, _ = planned
-    for words in (*BESIDE, "Seconds of each call", "actor_generate", "bubble", "GiB", "products", "kernel starts"):
+    for words in (*COMPARED, "Seconds of each call", "actor_generate", "bubble", "GiB", "products", "kernel starts"):
         assert words in text
-    assert result["ok"] is True and set(BESIDE) < set(result["plans"])
+    assert result["ok"] is True and set(COMPARED) < set(result["plans"])
     seconds = [value for value in result["plans"].values() if value is not None]
     assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
 
@@ -126,7 +126,7 @@ def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file):
     command = ["plan", "--layout", "1x2", "--calibration", cpu_file, "--out", str(out), "--timeline", str(picture)]
     assert main([*command, "--top", "1", "--method", "two_phase", *words]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(result["plans"]) == 1 + len(BESIDE)
+    assert len(result["plans"]) == 1 + len(COMPARED)
     assert "Planned with rollout_batch=8 mini_batch=8." in " ".join(out.read_text().split())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -150,7 +150,7 @@ def test_one_rank_cannot_separate():
     assert found.forecast is None and "start at least 2 ranks" in found.note
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", COMPARED)
 @pytest.mark.parametrize("layout", ["1x1", "2x8", "4x8"])
 def test_the_options_that_are_tried_exist(name, layout):
     strategy, cluster = load_strategy(name), Cluster.parse(layout)

@@ -29,7 +29,7 @@ from rlhf_spmd.runtime.execute.optimizer_step import Step, Training, summed
 from rlhf_spmd.runtime.execute.pipeline_runtime import Inference, Optimization, Passes, through_stages
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.kvcache import free_bytes
-from rlhf_spmd.runtime.generation.rows import Generation
+from rlhf_spmd.runtime.generation.rows import Rollout
 from rlhf_spmd.runtime.observe.meter import Meter
 from rlhf_spmd.runtime.weights.models import Models
 from rlhf_spmd.runtime.world.world import World
@@ -156,7 +156,7 @@ class Calls:
         data.generate_s += time.perf_counter() - started
         meter.maximum("generate_s", data.generate_s)
 
-    def _generation(self, model: Transformer, step: Run, data: Iteration, columns: slice) -> Generation:
+    def _generation(self, model: Transformer, step: Run, data: Iteration, columns: slice) -> Rollout:
         """All that this rank generates in an iteration, in the order in which it will be asked for."""
         generation, num_rows = self.config.generation, columns.stop - columns.start
         places = generation.max_sequences
@@ -164,7 +164,7 @@ class Calls:
             # streaming: the first mini-batch must not wait for all others
             places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
         workflow = self.program.workload.workflow
-        return Generation(
+        return Rollout(
             model,
             data.store.at("prompts", (ALL, columns)),
             data.random_bits(random_streams.of_call(workflow, workflow.call(step.call)), columns),

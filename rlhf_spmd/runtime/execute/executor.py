@@ -31,11 +31,11 @@ from rlhf_spmd.runtime.execute.call_handlers import Calls, State
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
-from rlhf_spmd.runtime.generation.kvcache import give_back
+from rlhf_spmd.runtime.generation.kvcache import release_unused
 from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.guard.wait_graph import text_of
-from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.weights.models import Models
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
@@ -54,7 +54,7 @@ class Executor:
         world: World,
         models: Models,
         calls: Calls,
-        recorder: Recorder,
+        recorder: Tracer,
         asked: Asked | None = None,
     ):
         """asked: signals, told to all ranks at the end of an iteration; None for a program that is not sent any."""
@@ -78,7 +78,7 @@ class Executor:
             self.world.progress(f"iteration {data.number}: {self.texts[position]}", data.number, position)
             try:
                 if position == 0:
-                    give_back(self.world.device)  # while no message is under way
+                    release_unused(self.world.device)  # while no message is under way
                 answers = self._execute(step, data, state) or answers
                 if position == last:
                     self.recorder.read_marks()  # waits for the device: an iteration ends when its last kernel does
@@ -238,7 +238,7 @@ class Executor:
         place = f"iteration {data.number}, instruction {position}: {text_of(self.program, step)}"
         late = world.stragglers([rank for rank in ranks if rank != world.rank], self._meeting(met, data))
         late = {rank: text for rank, text in late.items() if not self._is_past(rank, met, text, data)}
-        names = "; ".join(f"rank {rank} on {world.hosts[rank]} last said: {where}" for rank, where in late.items())
+        names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
         what = "lost a connection" if is_lost(error) else "gave up waiting"
         return PeerError(
             f"rank {world.rank} on {world.hosts[world.rank]} {what} in {place}: "

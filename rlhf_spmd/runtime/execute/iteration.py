@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.generation.rows import Generation
+from rlhf_spmd.runtime.generation.rows import Rollout
 from rlhf_spmd.runtime.observe.meter import Meter
 
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
@@ -84,7 +84,7 @@ class Iteration:
     source_EMC: Tensor  # [epochs, M, C]: the mini-batch of epoch 0 whose row stands here in epoch e
     store: Store
     meter: Meter = field(default_factory=Meter)
-    generation: Generation | None = None  # the engine, while it has anything to do
+    generation: Rollout | None = None  # the engine, while it has anything to do
     generate_s: float = 0.0  # on this rank so far
     stopped: bool = False  # KL early stop of the actor
 

@@ -68,7 +68,9 @@ def through_stages(model: Transformer, batch: Sequences) -> Tensor:
     """One batch through all stages outside a program -> this stage's output. Collective over the ranks of one copy."""
     parallel, received_nD = model.parallel, None
     if parallel.previous is not None:
-        received_nD = torch.empty(model.passes_on(len(batch.tokens_N)), dtype=model.dtype, device=batch.tokens_N.device)
+        received_nD = torch.empty(
+            model.output_shape(len(batch.tokens_N)), dtype=model.dtype, device=batch.tokens_N.device
+        )
         dist.recv(received_nD, src=parallel.previous, group=parallel.stages)
     output_nD = forward(model, batch, received_nD)
     if parallel.next is not None:
@@ -133,7 +135,7 @@ class Passage:
             buffer_nD = self.leaving.pop(made).contiguous()
             direction, peer = dist.isend, message.destination
         else:
-            shape = model.passes_on(self.passes.num_tokens(made[1]))
+            shape = model.output_shape(self.passes.num_tokens(made[1]))
             buffer_nD = torch.empty(shape, dtype=model.dtype, device=next(model.parameters()).device)
             direction, peer = dist.irecv, message.source
         operation = dist.P2POp(direction, buffer_nD, peer, group=model.parallel.stages, tag=number)

@@ -12,7 +12,7 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.data.inputs import read_prompts, refuse_endless, refuse_longer
+from rlhf_spmd.runtime.data.inputs import check_context, check_responses_end, read_prompts
 from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.scorer import Scorer
@@ -47,8 +47,8 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known))
         actor = read_config(config.models.actor)
         eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
-        refuse_endless(config, eos_ids)
-        refuse_longer(config, actor)
+        check_responses_end(config, eos_ids)
+        check_context(config, actor)
     with world.together("loading models"):
         models = Models(program, config, world)
         needs_scorer = any(

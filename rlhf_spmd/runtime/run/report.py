@@ -16,18 +16,18 @@ from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
-from rlhf_spmd.runtime.data.reward_function import source_of
+from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.call_handlers import State
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.rows import generate
+from rlhf_spmd.runtime.generation.rows import generate_rows
 from rlhf_spmd.runtime.observe.meter import combine
 from rlhf_spmd.runtime.run.console import Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample
 from rlhf_spmd.runtime.weights.models import model_folders
-from rlhf_spmd.runtime.world.devices import describe
+from rlhf_spmd.runtime.world.devices import describe_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
-        "device": describe(job.world.computes, job.world.size),
+        "device": describe_device(job.world.computes, job.world.size),
         "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
         f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
@@ -108,7 +108,7 @@ def inputs(job: Job) -> dict[str, str]:
     """Fingerprints of what a run reads beside its options, by name."""
     config = job.config
     found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    path = source_of(config.reward_function) if config.reward_function else None
+    path = source_file(config.reward_function) if config.reward_function else None
     if path is not None:
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in model_folders(config).values() if folder)
@@ -198,7 +198,9 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
         rows, width = (np.arange(num), np.zeros(num, int)), job.config.generation.max_new_tokens
         bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)
         with job.models.weights(generating) as model:
-            responses_BG, *_ = generate(model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.drawing)
+            responses_BG, *_ = generate_rows(
+                model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.drawing
+            )
         tokens = responses_BG.tolist()
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
     everyone = job.world.allgather(tokens if rank == first else [], "the samples")

@@ -9,7 +9,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.call_handlers import State
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.observe.device_clock import clock_of
-from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.world.world import World
 
@@ -20,7 +20,7 @@ def iteration_s(config: Config, program: Program, world: World) -> float:
     """Median seconds of an iteration, of the slowest rank; the same on every rank. The world's groups must be those of
     the program, or more. What it loaded has gone when it returns."""
     job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank, clock=clock_of(world.device)))
+    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
     state, seconds = State(kl_coef=config.ppo.kl_coef), []
     for number in range(NUM_ITERATIONS):
         data = make_iteration(job, number)

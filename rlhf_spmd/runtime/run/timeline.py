@@ -49,7 +49,7 @@ def write_png(
     width_s: float | None = None,
     dpi: int = 150,
 ) -> None:
-    """Draws what every rank's `Recorder.to_records` gave. `iterations`: "first", "last" (so many), or their numbers.
+    """Draws what every rank's `Tracer.to_records` gave. `iterations`: "first", "last" (so many), or their numbers.
 
     width_s: seconds that the picture spans, so that several can be compared; None: what is there.
     """

@@ -23,7 +23,7 @@ from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.meter import combine
-from rlhf_spmd.runtime.observe.trace import Recorder
+from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.profile.probe import at_hand
 from rlhf_spmd.runtime.run import forecast_report, report
 from rlhf_spmd.runtime.run.console import Console, Result
@@ -73,7 +73,7 @@ def train(
     calibration: of these devices, for a forecast that the run is compared with; asked: the signals that come.
     """
     started = time.perf_counter()
-    recorder = Recorder(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
+    recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
     job = prepare(config, program, world)
     folder = open_folder(job, origin)
     console = Console(enabled=world.rank == 0)
@@ -233,7 +233,7 @@ def _write_timeline(
     job: Job,
     folder: RunFolder,
     console: Console,
-    recorder: Recorder,
+    recorder: Tracer,
     title: str,
     answers: Sequence[Mapping],
     history: Sequence[Mapping],
