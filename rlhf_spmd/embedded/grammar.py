@@ -347,8 +347,8 @@ PATTERN = re.compile(r"\b(?:" + "|".join(sorted(VALENCES, key=len, reverse=True)
 def score(text: str) -> float:
     """The valence of a text, about -1.6 ... +1.6.
 
-    The sum of its distinct phrases' valences over their number plus one (so three pleasant remarks count more than one,
-    but length alone buys little), less 1/2 for each phrase said twice.
+    The sum of the valences of its distinct phrases, divided by their number plus one (so three pleasant phrases count
+    more than one, but length alone gains little), less 1/2 for each repetition of a phrase.
     """
     phrases = PATTERN.findall(text)
     distinct = set(phrases)
@@ -356,7 +356,7 @@ def score(text: str) -> float:
 
 
 def words() -> frozenset[str]:
-    """Every word that the grammar can write, in lower case."""
+    """Every word that the grammar can produce, in lower case."""
     tables = [
         WOMEN,
         MEN,

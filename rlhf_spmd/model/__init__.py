@@ -1,1 +1,1 @@
-"""The language model: one Llama-family definition for training and generation, and Hugging Face folders in and out."""
+"""The language model: one Llama-family definition for training and generation; Hugging Face folders."""

@@ -128,7 +128,7 @@ def test_one_message_and_nothing_left(name, overrides, tmp_path):
     ended_s = time.time()
     assert status not in (0, None), stderr
     assert stderr.count(PREFIX) == 1 and stderr.startswith(PREFIX) and "Traceback" not in stderr, stderr
-    for words in (*case.says, "There is no whole checkpoint in"):
+    for words in (*case.says, "There is no complete checkpoint in"):
         assert words in stderr, f"{words!r} is not in:\n{stderr}"
     if "hurt at" in stdout:
         assert ended_s - float(stdout.partition("hurt at ")[2].split()[0]) < case.limit_s, stderr
@@ -158,7 +158,7 @@ def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
     said = log.read_text()
     assert said.count(PREFIX) == 1 and "Traceback" not in said and "Exception" not in said, said
     assert f"the run folder {run} is gone: it was deleted, moved or replaced" in said, said
-    assert "reported by rank " in said and "There is no whole checkpoint in" in said, said
+    assert "reported by rank " in said and "There is no complete checkpoint in" in said, said
     wait_for(lambda: not remaining(run), 10)
     assert not run.exists()
 

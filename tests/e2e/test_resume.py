@@ -96,7 +96,9 @@ def test_signals_and_another_number_of_ranks(overrides, tmp_path):
     reached = num_iterations(started.folder)
     assert status == 143 and reached < 60
     resume = f"python -m rlhf_spmd train --resume {started.folder}"
-    assert stderr == f"rlhf_spmd: ended by SIGTERM after {reached} of 60 iterations; go on with: mpirun -n 4 {resume}\n"
+    assert (
+        stderr == f"rlhf_spmd: ended by SIGTERM after {reached} of 60 iterations; resume with: mpirun -n 4 {resume}\n"
+    )
     assert sorted(path.name for path in checkpoints.iterdir())[-1] == f"iteration-{reached:06d}"
 
     more = reached + 1

@@ -119,7 +119,7 @@ def test_a_crash_at_any_byte_leaves_a_whole_checkpoint(root, monkeypatch, tmp_pa
                 crashed = True
         found = verified(root)
         assert found.iteration in (10, 15), units
-        for folder in store.whole(root):
+        for folder in store.complete_checkpoints(root):
             Checkpoint.read(folder).verify(Checkpoint.read(folder).files)
         if found.iteration == 15:
             committed += 1

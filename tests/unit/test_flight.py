@@ -9,7 +9,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Run, Wait
 from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
-from rlhf_spmd.runtime.guard.last_checkpoint import how_to_go_on, newest_checkpoint
+from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint, resume_hint
 from rlhf_spmd.runtime.guard.wait_graph import wait_graph_of
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, NUM_ENTRIES, SIZE, Flight, parse
@@ -85,7 +85,7 @@ def test_beginning_is_cheap():
 
 def test_the_newest_whole_checkpoint(tmp_path):
     assert newest_checkpoint(tmp_path) is None
-    assert "There is no whole checkpoint" in how_to_go_on(str(tmp_path), 4) and how_to_go_on("", 4) == ""
+    assert "There is no complete checkpoint" in resume_hint(str(tmp_path), 4) and resume_hint("", 4) == ""
     for number, whole in ((2, True), (10, True), (12, False)):
         (tmp_path / "checkpoints" / f"iteration-{number:06d}").mkdir(parents=True)
         if whole:
@@ -94,11 +94,11 @@ def test_the_newest_whole_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "iteration-000011.bad").mkdir()  # set aside by its owner
     (tmp_path / "checkpoints" / "iteration-000011.bad" / "manifest.json").write_text("{}")
     assert newest_checkpoint(tmp_path).name == "iteration-000010"
-    text = how_to_go_on(str(tmp_path), 4)
-    assert "iteration-000010; go on with: mpirun -n 4 python -m rlhf_spmd train --resume" in text
+    text = resume_hint(str(tmp_path), 4)
+    assert "iteration-000010; resume with: mpirun -n 4 python -m rlhf_spmd train --resume" in text
     (tmp_path / "my run").mkdir()
     (tmp_path / "checkpoints").rename(tmp_path / "my run" / "checkpoints")
-    assert how_to_go_on(str(tmp_path / "my run"), 1).endswith(f"train --resume '{tmp_path}/my run'")
+    assert resume_hint(str(tmp_path / "my run"), 1).endswith(f"train --resume '{tmp_path}/my run'")
 
 
 # Who held up whom

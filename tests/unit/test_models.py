@@ -8,7 +8,7 @@ import pytest
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer
-from rlhf_spmd.runtime.weights.models import Models, shared_vocabulary
+from rlhf_spmd.runtime.weights.models import RankModels, shared_vocabulary
 from tests.folders import write_all, write_model
 from tests.runs import OneRank, RunOf, compiled, load
 
@@ -111,6 +111,6 @@ def test_a_reward_model_without_a_head_is_none_but_a_critic_may_start_at_zero(fo
     assert "/actor/model.safetensors has no tensor score.weight" in text
     assert "AutoModelForSequenceClassification" in text
     config = config_of(folder, critic="actor")
-    models = Models(compiled(config), config, OneRank())
+    models = RankModels(compiled(config), config, OneRank())
     models.start()
     assert not models.engines["critic"].model.score.weight.any()

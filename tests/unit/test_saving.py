@@ -55,7 +55,7 @@ def test_one_after_the_other(saver):
     for number in (4, 5, 6):
         saver.save(number, {})
     saver.finish()
-    assert [path.name for path in store.whole(saver.root)] == ["iteration-000005", "iteration-000006"]
+    assert [path.name for path in store.complete_checkpoints(saver.root)] == ["iteration-000005", "iteration-000006"]
 
 
 def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):

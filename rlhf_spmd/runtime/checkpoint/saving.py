@@ -14,14 +14,14 @@ from typing import Any
 from rlhf_spmd.runtime.checkpoint import store as files
 from rlhf_spmd.runtime.checkpoint.train_state import collect, write_tensors
 from rlhf_spmd.runtime.guard.watch import LONGEST_WAIT
-from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.models import RankModels
 from rlhf_spmd.runtime.world.world import World
 
 
 class Saver:
     """Writes the checkpoints of one run. All ranks call `save` after the same iterations, and `finish` at the end."""
 
-    def __init__(self, world: World, models: Models, run: Path, *, every: int, keep: int, texts: Mapping[str, str]):
+    def __init__(self, world: World, models: RankModels, run: Path, *, every: int, keep: int, texts: Mapping[str, str]):
         """run: the run folder. every: iterations between checkpoints, 0: none but those asked for. texts: small files
         that belong into each of them."""
         self.world, self.models, self.run, self.root = world, models, run, run / "checkpoints"

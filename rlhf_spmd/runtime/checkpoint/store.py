@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
-from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, number_of, whole
+from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, number_of
 
 FORMAT = 1
 DIRECTORY_MODE = 0o750
@@ -162,7 +162,7 @@ def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
 
 def keep_newest(root: Path, num: int) -> None:
     """Deletes all whole checkpoints but the newest `num`."""
-    for folder in whole(root)[:-num]:
+    for folder in complete_checkpoints(root)[:-num]:
         _remove(folder)
 
 
@@ -261,12 +261,12 @@ class Checkpoint:
 
 
 def _refused(folder: Path, what: str) -> UserError:
-    older = [path for path in whole(folder.parent) if number_of(path) < number_of(folder)]
+    older = [path for path in complete_checkpoints(folder.parent) if number_of(path) < number_of(folder)]
     mend = f"remove {folder} to go on from {older[-1].name}" if older else "there is no older checkpoint; start anew"
     return UserError(f"{what}; {mend}")
 
 
 def newest(root: Path) -> Checkpoint | None:
     """The newest checkpoint, None if there is none. Raises UserError if its manifest can't be used."""
-    folders = whole(root)
+    folders = complete_checkpoints(root)
     return Checkpoint.read(folders[-1]) if folders else None

@@ -20,7 +20,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, write
 from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
-from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # AdamW's; masters are float32 (or the compute dtype if that is wider)
@@ -58,7 +58,7 @@ def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def collect(models: Models) -> tuple[dict[str, Tensor], dict[str, str]]:
+def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
     """This rank's share of everything that trains, copied to host memory, and where each tensor belongs: what
     `write_tensors` wants."""
     tensors: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     return write(path, [len(text).to_bytes(8, "little") + text, *numbers])
 
 
-def _train_shard(models: Models, model: str) -> Shard:
+def _train_shard(models: RankModels, model: str) -> Shard:
     train = models.program.workload.workflow.train_call(model)
     return models.program.placement.layouts[train.name].shard(models.world.rank)
 
@@ -195,7 +195,7 @@ def _part(flat: Tensor, rectangle: Box2, before: int, part: Box2) -> Tensor:
     return flat.as_strided((r1 - r0, c1 - c0), (width, 1), start)
 
 
-def restore(models: Models, checkpoint: Checkpoint) -> None:
+def restore(models: RankModels, checkpoint: Checkpoint) -> None:
     """Puts a checkpoint into the engines of all ranks, which must not have stepped yet, and so into all copies of what
     trains. Collective; raises UserError on all ranks."""
     world = models.world
@@ -222,7 +222,7 @@ def _reading(reader: Reader, model: str, boxes: Mapping[str, Box2]) -> Callable[
     return read
 
 
-def refresh_copies(models: Models) -> None:
+def refresh_copies(models: RankModels) -> None:
     """Brings the weights of engines to all other copies, as the end of an iteration does. Collective."""
     for transfer in models.program.transfers:
         if transfer.reallocation is not None and models.world.rank in transfer.ranks:

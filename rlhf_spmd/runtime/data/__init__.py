@@ -1,1 +1,1 @@
-"""What a run reads besides weights: prompts, reward functions."""
+"""The inputs of a run other than weights: prompts and reward functions."""

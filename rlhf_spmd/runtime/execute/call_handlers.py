@@ -31,7 +31,7 @@ from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.kvcache import free_bytes
 from rlhf_spmd.runtime.generation.rows import Rollout
 from rlhf_spmd.runtime.observe.meter import Meter
-from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.models import RankModels
 from rlhf_spmd.runtime.world.world import World
 
 
@@ -52,7 +52,7 @@ class Calls:
         program: Program,
         config: Config,
         world: World,
-        models: Models,
+        models: RankModels,
         scorer: Scorer | None,
         eos_ids: Sequence[int],
         num_known: int,

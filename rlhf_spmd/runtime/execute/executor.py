@@ -36,7 +36,7 @@ from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.guard.wait_graph import text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
 from rlhf_spmd.runtime.world.world import World
@@ -52,7 +52,7 @@ class Executor:
         self,
         program: Program,
         world: World,
-        models: Models,
+        models: RankModels,
         calls: Calls,
         recorder: Tracer,
         asked: Asked | None = None,

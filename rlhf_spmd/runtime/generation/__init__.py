@@ -1,1 +1,1 @@
-"""Generation: the engine, its requests, blocks, KV cache and CUDA graphs."""
+"""Generation: the engine, its requests, scheduler, KV cache and CUDA graphs."""

@@ -1,1 +1,1 @@
-"""What notices and explains that a job fails: supervisor, watch, diagnosis, postmortem, signals."""
+"""Detects and explains failures of a job: supervisor, watch, diagnosis, postmortem, signals."""

@@ -11,7 +11,7 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"iteration-(\d{6,})")
 
 
-def whole(root: Path) -> list[Path]:
+def complete_checkpoints(root: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
     folders = [path for path in root.glob("iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
     return sorted(folders, key=number_of)
@@ -24,17 +24,17 @@ def number_of(folder: Path) -> int:
 
 def newest_checkpoint(run: str | Path) -> Path | None:
     """The newest complete checkpoint of a run folder, from which `--resume` continues."""
-    folders = whole(Path(run) / "checkpoints")
+    folders = complete_checkpoints(Path(run) / "checkpoints")
     return folders[-1] if folders else None
 
 
-def how_to_go_on(run: str, num_ranks: int) -> str:
+def resume_hint(run: str, num_ranks: int) -> str:
     """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not run:
         return ""
     newest = newest_checkpoint(run)
     if newest is None:
-        return f"There is no whole checkpoint in {run}."
+        return f"There is no complete checkpoint in {run}."
     launcher = f"mpirun -n {num_ranks} " if num_ranks > 1 else ""
     command = f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(run)}"
-    return f"The newest whole checkpoint is {newest}; go on with: {command}"
+    return f"The newest complete checkpoint is {newest}; resume with: {command}"

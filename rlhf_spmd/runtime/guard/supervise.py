@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import launcher
-from rlhf_spmd.runtime.guard.last_checkpoint import how_to_go_on
+from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.observe.flight_recorder import (
     BEAT,
     BEAT_AT,
@@ -195,7 +195,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
     else:
         why = "its code called exit (os._exit, or exit in compiled code)"
     ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
-    go_on = how_to_go_on(record.run, record.size)
+    go_on = resume_hint(record.run, record.size)
     return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
 
 

@@ -1,1 +1,1 @@
-"""What ranks say of themselves: spans, numbers for the log, positions, flight records."""
+"""What ranks record about themselves: spans, numbers for the log, positions, flight records."""

@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.scorer import Scorer
 from rlhf_spmd.runtime.execute.call_handlers import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.weights.models import Models, model_folders, shared_vocabulary
+from rlhf_spmd.runtime.weights.models import RankModels, model_folders, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
 
@@ -31,7 +31,7 @@ class Job:
     world: World
     tokenizer: object
     prompts: PromptSet
-    models: Models
+    models: RankModels
     calls: Calls
     eos_ids: tuple[int, ...]
     columns: Mapping[str, tuple[range, ...]]  # of every data key, those on this rank
@@ -50,7 +50,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         check_responses_end(config, eos_ids)
         check_context(config, actor)
     with world.together("loading models"):
-        models = Models(program, config, world)
+        models = RankModels(program, config, world)
         needs_scorer = any(
             call.function == "scores" and world.rank in program.placement.layouts[call.name].ranks
             for call in program.workload.workflow.placed_calls

@@ -225,7 +225,7 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
     folder.close()
     if world.rank == 0:
         launcher = f"mpirun -n {world.size} " if world.size > 1 else ""
-        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; go on with: {launcher}"
+        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: {launcher}"
         print(f"{text}python -m rlhf_spmd train --resume {shlex.quote(str(folder.path))}", file=sys.stderr, flush=True)
 
 

@@ -73,7 +73,7 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     return fewest
 
 
-class Models:
+class RankModels:
     """This rank's models. Loading is local; `start` is collective, in workflow order on all ranks.
 
     engines: models that train here. copies: all other models that calls here use, by model and shard; those also in

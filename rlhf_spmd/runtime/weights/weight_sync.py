@@ -9,11 +9,11 @@ from rlhf_spmd.plan.program.tensors import weights_of
 from rlhf_spmd.plan.program.transfers import holding
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.weights.models import Models
+from rlhf_spmd.runtime.weights.models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 
 
-def mover_of(transfer: Transfer, models: Models, *, tag_base: int) -> Mover:
+def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
     """This rank's part of a transfer of new weights."""
     plan, name, rank = transfer.reallocation, transfer.model, models.world.rank
     engine = models.engines.get(name)
@@ -33,7 +33,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-def whole_state(models: Models, train: Call) -> dict[str, Tensor] | None:
+def whole_state(models: RankModels, train: Call) -> dict[str, Tensor] | None:
     """All weights of a model in training, by parameter name, on the CPU of the first rank that trains it; None on the
     others. Collective over these ranks; takes two buckets of extra memory."""
     layout, rank, workload = models.program.placement.layouts[train.name], models.world.rank, models.program.workload

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import failures, launcher
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks, print_error
-from rlhf_spmd.runtime.guard.last_checkpoint import how_to_go_on
+from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
 from rlhf_spmd.runtime.observe.positions import Board, new_file
@@ -221,7 +221,7 @@ class World:
 
     def _leave(self, by_rank: Mapping[int, Mapping[str, str]]) -> NoReturn:
         if self.rank == min(by_rank):
-            go_on = how_to_go_on(self.flight.run, self.size)
+            go_on = resume_hint(self.flight.run, self.size)
             text = "\n".join(filter(None, (failures.merge_messages(by_rank, self.hosts), go_on)))
             keep_message(self.flight.run, text.removeprefix(PREFIX))
             print_error(text)
@@ -246,7 +246,7 @@ class World:
         if not self.board.claim():
             time.sleep(SECOND_REPORT_S)
         reporter = "" if self.size == 1 else f"{self.name_ranks([self.rank])} of {self.size}"
-        go_on = how_to_go_on(self.flight.run, self.size)
+        go_on = resume_hint(self.flight.run, self.size)
         inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
         text = failures.report(error, reporter, self.flight.where if inside else "", go_on)
         keep_message(self.flight.run, text.removeprefix(PREFIX))
