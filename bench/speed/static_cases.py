@@ -159,7 +159,7 @@ WHOLE = {
     "decode_attention._merge_kernel": "parts_ptr logs_ptr out_ptr",
     "sample._blocks_kernel": "logits_ptr temperature_ptr max_ptr mass_ptr",
     "sample._merge_kernel": "temperature_ptr max_ptr mass_ptr total_ptr",
-    "softmax_chunk._statistics_kernel": "logits_NC tokens_N found_4N",
+    "softmax_chunk._statistics_kernel": "logits_NC tokens_N statistics_4N",
     "softmax_chunk._gradients_kernel": "logits_NC out_NC tokens_N log_total_N grad_N",
 }
 # the same, where a constexpr argument says so
@@ -186,7 +186,7 @@ REASONS = {
     "decode_attention._split_kernel": "the parts of a row, if there are several, each read its queries",
     "decode_attention._merge_kernel": "reads what the parts of a row wrote",
     "sample._draw_kernel": "reads the drawn block of the logits again",
-    "threshold._threshold_kernel": "every turn of the search reads the blocks that may hold the threshold",
-    "stored._collect_kernel": "reads the blocks with kept tokens again, to list them",
+    "support_threshold._threshold_kernel": "every turn of the search reads the blocks that may hold the threshold",
+    "support_ids._collect_kernel": "reads the blocks with kept tokens again, to list them",
     "softmax_chunk._gradients_kernel": "reads logits again; they are made anew, as all of them would not fit",
 }

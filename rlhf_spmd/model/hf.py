@@ -79,7 +79,7 @@ def load_model(
     for name in missing_head:
         shapes.pop(name)
 
-    tensors = weights.read_tensors(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts)
+    tensors = weights.read_weights(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts)
     if head == "lm":
         _check_tied(config, places, shapes, tensors, parts)
     for name in missing_head:  # a fresh critic's values are zero
@@ -136,7 +136,7 @@ def save_state(
     if head == "scalar":
         config = dataclasses.replace(config, pad_token_id=padding_token(folder, config))
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    weights.write_tensors(folder, {_to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
+    weights.write_weights(folder, {_to_hf_name(n): t for n, t in state.items()}, max_shard_bytes=max_shard_bytes)
     weights.write_json(folder / "config.json", model_config.to_hf(config, head=head, dtype=dtype))
     if source is not None and (Path(source) / "generation_config.json").exists():
         _copy(Path(source), folder, ("generation_config.json",))
@@ -258,7 +258,7 @@ def _check_tied(
         return
     embeddings = tensors[name]
     expect, part = {"lm_head.weight": shapes[name]}, {"lm_head.weight": parts[name]}
-    copy = weights.read_tensors(places, expect, lambda tensor: tensor.to(embeddings), part)
+    copy = weights.read_weights(places, expect, lambda tensor: tensor.to(embeddings), part)
     if not torch.equal(copy["lm_head.weight"], embeddings):
         raise UserError(
             f"{places['lm_head.weight']}: tensor lm_head.weight differs from model.embed_tokens.weight, but "

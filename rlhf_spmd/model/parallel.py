@@ -76,13 +76,13 @@ _SPLIT = {  # end of a parameter's name -> the dim that tp splits, and its meani
 }
 
 
-def _kind(name: str) -> tuple[int, str] | None:
+def _split_of(name: str) -> tuple[int, str] | None:
     return _SPLIT.get(".".join(name.split(".")[-2:]))
 
 
 def is_split(name: str) -> bool:
     """Whether tp splits the parameter of this name; the gradients of the others are partial sums."""
-    return _kind(name) is not None
+    return _split_of(name) is not None
 
 
 def extent(config: ModelConfig, what: str, shard: Shard) -> range:
@@ -98,7 +98,7 @@ def extent(config: ModelConfig, what: str, shard: Shard) -> range:
 
 def slice_of(name: str, config: ModelConfig, shard: Shard) -> tuple[slice, ...]:
     """whole[slice_of(...)] is the slice of a parameter that a shard holds, if its stage holds the parameter."""
-    kind = _kind(name)
+    kind = _split_of(name)
     if kind is None or shard.tp == 1:
         return (slice(None),)
     dim, what = kind

@@ -56,7 +56,7 @@ def locate(folder: Path) -> dict[str, Path]:
     return {name: folder / shard for name, shard in weight_map.items()}
 
 
-def read_tensors(
+def read_weights(
     places: Mapping[str, Path],
     expect: Mapping[str, torch.Size],
     convert: Callable[[Tensor], Tensor],
@@ -99,7 +99,7 @@ def read_tensors(
     return tensors
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
     """Writes one file, or shards with an index if the tensors are larger than `max_shard_bytes`.
 
     Every file is written under a temporary name and renamed when complete. Files of an earlier save that are no longer

@@ -38,7 +38,7 @@ def settle(world, other):
         assert time.monotonic() - start < 20
         time.sleep(1e-3)
     world.barrier()
-    other.control._hear()
+    other.control._receive_roll_calls()
     world.barrier()
 
 

@@ -14,7 +14,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint import store
 from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint
-from rlhf_spmd.runtime.guard.failures import in_words
+from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import report
 from tests.runs import OneRank
 
@@ -93,7 +93,7 @@ def test_every_option_may_change_or_is_refused_by_name():
 
 def test_what_the_message_of_a_full_memory_advises_is_allowed(tmp_path):
     """A rank that ran out of memory says which options to lower, and the run can be resumed with them."""
-    text = in_words(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
+    text = explain(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
     assert "lower micro_batch or generation.max_sequences" in text
     write_run(tmp_path, "micro_batch=8", "generation.max_sequences=64")
     config = resumed(tmp_path, "micro_batch=4", "generation.max_sequences=16").config

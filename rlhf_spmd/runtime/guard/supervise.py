@@ -39,7 +39,7 @@ from rlhf_spmd.runtime.observe.flight_recorder import (
     Record,
     keep_message,
     parse,
-    path_of,
+    record_path,
 )
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -135,7 +135,7 @@ class Supervisor:
 
     def _keep(self) -> None:
         """Copies the record into the run folder; errors of the disk are ignored."""
-        path = path_of(self.memory)
+        path = record_path(self.memory)
         if path is None:
             return
         with suppress(OSError):

@@ -185,7 +185,7 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def path_of(memory: mmap.mmap) -> Path | None:
+def record_path(memory: mmap.mmap) -> Path | None:
     """The file for the record in this memory; None while the run folder is unknown. Does not parse the rest, which
     would take most of a millisecond."""
     _, rank, _, _, _, run, _, _ = WHO.unpack_from(memory, 0)
