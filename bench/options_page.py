@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from bench.rows import REPOSITORY
 from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.option_names import ELSEWHERE
 from rlhf_spmd.runtime.offline import options as offline_options
 from rlhf_spmd.strategy import load_strategy, names
@@ -148,7 +149,7 @@ def _meanings(name: str) -> dict[str, str]:
 
 def _table_of_presets() -> str:
     """The options that presets set."""
-    values = {name: _values(configs.PRESETS[name]()) for name in SHOWN_PRESETS}
+    values = {name: _values(presets.PRESETS[name]()) for name in SHOWN_PRESETS}
     defaults = _values(configs.Config(preset=""))
     keys = [key for key in defaults if any(values[name][key] != defaults[key] for name in values) and key != "preset"]
     rows = []

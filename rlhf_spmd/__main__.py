@@ -1,4 +1,5 @@
-"""The one program: train, generate, profile (on MPI ranks), check, plan, status, postmortem (no MPI, no torch), convert
+"""The one program: train, generate, profile (on MPI ranks), check, plan, algorithms, status, postmortem (no MPI, no
+torch), convert
 (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
@@ -66,7 +67,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError(
             f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; options start with --, overrides are key=value"
         )
-    if rest and parsed.verb in ("convert", "status", "postmortem"):
+    if rest and parsed.verb in ("algorithms", "convert", "status", "postmortem"):
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
@@ -74,8 +75,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _hint(word: str) -> str:
     """What may have been meant by a word with dashes that is no option."""
-    from rlhf_spmd.config import all_keys
     from rlhf_spmd.option_names import suggest_option
+    from rlhf_spmd.presets import all_keys
 
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if name in all_keys():
@@ -97,11 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def options(verb: argparse.ArgumentParser) -> None:
+        verb.add_argument("--algorithm", metavar="NAME|FILE.py", help="what is computed (default: ppo)")
         verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
         verb.add_argument("--model", metavar="FOLDER", help="Hugging Face checkpoint folder of the actor and reference")
         verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
 
-    train = verbs.add_parser("train", help="PPO on the ranks of this MPI world (mpirun -n N ...)")
+    train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
     text = "which rank does what (default: flattening); auto: plan"
     train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
     train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, from its newest checkpoint")
@@ -126,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     options(profile)
     for name, text in (("status", "what the ranks of a run do now"), ("postmortem", "which rank held up the others")):
         verbs.add_parser(name, help=text).add_argument("run", metavar="RUN", help="run folder")
+    verbs.add_parser("algorithms", help="the algorithms that come with the package, with their calls")
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")
     convert.add_argument("folder", type=Path, metavar="FOLDER")
@@ -181,6 +184,8 @@ def _verb(parsed: argparse.Namespace) -> int:
         from rlhf_spmd.verbs.convert import run
     elif parsed.verb == "status":
         from rlhf_spmd.verbs.status import run
+    elif parsed.verb == "algorithms":
+        from rlhf_spmd.verbs.algorithms import run
     else:
         from rlhf_spmd.verbs.postmortem import run
     return run(parsed)

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, presets as functions, dotted overrides (`ppo.kl_coef=0.02`); no unknown keys.
+"""What a run is: frozen dataclasses, dotted overrides (`ppo.kl_coef=0.02`), no unknown keys; and the workload of a run.
 
 Imports neither torch nor MPI, so that `check` starts at once.
 """
@@ -6,40 +6,31 @@ Imports neither torch nor MPI, so that `check` starts at once.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PydanticUserError, TypeAdapter, ValidationError
 
-from rlhf_spmd import embedded
-from rlhf_spmd.algorithms.ppo import PPO, Fraction01, NonNegative, workflow
+from rlhf_spmd.algorithm import Algorithm, load_algorithm
+from rlhf_spmd.algorithms.page import Options
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.folders import folder_of, shape_of_folder
 from rlhf_spmd.option_names import did_you_mean, suggest_option
-from rlhf_spmd.plan.workload import ModelShape, Workload
+from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
-MOST_TOKENS = 1024  # of prompts, and of responses, where nothing else is said
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """Checkpoint folders."""
-
-    actor: str = ""  # the model that is trained; `--model` sets it
-    critic: str = ""  # empty: the reward model if it has the actor's tokenizer, else the actor with a head of zeros
-    reference: str = ""  # empty: the actor as it is at the start of the run
-    reward: str = ""  # the reward model; may stay empty if reward_function replaces it
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+LR = "_lr"  # optimizer.ROLE_lr
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
     prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt
-    key: str = "prompt"  # field (.jsonl) or column (.parquet) that holds the prompt
+    key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     max_prompt: PositiveInt = 128  # most tokens of a prompt
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
 
@@ -62,8 +53,7 @@ class Generation:
 class Optimizer:
     """AdamW, linear warm-up, then a schedule."""
 
-    actor_lr: PositiveFloat = 1e-6  # learning rate of the actor
-    critic_lr: PositiveFloat = 5e-6  # learning rate of the critic
+    lr: Mapping[str, float] = field(default_factory=dict)  # learning rate of each role that trains: `optimizer.ROLE_lr`
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
     beta1: BelowOne = 0.9  # decay of AdamW's first moment
@@ -86,7 +76,9 @@ class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
     preset: str  # name of the preset; set by `--preset` only
-    models: Models = Models()
+    algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
+    options: Options | None = None  # of the algorithm: `NAME.option=VALUE`; None: its defaults
+    models: Mapping[str, str] = field(default_factory=dict)  # checkpoint folder of each role: `models.ROLE=FOLDER`
     shape: str = ""  # model shape of a preset without weights, for check and plan
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
@@ -105,115 +97,59 @@ class Config:
     wandb: str = ""  # project at Weights & Biases; empty: off
     data: Data = Data()
     generation: Generation = Generation()
-    ppo: PPO = PPO()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpointing = Checkpointing()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
+    def __post_init__(self) -> None:
+        roles = self.algorithm.roles
+        options = self.options or self.algorithm.options()
+        trained = dict.fromkeys((*self.algorithm.trained_roles, *self.algorithm.workflow(options).trained_models))
+        rates = {name: self.optimizer.lr.get(name, roles[name].lr) for name in trained}
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
+        object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
 
-def tiny() -> Config:
-    """The embedded default: a model of about a million parameters, its reward model and prompts, all in the package."""
-    return Config(
-        preset="tiny",
-        models=Models(actor=str(embedded.path_of("actor")), reward=str(embedded.path_of("reward"))),
-        iterations=15,
-        rollout_batch=128,
-        mini_batch=32,
-        micro_batch=32,
-        data=Data(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
-        generation=Generation(max_new_tokens=24),
-        ppo=PPO(epochs=2, kl_coef=0.05),
-        optimizer=Optimizer(actor_lr=3e-4, critic_lr=1.5e-4),
-    )
+    @property
+    def main_role(self) -> str:
+        """The first role: its folder has the tokenizer, and `--model` names it."""
+        return next(iter(self.algorithm.roles))
 
+    @property
+    def main_folder(self) -> str:
+        return self.models[self.main_role]
 
-def smollm2() -> Config:
-    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; the folder comes with --model."""
-    return Config(
-        preset="smollm2",
-        iterations=3,
-        dtype="bfloat16",
-        rollout_batch=16,
-        mini_batch=8,
-        micro_batch=4,
-        reward_function="rlhf_spmd.rewards:vader_positive",
-        data=Data(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
-        generation=Generation(max_new_tokens=24),
-        ppo=PPO(epochs=1, kl_coef=0.05, truncation="score"),
-        optimizer=Optimizer(actor_lr=1e-5, critic_lr=1e-4),
-    )
+    @property
+    def only_function(self) -> bool:
+        """Whether the reward function replaces the reward model."""
+        return bool(self.reward_function) and self.reward_function_mode == "replace"
+
+    def folder(self, role: str) -> str:
+        """Where a role is read from; empty where a reward function stands in for it, or no folder is known."""
+        roles = self.algorithm.roles
+        return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles)
 
 
-def for_model(folder: str | None = None, *, on_gpu: bool = False) -> Config:
-    """Any checkpoint folder, with what suits a real model: learning rates of the literature (Optimizer), the precision
-    of the device, prompts and responses as long as its context allows, and no reward or prompts but the user's."""
-    context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
-    longest = min(context // 2, MOST_TOKENS)
-    return Config(
-        preset="model",
-        dtype="bfloat16" if on_gpu else "float32",
-        deadline_s=300.0,
-        rollout_batch=128,
-        mini_batch=32,
-        micro_batch=4,
-        data=Data(max_prompt=longest),
-        generation=Generation(max_new_tokens=longest),
-        ppo=PPO(epochs=1),
-    )
-
-
-# Llama 1 and 2 (arXiv 2302.13971, 2307.09288): layers, hidden, intermediate, heads, kv heads.
-_LLAMA = {
-    "llama-7b": (32, 4096, 11008, 32, 32),
-    "llama-13b": (40, 5120, 13824, 40, 40),
-    "llama-33b": (60, 6656, 17920, 52, 52),
-    "llama-65b": (80, 8192, 22016, 64, 64),
-    "llama-70b": (80, 8192, 28672, 64, 8),
-}
-
-
-def _llama(name: str) -> Config:
-    """Four models of one Llama shape, without weights: for check, plan and bench."""
-    return Config(
-        preset=name,
-        shape=name,
-        device_type="a100-80g",
-        dtype="bfloat16",
-        rollout_batch=512,
-        mini_batch=128,
-        micro_batch=8,
-        data=Data(max_prompt=256),
-        generation=Generation(max_new_tokens=256),
-        ppo=PPO(epochs=1),
-    )
-
-
-PRESETS = {"tiny": tiny, "model": for_model, "smollm2": smollm2}
-PRESETS |= {name: (lambda name=name: _llama(name)) for name in _LLAMA}
-
-
-def load(
-    preset: str | None, overrides: Iterable[str] = (), model: str | None = None, *, on_gpu: bool = False
-) -> Config:
-    """The resolved config of a preset (None: tiny, or that for any model if there is one), a checkpoint folder for the
-    actor (and reference), and dotted overrides. on_gpu: whether it is for GPUs."""
-    if model == "":
-        raise UserError("--model is empty: give a folder (a variable that is not set?)")
-    preset = preset or ("model" if model else "tiny")
-    if preset not in PRESETS:
-        raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
-    before = for_model(model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset]()
-    config = before
-    if model:
-        models = dataclasses.replace(config.models, actor=model, reference="", critic="")
-        config = dataclasses.replace(config, models=models)
-    config = overridden(config, overrides)
-    if config.models.actor:  # a checkpoint counts more than the preset's shape
-        if config.shape != before.shape:
-            raise UserError(f"shape={config.shape}: {config.models.actor} has a shape of its own; drop one of the two")
-        config = dataclasses.replace(config, shape="")
-    check_sizes(config)
-    return config
+def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
+    """Every option but those of the strategy, by its dotted key: annotation and value."""
+    found: dict[str, tuple[Any, Any]] = {}
+    hints = get_type_hints(Config, include_extras=True)
+    for part in dataclasses.fields(Config):
+        value = getattr(config, part.name)
+        if part.name in ("algorithm", "strategy"):
+            continue
+        if part.name == "models":
+            found |= {f"models.{role}": (str, folder) for role, folder in value.items()}
+        elif part.name == "options" or dataclasses.is_dataclass(hints[part.name]):
+            group = config.algorithm.name if part.name == "options" else part.name
+            of_group = get_type_hints(type(value), include_extras=True)
+            leaves = {leaf.name: (of_group[leaf.name], getattr(value, leaf.name)) for leaf in dataclasses.fields(value)}
+            rates = leaves.pop("lr")[1] if part.name == "optimizer" else {}
+            found |= {f"optimizer.{role}{LR}": (PositiveFloat, rate) for role, rate in rates.items()}
+            found |= {f"{group}.{name}": leaf for name, leaf in leaves.items()}
+        else:
+            found[part.name] = hints[part.name], value
+    return found
 
 
 def overridden(config: Config, overrides: Iterable[str]) -> Config:
@@ -224,44 +160,54 @@ def overridden(config: Config, overrides: Iterable[str]) -> Config:
             raise UserError(
                 f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
             )
-        config = _override(config, key.split("."), text, key)
+        config = _override(config, key, text)
     return config
 
 
-def _override(config: Any, path: list[str], text: str, full: str) -> Any:
-    """A copy of a (nested) dataclass with one leaf set from text."""
-    name, *rest = path
-    hints = get_type_hints(type(config), include_extras=True)
-    if name not in hints:
-        keys = [f"{full[: len(full) - len('.'.join(path))]}{known}" for known in hints]
-        hint = suggest_option(full, keys, all_keys())
-        raise UserError(f"unknown config key {full!r}{hint}; known here: {', '.join(keys)}")
-    if full == "preset":
-        raise UserError(f"{full}={text}: the preset is what the overrides change; choose it by --preset {text}")
-    value = getattr(config, name)
-    if name == "strategy":
-        if len(rest) != 1:
+def _override(config: Config, key: str, text: str) -> Config:
+    """A copy with one option set from text."""
+    group, _, name = key.partition(".")
+    known = options_of(config)
+    if group == "strategy":
+        if not name or "." in name:
             raise UserError(
-                f"{full}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
+                f"{key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
             )
-        return dataclasses.replace(config, strategy={**value, rest[0]: text})
-    if dataclasses.is_dataclass(value):
-        if not rest:
-            keys = ", ".join(f"{full}.{f.name}" for f in dataclasses.fields(value))
-            raise UserError(f"{full!r} is a group of options; set one of {keys}")
-        return dataclasses.replace(config, **{name: _override(value, rest, text, full)})
-    if rest:
-        raise UserError(f"unknown config key {full!r}: {name} has no parts; set {name}=value")
-    return dataclasses.replace(config, **{name: parse_value(hints[name], text, full)})
+        return dataclasses.replace(config, strategy={**config.strategy, name: text})
+    if key in ("preset", "algorithm"):
+        what = "preset is what the overrides change" if key == "preset" else "options are those of the algorithm"
+        raise UserError(f"{key}={text}: the {what}; choose it by --{key} {text}")
+    if key in known:
+        return with_value(config, key, parse_value(known[key][0], text, key))
+    of_group = [one for one in known if one.startswith(f"{group}.")]
+    if of_group and not name:
+        raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
+    if group in known:
+        raise UserError(f"unknown config key {key!r}: {group} has no parts; set {group}=value")
+    outermost = dict.fromkeys(one.partition(".")[0] for one in (*known, "strategy"))
+    here = of_group or list(outermost)
+    raise UserError(
+        f"unknown config key {key!r}{suggest_option(key, here, keys_of(config))}; known here: {', '.join(here)}"
+    )
 
 
-def all_keys() -> list[str]:
+def with_value(config: Config, key: str, value: Any) -> Config:
+    """A copy with one option of `options_of` set to a value of its type."""
+    group, dot, name = key.partition(".")
+    if not dot:
+        return dataclasses.replace(config, **{key: value})
+    if group == "models":
+        return dataclasses.replace(config, models={**config.models, name: value})
+    part = "options" if group == config.algorithm.name else group
+    before = getattr(config, part)
+    if part == "optimizer" and name.endswith(LR):
+        name, value = "lr", {**before.lr, name.removesuffix(LR): value}
+    return dataclasses.replace(config, **{part: dataclasses.replace(before, **{name: value})})
+
+
+def keys_of(config: Config) -> list[str]:
     """Every key that an override may set."""
-    keys = []
-    for part in dataclasses.fields(Config):
-        inner = dataclasses.fields(part.type) if dataclasses.is_dataclass(part.type) else ()
-        keys += [f"{part.name}.{leaf.name}" for leaf in inner] or [part.name]
-    return keys
+    return [*options_of(config), "strategy"]
 
 
 def parse_value(annotation: Any, text: Any, key: str) -> Any:
@@ -309,14 +255,21 @@ def check_sizes(config: Config) -> None:
     least, most = config.generation.min_new_tokens, config.generation.max_new_tokens
     if least > most:
         raise UserError(f"generation.min_new_tokens={least} is larger than generation.max_new_tokens={most}")
-    if config.shape and config.shape not in _LLAMA:
-        hint = did_you_mean(config.shape, _LLAMA)
-        raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(_LLAMA)}")
+    if config.shape and config.shape not in SHAPES:
+        hint = did_you_mean(config.shape, SHAPES)
+        raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """The config as plain JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    """The config as plain JSON values, options in their groups."""
+    found: dict[str, Any] = {"algorithm": config.algorithm.name}
+    for key, (_, value) in options_of(config).items():
+        group, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(group, {})[name] = value
+        else:
+            found[key] = value
+    return json.loads(json.dumps(found | {"strategy": config.strategy}))
 
 
 def leaves(config: Config) -> dict[str, str]:
@@ -328,72 +281,43 @@ def leaves(config: Config) -> dict[str, str]:
     return found
 
 
-def shape_of_folder(folder: str) -> ModelShape:
-    """Sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be read."""
-    config = read_config_json(Path(folder) / "config.json")
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        tied=config.tie_embeddings,
-        qkv_bias=config.attention_bias,
-        output_bias=config.attention_output_bias,
-        mlp_bias=config.mlp_bias,
-        qk_norm=config.qk_norm,
-    )
-
-
 def make_workload(config: Config) -> Workload:
     """The workload that strategies and the compiler see."""
-    scalar = {"scalar_head": True}
-    if config.shape:
-        layers, hidden, intermediate, heads, kv_heads = _LLAMA[config.shape]
-        base = ModelShape(layers, hidden, intermediate, heads, kv_heads, hidden // heads, 32000)
-        shapes = {"actor": base, "critic": base, "reference": base, "reward": base}
-    else:
-        if not config.models.actor:
-            raise UserError(f"preset {config.preset} has no actor; pass --model FOLDER")
-        actor = shape_of_folder(config.models.actor)
-        reference = shape_of_folder(config.models.reference) if config.models.reference else actor
-        needs_model = not config.reward_function or config.reward_function_mode == "add"
-        if needs_model and not config.models.reward:
-            raise UserError("there is no reward: give models.reward=FOLDER or reward_function=module:function")
-        reward = shape_of_folder(config.models.reward) if needs_model else None
-        critic = shape_of_folder(critic_folder(config))
-        shapes = {"actor": actor, "critic": critic, "reference": reference, "reward": reward}
-    for name in ("critic", "reward"):
-        if shapes[name]:
-            shapes[name] = dataclasses.replace(shapes[name], **scalar)
+    roles = config.algorithm.roles
+    workflow = config.algorithm.workflow(config.options, replay=config.generation.top_k > 0)
+    shapes: dict[str, ModelShape | None] = {}
+    for role in (name for name in roles if name in workflow.models):
+        if config.shape:
+            shape = SHAPES[config.shape]
+        elif roles[role].judge and config.only_function:
+            shapes[role] = None
+            continue
+        else:
+            shape = shape_of_folder(_known_folder(config, role))
+        shapes[role] = dataclasses.replace(shape, scalar_head=roles[role].head == "scalar")
     return Workload(
-        workflow=workflow(config.ppo, replay=config.generation.top_k > 0),
+        workflow=workflow,
         models=shapes,
         rollout_batch=config.rollout_batch,
         samples_per_prompt=config.samples_per_prompt,
         mini_batch=config.mini_batch,
         micro_batch=config.micro_batch,
-        epochs=config.ppo.epochs,
+        epochs=config.options.epochs,
         max_prompt=config.data.max_prompt,
         max_response=config.generation.max_new_tokens,
         param_bytes={"float32": 4, "bfloat16": 2}[config.dtype],
-        whiten=config.ppo.whiten,
         max_kept=config.generation.top_k,
         max_sequences=config.generation.max_sequences,
     )
 
 
-def critic_folder(config: Config) -> str:
-    """Where the critic starts from; see Models."""
-    models = config.models
-    if models.critic:
-        return models.critic
-    return models.reward if models.reward and same_tokenizer(models.reward, models.actor) else models.actor
-
-
-def same_tokenizer(one: str, other: str) -> bool:
-    """Whether two folders hold the same tokenizer.json."""
-    files = [Path(folder) / "tokenizer.json" for folder in (one, other)]
-    return one == other or (all(f.is_file() for f in files) and files[0].read_bytes() == files[1].read_bytes())
+def _known_folder(config: Config, role: str) -> str:
+    """Where a role is read from. Raises UserError if that is not known."""
+    folder = config.folder(role)
+    if folder:
+        return folder
+    if role == config.main_role:
+        raise UserError(f"preset {config.preset} has no {role}; pass --model FOLDER")
+    if config.algorithm.roles[role].judge:
+        raise UserError(f"there is no {role}: give models.{role}=FOLDER or reward_function=module:function")
+    raise UserError(f"there is no {role}: give models.{role}=FOLDER")

@@ -1,9 +1,9 @@
 """Interleaving, concurrently: the placement of interleaving1, but partners exchange everything at once.
 
-All rows are gathered among partners in one exchange; then the ranks of the reference and those of the reward model
-compute all of them at the same time, in batches twice as large, and one exchange returns logprobs and scores. Half as
-many exchanges as interleaving1, at the price of waiting for the slowest partner's responses. The asynchronous mode of
-APP's Interleaving (arXiv 2312.11819).
+All rows are gathered among partners in one exchange; then the ranks of each model that only infers (under PPO the
+reference and the reward model) compute all of them at the same time, in larger batches, and one exchange returns the
+results. Half as many exchanges as interleaving1, at the price of waiting for the slowest partner's responses. The
+asynchronous mode of APP's Interleaving (arXiv 2312.11819).
 """
 
 from dataclasses import replace
@@ -17,12 +17,13 @@ def place(
     workload: Workload,
     cluster: Cluster,
     *,
-    ratios: tuple[str, ...] = ("reference=1/2", "reward=1/2"),
+    ratios: tuple[str, ...] = (),
     zero: int = 0,
     micro_batch: int | None = None,
 ) -> Placement:
-    """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4; a model that is not named gets all
-    ranks, and the shares below 1 sum to 1. zero: ZeRO stage of actor and critic; 3 also shards the weights of reference
-    and reward, each over its own ranks. micro_batch: sequences per forward; None: the option micro_batch."""
+    """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; a model that is not named
+    gets all ranks, and the shares below 1 sum to 1; empty: the models that nothing trains share the ranks evenly. zero:
+    ZeRO stage of the models that train; 3 also shards the weights of the others, each over its own ranks. micro_batch:
+    sequences per forward; None: the option micro_batch."""
     placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, micro_batch=micro_batch)
-    return replace(placed, joint=(("reference_infer", "reward_infer"),))
+    return replace(placed, joint=workload.workflow.neighbours(workload.workflow.frozen_calls))

@@ -30,8 +30,8 @@ def place(
 ) -> Placement:
     """generation_tp: tensor-parallel slices of the actor in generation. generation_pp: pipeline stages of the actor in
     generation; stages decode one after another, so use them only if the actor does not fit otherwise. training_tp:
-    tensor-parallel slices of actor and critic in training; None: as many as a node and the key-value heads allow.
-    training_pp: pipeline stages of actor and critic in training. inference_tp: tensor-parallel slices of reference,
+    tensor-parallel slices of the models in training; None: as many as a node and the key-value heads allow.
+    training_pp: pipeline stages of the models in training. inference_tp: tensor-parallel slices of reference,
     reward model and the critic's values; None: as in training. inference_pp: pipeline stages of the same. zero: ZeRO
     stage of training. recompute: compute activations again in the backward pass. offload: keep reference and reward
     model in host memory between their calls. micro_batch: sequences per forward; None: the option micro_batch. tokens:

@@ -31,11 +31,11 @@ def place(
     tokens: int | None = None,
 ) -> Placement:
     """generation_ranks: number of ranks, counted from the last, that generate and infer; None: half of the ranks.
-    ratios: share of these ranks for each model, such as actor=1/2,critic=1/6,reference=1/6,reward=1/6; a model that is
-    not named gets all of them. generation_tp: tensor-parallel slices of each model on these ranks. generation_pp:
-    pipeline stages of each model on these ranks. training_tp: tensor-parallel slices of actor and critic in training.
-    training_pp: pipeline stages of actor and critic in training. in_flight: mini-batches that may be in transit at once
-    while streaming. zero: ZeRO stage of actor and critic in training. recompute: compute activations again in the
+    ratios: share of these ranks for each model, such as actor=1/2,critic=1/6,reference=1/6,reward=1/6 under PPO; a
+    model that is not named gets all of them. generation_tp: tensor-parallel slices of each model on these ranks.
+    generation_pp: pipeline stages of each model on these ranks. training_tp: tensor-parallel slices of the models in
+    training. training_pp: pipeline stages of the models in training. in_flight: mini-batches that may be in transit at
+    once while streaming. zero: ZeRO stage of the models in training. recompute: compute activations again in the
     backward pass. micro_batch: sequences per forward; None: the option micro_batch. tokens: most tokens per forward;
     replaces micro_batch."""
     size = cluster.num_devices

@@ -33,7 +33,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "offline": ("algorithms", "config", "kernels", "model", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
-    f"plan.{name}" for name in ("cluster", "shard", "layout", "workflow", "workload", "placement", "validate")
+    f"plan.{name}" for name in ("cluster", "shard", "layout", "words", "workflow", "workload", "placement", "validate")
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it

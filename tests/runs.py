@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
@@ -78,7 +78,7 @@ class StepMeter(Meter):
 
 def load(overrides: list[str], *more: str) -> Config:
     """The config of tests/folders.write_all with more overrides."""
-    return configs.load("tiny", [*overrides, *more])
+    return presets.load("tiny", [*overrides, *more])
 
 
 def compiled(config: Config, num_ranks: int = 1, place: Callable = flattening.place, **options) -> Program:

@@ -286,7 +286,7 @@ def training_flops(config: ModelConfig, num: int, prompt: int, response: int) ->
 
 def calibrate(light: Light) -> Found:
     """What the profile verb does, with fewer repetitions: of the shape of LLaMA 7B on a GPU."""
-    from rlhf_spmd import config as configs
+    from rlhf_spmd import presets
     from rlhf_spmd.calibration_file import read_calibration, write_calibration
     from rlhf_spmd.plan.cluster import DEVICE_BYTES, device_type_of
     from rlhf_spmd.runtime.profile.profile import Grid, profile, summary
@@ -295,12 +295,12 @@ def calibrate(light: Light) -> Found:
     facts = json.loads((light.work / FACTS).read_text())
     kind = None if light.dry else device_type_of(facts["device"], facts["total_bytes"])
     if light.dry:
-        config = configs.load("tiny", ["device=cpu"])
+        config = presets.load("tiny", ["device=cpu"])
         grid = Grid(max_prompt=4, max_response=2, shares=(1.0,), most_rows=2, most_places=2, tps=(1,))
     elif kind not in DEVICE_BYTES:
         raise Missing(f"a device type for {facts['device']} in plan/cluster.py")
     else:
-        config = configs.load("llama-7b", ["device=cuda", f"device_type={kind}"])
+        config = presets.load("llama-7b", ["device=cuda", f"device_type={kind}"])
         grid = Grid(max_prompt=256, max_response=64, shares=(0.5, 1.0), most_rows=8, most_places=64, tps=(1,))
     world = World.discover()
     world.use_device(config.device)

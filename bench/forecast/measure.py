@@ -9,7 +9,7 @@ import sys
 
 from bench.rows import STRATEGIES, write
 from bench.tables import text_table
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
@@ -21,9 +21,9 @@ MEASURED = tuple(name for name in STRATEGIES if name != "planner")
 
 def read_preset(name: str) -> Config:
     """The configuration of a preset that has weights. Raises UserError for one that has none."""
-    config = configs.load(name, ["num_samples=0"])
+    config = presets.load(name, ["num_samples=0"])
     if not config.models.actor:
-        with_weights = [preset for preset in configs.PRESETS if configs.PRESETS[preset]().models.actor]
+        with_weights = [preset for preset in presets.PRESETS if presets.PRESETS[preset]().models.actor]
         raise UserError(
             f"preset {name} has no weights, so it can be forecast and not measured; leave --measure out, or give "
             f"--preset {' or '.join(with_weights)}"

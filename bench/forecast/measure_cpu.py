@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.rows import on_ranks, train, write
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
 
 def workload_of(lengths: dict[str, list[int]]) -> Workload:
     """The embedded model's iteration with lengths that have been seen."""
-    workload = make_workload(configs.load("tiny", WORDS))
+    workload = make_workload(presets.load("tiny", WORDS))
     return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
 
 
@@ -71,7 +71,7 @@ def run_case(folder: Path, calibration: Calibration, lengths: dict, size: int, s
     """The row of one strategy on so many ranks: its forecast, and one run of the program."""
     from rlhf_spmd.runtime.observe.trace import read_chrome
 
-    config = configs.load("tiny", WORDS)
+    config = presets.load("tiny", WORDS)
     program = load_strategy(strategy).compile(workload_of(lengths), Cluster.parse(f"1x{size}"), config.strategy)
     found = forecast(program, calibration)
     result, metrics = train(size, ["--runs", str(folder), "--strategy", strategy, *WORDS])
@@ -137,7 +137,7 @@ def write_lengths(file: Path) -> None:
     world = World.discover()
     world.use_device("cpu")
     try:
-        config = configs.load("tiny", WORDS)
+        config = presets.load("tiny", WORDS)
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bench.rows import write
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
@@ -45,7 +45,7 @@ def timed(work: Callable) -> tuple[float, object]:
 
 def program_row(strategy: str) -> dict:
     """Seconds of a program from its layouts to its forecast."""
-    workload = make_workload(configs.load(PRESET, WORDS))
+    workload = make_workload(presets.load(PRESET, WORDS))
     cluster, calibration = Cluster.parse(RANKS, DEVICE), load_calibration(DEVICE)
     placement = load_strategy(strategy).place(workload, cluster, **STRATEGIES[strategy])
     compile_s, program = timed(lambda: compile_program(workload, placement, cluster))
@@ -60,7 +60,7 @@ def program_row(strategy: str) -> dict:
 def search_row(layout: str) -> dict:
     """Seconds of a search, and of simulating what it found."""
     words = WORDS if layout == RANKS else ()
-    workload = make_workload(configs.load(PRESET, words))
+    workload = make_workload(presets.load(PRESET, words))
     cluster, calibration = Cluster.parse(layout, DEVICE), load_calibration(DEVICE)
     found = search(workload, cluster, calibration, keep=KEEP[layout])
     row = {"what": "search, exact", "layout": layout, "seconds": found.search_s, "simulate_s": found.simulate_s}

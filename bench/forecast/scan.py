@@ -23,7 +23,7 @@ from bench.forecast.tuning import best_options
 from bench.rows import write
 from bench.tables import text_table
 from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -36,6 +36,7 @@ from rlhf_spmd.plan.program.instructions import Message, Program
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import search
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.presets import load
 from rlhf_spmd.strategy import load_strategy
 
 DEVICES_PER_NODE = 8

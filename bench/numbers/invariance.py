@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from bench.rows import REPOSITORY, on_ranks, write
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.instructions import Program, communicators
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5  # times max(1, |value|)
 
 
 def load(seed: int) -> Config:
-    return configs.load("tiny", ["iterations=3", f"seed={seed}", "num_samples=0"])
+    return presets.load("tiny", ["iterations=3", f"seed={seed}", "num_samples=0"])
 
 
 def programs(num_ranks: int) -> list[tuple[str, dict, Program]]:

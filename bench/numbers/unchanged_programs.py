@@ -7,7 +7,7 @@ whoever renames a class or a field changes this file with it, and the lines stay
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
@@ -93,7 +93,7 @@ def goldens() -> dict[str, list[str]]:
 
 def lines_of(case: Case) -> list[str]:
     """A program, what `check` finds about it, its bytes and its seconds."""
-    config = configs.load(case.preset, [*case.words, *(f"strategy.{k}={v}" for k, v in case.options.items())])
+    config = presets.load(case.preset, [*case.words, *(f"strategy.{k}={v}" for k, v in case.options.items())])
     strategy = load_strategy(case.strategy)
     program = strategy.compile(make_workload(config), cluster_of(case.layout), config.strategy)
     lines = [*placement_lines(program.placement), *program_lines(program)]
@@ -224,7 +224,7 @@ def forecast_lines(program: Program) -> Iterator[str]:
 
 def plan_lines(preset: str, layout: str) -> list[str]:
     """What the exact search proposes, and the module of its best plan but for its imports."""
-    workload, cluster = make_workload(configs.load(preset, ())), cluster_of(layout)
+    workload, cluster = make_workload(presets.load(preset, ())), cluster_of(layout)
     found: Found = search(workload, cluster, calibration_of(cluster), keep=KEPT)
     lines = [f"gap {found.gap!r}, {found.num_scored} scored"]
     for number, plan in enumerate(found.plans):

@@ -57,6 +57,8 @@ class Case:
 
 CASES = tuple(Case(*place, dtype) for dtype in DTYPES for place in PLACES) + (Case(*RESUMED, "float32", stopped=True),)
 
+STATE_NAMES = {"score_moments": "scores"}
+
 
 def goldens(folder: Path) -> dict[str, dict[str, str]]:
     """What every run left, by the name of its case. folder: for the runs."""
@@ -88,7 +90,10 @@ def left_by(run: Path) -> dict[str, str]:
         found |= {f"iteration {number} {name}": repr(value) for name, value in row.items() if name not in TIMED}
     last = max((run / "checkpoints").glob("iteration-*"))
     state = json.loads((last / "state.json").read_text())
-    found |= leaves("state", {name: value for name, value in state.items() if name not in OF_A_PLACE})
+    state = {name: value for name, value in state.items() if name not in OF_A_PLACE}
+    # since the algorithm's state stands under a name of its own, score_moments are what was called scores
+    state |= {STATE_NAMES.get(name, name): value for name, value in state.pop("state", {}).items()}
+    found |= leaves("state", state)
     for path in sorted(last.glob("rank-*.safetensors")):
         found |= {f"{path.stem} {name}": text for name, text in tensors(path).items()}
     found |= {f"saved actor {name}": text for name, text in tensors(run / "actor" / "model.safetensors").items()}

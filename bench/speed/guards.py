@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.rows import write
 from bench.tables import measured_on_ranks
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program, communicators
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
     world, rows = World.discover(flight=supervised()), []
     try:
-        config = configs.load("tiny", ["num_samples=0"])
+        config = presets.load("tiny", ["num_samples=0"])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))
         programs = {name: load_strategy(name).compile(make_workload(config), cluster, {}) for name in STRATEGIES}
         world.start_torch(*communicators(programs.values()))

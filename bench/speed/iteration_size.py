@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.rows import write
 from bench.tables import measured_on_ranks
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.program.instructions import Post, Program, Run, Wait, communicators
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     world, rows = World.discover(), []
     world.use_device("cpu")
     try:
-        config = configs.load("tiny", [*SIZES, *LENGTHS])
+        config = presets.load("tiny", [*SIZES, *LENGTHS])
         cluster = Cluster((Node(world.size, "cpu", DEVICE_BYTES["cpu"]),))
         programs = {name: load_strategy(name).compile(make_workload(config), cluster, {}) for name in STRATEGIES}
         world.start_torch(*communicators(programs.values()))
@@ -170,7 +170,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
             write_prompts(Path(config.data.prompts), path)
         world.barrier("the prompts")
         words = [f"data.prompts={path}", "data.long_prompts=truncate", "data.max_prompt=512"]
-        config = configs.load("tiny", [*SIZES, *words])
+        config = presets.load("tiny", [*SIZES, *words])
         tokenizer, rows = load_tokenizer(config.models.actor), []
 
         def alone():

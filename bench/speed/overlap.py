@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.rows import on_ranks, write
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.simulate import Times, simulate
@@ -44,7 +44,7 @@ def small(folder: Path) -> Config:
     """Models of a few thousand parameters and 16 prompts in four mini-batches: next to nothing to compute."""
     models = [f"models.actor={folder / 'actor'}", f"models.reward={folder / 'reward'}"]
     sizes = ["rollout_batch=16", "mini_batch=4", "generation.max_new_tokens=4", "num_samples=0", "ppo.epochs=1"]
-    return configs.load("tiny", [*models, *sizes, f"iterations={ITERATIONS}"])
+    return presets.load("tiny", [*models, *sizes, f"iterations={ITERATIONS}"])
 
 
 def write_models(folder: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.rows import RESULTS, train, write
 from bench.speed.shares import shares
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
@@ -95,7 +95,7 @@ def run_case(
         cluster = read_cluster(str(folder / "cluster.toml"))
     result, metrics = train(num_ranks, [*command, *words])
     records = read_chrome(Path(result["run_dir"]) / "timeline.json")
-    config = configs.load("tiny", words)
+    config = presets.load("tiny", words)
     program = load_strategy(name).compile(make_workload(config), cluster, config.strategy)
     split = any((layout.pp, layout.tp) != (1, 1) for layout in program.placement.layouts.values())
     parts: dict[str, float | None] = dict.fromkeys(KINDS)

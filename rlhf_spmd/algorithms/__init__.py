@@ -1,1 +1,1 @@
-"""The algorithms: a workflow that reads like a paper (`ppo`), the tensor math (`ppo_math`), the order (`order`)."""
+"""Algorithms: a page for each (page.py says what one is made of), and the pure functions that their calls name."""

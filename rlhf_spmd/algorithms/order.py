@@ -20,11 +20,14 @@ order does not depend on numpy's sampling algorithms, which may change between v
 import numpy as np
 
 
-def epoch_order(seed: int, iteration: int, epoch: int, num_rows: int, mini_batch: int) -> np.ndarray:
-    """Row numbers, int64 [num_mini_batches, mini_batch]; every row 0 .. num_rows-1 appears exactly once."""
+def epoch_order(seed: int, iteration: int, epoch: int, num_rows: int, mini_batch: int, *, group: int = 1) -> np.ndarray:
+    """Row numbers, int64 [num_mini_batches, mini_batch]; every row 0 .. num_rows-1 appears exactly once.
+
+    group: so many neighbouring rows, the samples of one prompt, stay side by side in epoch 0."""
     assert num_rows % mini_batch == 0, f"{num_rows} rows do not divide into mini-batches of {mini_batch}"
     shape = (num_rows // mini_batch, mini_batch)
-    first = np.argsort(_random_bits(seed, iteration, 0, num_rows), kind="stable").reshape(shape)
+    groups = np.argsort(_random_bits(seed, iteration, 0, num_rows // group), kind="stable")
+    first = (groups[:, None] * group + np.arange(group)).reshape(shape)
     if epoch == 0:
         return first
     keys = _random_bits(seed, iteration, epoch, num_rows).reshape(shape)

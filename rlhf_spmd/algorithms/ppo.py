@@ -1,23 +1,35 @@
-"""PPO as it is written in papers: the workflow of one iteration, and its options. No torch, no ranks.
+"""PPO as it is written in papers: roles, options, the workflow of one iteration, metrics and state. No torch, no ranks.
 
-Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegler et al. 2019 (arXiv 1909.08593).
-The tensor math is in ppo_math.py; which rank does what is the strategy's business.
+Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegler et al. 2019 (arXiv 1909.08593). The
+tensor math is in advantages.py and losses.py; which rank does what is the strategy's business.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rlhf_spmd.plan.workflow import Workflow, trace
+from rlhf_spmd.algorithms import page
+from rlhf_spmd.algorithms.controllers import RunningMoments, next_kl_coef
+from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.plan.workflow import Role
 
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 
+TITLE = "PPO"
+DATA = {"prompts": "prompt"}
+ROLES = {
+    "actor": Role("lm", lr=1e-6, saved=True),
+    "critic": Role("scalar", lr=5e-6, starts_from=("reward", "actor")),
+    "reference": Role("lm", starts_from=("actor",)),
+    "reward": Role("scalar", judge=True),
+}
+
 
 @dataclass(frozen=True, slots=True)
-class PPO:
+class Options(page.Options):
     """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
 
     epochs: PositiveInt = 4  # passes over the rows of an iteration
@@ -39,23 +51,106 @@ class PPO:
     kl_early_stop: PositiveFloat | None = None  # nats per token that end the iteration's actor steps early
 
 
-def workflow(options: PPO, *, replay: bool = False) -> Workflow:
-    """The graph of one PPO iteration; `replay`: sampling is restricted (top-k, ...), and its sets are replayed."""
+def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+    """One iteration."""
+    actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
+    responses, logprobs = actor.generate(prompts)
+    if options.old_logprobs == "recompute":
+        logprobs = actor.infer("logprobs", prompts, responses, output="old_logprobs")
+    ref_logprobs = reference.infer("logprobs", prompts, responses, output="ref_logprobs")
+    scores = reward.infer("scores", prompts, responses)
+    values = critic.infer("values", prompts, responses)
+    advantages, returns = compute(
+        "estimate_advantages",
+        responses=responses,
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        scores=scores,
+        values=values,
+        makes={"advantages": "token", "returns": "token"},
+        sums=options.whiten == "batch",
+    )
+    stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
+    entropy = options.entropy_coef > 0
+    actor.train(
+        "policy_loss", prompts, responses, old_logprobs=logprobs, advantages=advantages, entropy=entropy, stop=stop
+    )
+    critic.train("value_loss", prompts, responses, old_values=values, returns=returns)
 
-    def ppo(model: Callable, compute: Callable, prompts) -> None:
-        actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
-        responses, logprobs, *kept = actor.generate(prompts, replay=replay)
-        generated = []  # what the parity gate compares, where training itself uses others
-        if options.old_logprobs == "recompute":
-            generated = [logprobs]
-            logprobs = actor.infer("logprobs", prompts, responses, *kept, output="old_logprobs")
-        ref_logprobs = reference.infer("logprobs", prompts, responses, *kept, output="ref_logprobs")
-        scores = reward.infer("scores", prompts, responses)
-        values = critic.infer("values", prompts, responses)
-        advantages, returns = compute(
-            "estimate_advantages", (responses, logprobs, ref_logprobs, scores, values), ("advantages", "returns")
+
+def refused(options: Options, *, can_end: bool) -> str:
+    """Why these options make no sense for a model of which nothing can end a response; empty if they do."""
+    if can_end or options.truncation == "score":
+        return ""
+    return "every response would be cut off and get the penalty for that (unless ppo.truncation=score)"
+
+
+# ---- what changes between iterations --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The same on every rank. score_moments: of all scores so far, for normalize_scores."""
+
+    kl_coef: float
+    score_moments: RunningMoments = RunningMoments()
+
+
+def start(options: Options) -> State:
+    """Before the first iteration."""
+    return State(options.kl_coef)
+
+
+def read_state(values: Mapping) -> State:
+    """The inverse of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
+    moments = values["score_moments"] if "score_moments" in values else values["scores"]
+    return State(float(values["kl_coef"]), RunningMoments(**{name: float(value) for name, value in moments.items()}))
+
+
+def after_iteration(
+    state: State, options: Options, means: Mapping[str, float], weights: Mapping[str, float], num_sequences: int
+) -> State:
+    """From the global means of what was counted in an iteration of so many sequences, and what they are means over."""
+    if options.kl_controller == "adaptive":
+        kl_coef = next_kl_coef(
+            state.kl_coef, means["kl"], num_sequences, target=options.kl_target, horizon=options.kl_horizon
         )
-        actor.train("policy_loss", prompts, responses, logprobs, advantages, *generated, *kept)
-        critic.train("value_loss", prompts, responses, values, returns)
+        state = replace(state, kl_coef=kl_coef)
+    if "used_score" in means:  # a truncated response has no score to normalise
+        weight = weights["used_score"]
+        moments = weight, means["used_score"] * weight, means["used_score_sq"] * weight
+        state = replace(state, score_moments=state.score_moments.updated(*moments))
+    return state
 
-    return trace(ppo)
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+ACTOR_LR, TOO_FAR = "lower optimizer.actor_lr", "lower optimizer.actor_lr or ppo.epochs"
+METRICS = {
+    # mean per response, after clipping, normalising and the rule for truncated responses
+    "reward": Metric("reward", "reward", "{:+8.4f}", headline=""),
+    "reward_std": Metric("reward", std_of="reward"),  # over the responses of the iteration
+    # sum over a response of log pi_actor - log pi_reference, mean over responses, nats
+    "kl": Metric(
+        "reward",
+        "kl",
+        headline="nats per response",
+        floor=2.0,
+        advice="the actor leaves the reference: raise ppo.kl_coef or lower optimizer.actor_lr",
+    ),
+    "kl_per_token": Metric("reward"),
+    "kl_coef": Metric("reward"),  # of the state
+    "policy_loss": Metric("policy", "policy", "{:+8.4f}", floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"),
+    "clip_fraction": Metric("policy", "clipped", "{:7.1%}"),
+    "entropy": Metric("policy"),  # mean per token, nats, of the distribution sampled from; with ppo.entropy_coef
+    # mean of pi_new / pi_old, which is 1 while the two are close
+    "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
+    # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
+    "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
+    "approx_kl_sq": Metric("policy"),  # mean over tokens of d^2 / 2
+    "value_loss": Metric("value", "value", floor=1.0, advice="lower optimizer.critic_lr, or scale the rewards"),
+    "value_clip_fraction": Metric("value"),
+    "value_error_sq": Metric("value"),
+    "value": Metric("value"),
+    "return": Metric("value"),
+}

@@ -20,7 +20,7 @@ class Placement:
     joint: sets of calls that exchange together: one transfer brings what all of them read, one takes away what they
         make. They stand side by side in the workflow, and none depends on another one.
     stream: everything before training is done mini-batch by mini-batch, and the first epoch of training on a mini-batch
-        starts as soon as it is there. Not where advantages are whitened over the whole batch (see `streams`).
+        starts as soon as it is there. Not where something needs the whole batch before training (see `streams`).
     in_flight: mini-batches that a rank may have sent, or be ready to receive, ahead of their use while streaming.
     """
 
@@ -55,8 +55,17 @@ class Placement:
     def by_ratios(
         cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, micro_batch: int | None
     ) -> "Placement":
-        """Each model data-parallel on its share of the ranks (see `read_ratios`), those on all ranks with partners side
-        by side (see `interleave`). zero: stage of the models that train; 3 shards the frozen ones, too."""
+        """Each model data-parallel on its share of the ranks (see `read_ratios`; without ratios the models that nothing
+        trains share them evenly), those on all ranks with partners side by side (see `interleave`). zero: stage of the
+        models that train; 3 shards the frozen ones, too. Raises UserError if there is nothing to put side by side."""
+        frozen = workload.workflow.frozen_models
+        if not ratios and (len(frozen) < 2 or not workload.workflow.independent(workload.workflow.frozen_calls)):
+            what = ", ".join(frozen) or "none"
+            raise UserError(
+                f"there is nothing to interleave: that takes at least two models that only infer, each without the "
+                f"other's results, and this workflow has {what}; use flattening"
+            )
+        ratios = ratios or [f"{model}=1/{len(frozen)}" for model in frozen]
         share = split_by_ratio(read_ratios(ratios, workload.workflow.models), ranks)
         parts = [where for where in share.values() if where != ranks]
         everyone = interleave(*parts) if parts else ranks
@@ -86,7 +95,13 @@ class Placement:
         there are enough of them, generation the most. training, generation, limits: fields of the layouts, `limits`
         those of both.
         """
-        models, size = workload.workflow.models, max(1, generation.get("tp", 1) * generation.get("pp", 1))
+        before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
+        if not before:
+            raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
+        models, size = (
+            tuple(dict.fromkeys(call.model for call in before)),
+            max(1, generation.get("tp", 1) * generation.get("pp", 1)),
+        )
         replicas = [generation_ranks[i : i + size] for i in range(0, len(generation_ranks), size)]
         if ratios or len(replicas) < len(models) or len(replicas[-1]) < size:
             share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
@@ -106,8 +121,8 @@ class Placement:
         return cls(layouts, stream=True, in_flight=in_flight)
 
     def streams(self, workload: Workload) -> bool:
-        """Whether an iteration really streams: whitening over the whole batch needs all rows before any training."""
-        return self.stream and workload.whiten != "batch"
+        """Whether an iteration really streams: nothing needs all of its rows before any training."""
+        return self.stream and not any(map(workload.needs_batch, workload.workflow.calls))
 
     def unit(self, call: str) -> tuple[str, ...]:
         """The calls that exchange together with a call, itself included."""
@@ -165,7 +180,9 @@ def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str
     for text in ratios:
         model, equals, share = text.partition("=")
         if not equals or model not in models:
-            raise UserError(f"ratio {text!r}: write MODEL=SHARE, e.g. reward=1/2; the models are {', '.join(models)}")
+            raise UserError(
+                f"ratio {text!r}: write MODEL=SHARE, e.g. {models[-1]}=1/2; the models are {', '.join(models)}"
+            )
         if model in named:
             raise UserError(f"ratio {text!r}: {model} has two shares; give it one")
         named.add(model)
@@ -221,7 +238,7 @@ def group_of(call: Call, layout: Layout, workload: Workload, placement: Placemen
     if call.kind == "train":
         ranks = layout.ranks
     elif call.kind == "compute":
-        ranks = layout.last_stage if workload.whiten == "batch" else (rank,)
+        ranks = layout.last_stage if call.sums else (rank,)
     elif workload.models[call.model] is None:
         ranks = (rank,)
     else:

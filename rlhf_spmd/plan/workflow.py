@@ -4,22 +4,58 @@ A *call* is one use of a model (`generate`, `infer`, `train`) or a pure computat
 model and runs wherever its results are consumed). A node of the graph is a call; nobody writes an edge by hand.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-TOKEN_KEYS = ("prompts", "responses")  # what the shapes of a forward follow from
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.words import READOUTS, Shape, generated_keys
+
+Scope = Literal["row", "group", "mini_batch", "batch"]
+MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pair
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model of an algorithm.
+
+    head: what the model puts out, logits (`lm`) or a number for each token (`scalar`; zeros at first where it trains
+    and its folder has none). lr: the learning rate where none is given. starts_from: the roles whose folder it is read
+    from if it has none of its own, the first one that has a folder with the first role's tokenizer. judge: it scores
+    whole responses, so a reward function may stand in for it, and with another tokenizer it reads text. saved: the
+    trained model is written as a Hugging Face folder at the end of a run.
+    """
+
+    head: Literal["lm", "scalar"]
+    lr: float = 1e-6
+    starts_from: tuple[str, ...] = ()
+    judge: bool = False
+    saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A symbolic value: the key under which every rank's store holds its rows."""
+    """A symbolic value: the key under which every rank's store holds its rows. kept, logprobs, model: of responses that
+    were generated, the keys that came with them, and who made them."""
 
     key: str
+    kept: str = ""
+    logprobs: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node of the workflow. `function` names what is computed (e.g. "logprobs", "policy_loss")."""
+    """One node of the workflow. `function` names what is computed (e.g. "logprobs", or a loss).
+
+    inputs, outputs: all keys that it reads and makes. tokens: of the inputs, those that a model's sequences are made
+    of: the prompts, then one key of responses or two. arguments: parameter of the function -> key. scope: which rows a
+    compute must see at once to make one of them. sums: whether a compute ends with sums over the whole batch. drawn:
+    the key of the logprobs of the generator, which training compares with its own. divisor: what the loss of a
+    mini-batch is divided by: its response tokens, responses or rows. stop: (name of a mean, limit) beyond which the
+    model's other steps of the iteration are left out. entropy: whether a loss reads it. temperature: of generation,
+    where it is not that of the options.
+    """
 
     name: str
     model: str | None
@@ -27,6 +63,31 @@ class Call:
     function: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
+    scope: Scope = "row"
+    sums: bool = False
+    drawn: str = ""
+    kept: str = ""
+    divisor: str = "tokens"
+    stop: tuple[str, float] | None = None
+    entropy: bool = False
+    temperature: float | None = None
+
+    @property
+    def prompts(self) -> str:
+        """The key of the prompts that a model reads."""
+        return self.tokens[0]
+
+    @property
+    def responses(self) -> tuple[str, ...]:
+        """The keys of the responses that a model reads."""
+        return self.tokens[1:]
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that a model reads for each row."""
+        return max(1, len(self.responses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +96,8 @@ class Workflow:
 
     calls: tuple[Call, ...]
     given: tuple[str, ...]  # keys that exist before the first call, on every rank
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of every key
+    heads: Mapping[str, str] = field(default_factory=dict)  # of every model
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -50,6 +113,42 @@ class Workflow:
     def generate_calls(self) -> tuple[Call, ...]:
         """Calls that sample responses."""
         return tuple(call for call in self.calls if call.kind == "generate")
+
+    @property
+    def trained_models(self) -> tuple[str, ...]:
+        """Models that some call trains, in order of first use."""
+        return tuple(model for model in self.models if self.train_call(model))
+
+    @property
+    def frozen_models(self) -> tuple[str, ...]:
+        """Models that nothing trains, in order of first use."""
+        return tuple(model for model in self.models if not self.train_call(model))
+
+    @property
+    def frozen_calls(self) -> tuple[Call, ...]:
+        """Calls of models that nothing trains."""
+        return tuple(call for call in self.placed_calls if not self.train_call(call.model))
+
+    def independent(self, calls: Sequence[Call]) -> bool:
+        """Whether none of these calls reads what another one of them makes, directly or by way of other calls."""
+        made: set[str] = set()
+        names = {call.name for call in calls}
+        for call in self.calls:
+            reads = bool(made & set(call.inputs))
+            if reads and call.name in names:
+                return False
+            made |= set(call.outputs) if reads or call.name in names else set()
+        return True
+
+    def neighbours(self, calls: Sequence[Call]) -> tuple[tuple[str, ...], ...]:
+        """Names of these calls, those together that follow one another in the workflow; at least two each."""
+        runs: list[list[str]] = [[]]
+        for call in self.calls:
+            if call in calls:
+                runs[-1].append(call.name)
+            elif runs[-1]:
+                runs.append([])
+        return tuple(tuple(run) for run in runs if len(run) > 1)
 
     def call(self, name: str) -> Call:
         return next(call for call in self.calls if call.name == name)
@@ -69,23 +168,56 @@ class Workflow:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects calls while the algorithm runs on symbolic values."""
+    """Collects calls while the algorithm runs on symbolic values. replay: sampling is restricted (top-k, ...), so every
+    pass over generated responses also reads the sets that they were drawn from."""
 
+    roles: Mapping[str, Role]
+    shapes: dict[str, Shape]
+    replay: bool = False
     calls: list[Call] = field(default_factory=list)
 
-    def record(self, model, kind, function, inputs, outputs) -> tuple[Data, ...]:
-        owner = model or function
-        name = f"{owner}_{kind}" if model else function
-        taken = sum(call.name == name or call.name.startswith(f"{name}_") for call in self.calls)
-        name = name if not taken else f"{name}_{function}"
-        made = {key for call in self.calls for key in call.outputs}
-        assert not made & set(outputs), f"call {name} makes {sorted(made & set(outputs))} a second time"
-        self.calls.append(Call(name, model, kind, function, tuple(data.key for data in inputs), tuple(outputs)))
-        return tuple(Data(key) for key in outputs)
+    def model(self, name: str) -> "Model":
+        """A symbolic model. Raises UserError for one that is no role."""
+        if name not in self.roles:
+            raise UserError(f"the workflow uses the model {name!r}; ROLES has {', '.join(self.roles)}")
+        return Model(name, self)
 
-    def compute(self, function: str, inputs: tuple[Data, ...], outputs: tuple[str, ...]) -> tuple[Data, ...]:
-        """A pure computation on data, e.g. advantages; runs on the ranks that consume its outputs."""
-        return self.record(None, "compute", function, inputs, outputs)
+    def record(self, call: Call, shapes: Mapping[str, Shape]) -> None:
+        """Adds a call, whose name is a wish, and the shapes of what it makes. Raises UserError."""
+        again = [key for key in shapes if key in self.shapes]
+        if again:
+            raise UserError(f"the workflow makes {', '.join(again)} twice; give the second one another name (output=)")
+        taken = {other.name for other in self.calls}
+        wishes = [call.name, f"{call.name}_{call.function}", *(f"{call.name}_{key}" for key in call.outputs)]
+        name = next((wish for wish in wishes if wish not in taken), None)
+        if name is None:
+            raise UserError(f"the workflow has two calls {call.name}; give the second one another name")
+        self.calls.append(replace(call, name=name))
+        self.shapes |= shapes
+
+    def compute(
+        self,
+        function: str,
+        *,
+        makes: Mapping[str, Shape],
+        scope: Scope = "row",
+        sums: bool = False,
+        **arguments: Data,
+    ) -> Data | tuple[Data, ...]:
+        """A pure computation on data, e.g. advantages, on the ranks that read its results.
+
+        makes: key -> shape of each result. arguments: parameter of the function -> data. scope: which rows the function
+        must see at once: each alone, all samples of a prompt, a mini-batch, the batch. sums: the function's results are
+        not final before `FUNCTION_sums` of them has been added over the batch for `FUNCTION_finish`.
+        """
+        keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
+        inputs = tuple(dict.fromkeys(key for _, key in keys))
+        self.record(
+            Call(function, None, "compute", function, inputs, tuple(makes), arguments=keys, scope=scope, sums=sums),
+            makes,
+        )
+        made = tuple(Data(key) for key in makes)
+        return made[0] if len(made) == 1 else made
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +227,111 @@ class Model:
     name: str
     recorder: Recorder
 
-    def generate(self, prompts: Data, *, replay: bool = False) -> tuple[Data, ...]:
-        """Sample responses and the logprobs of their tokens; with `replay` also the set each token was drawn from."""
-        outputs = ("responses", "logprobs", *(("kept_tokens",) if replay else ()))
-        return self.recorder.record(self.name, "generate", "sample", (prompts,), outputs)
+    def generate(self, prompts: Data, *, name: str = "", temperature: float | None = None) -> tuple[Data, Data]:
+        """Samples responses -> them and the logprobs of their tokens. name: of a second generating call, whose keys
+        begin with it. temperature: instead of generation.temperature; 0 is greedy."""
+        made = generated_keys(name, replay=self.recorder.replay)
+        outputs, kind = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
+        call = Call(
+            kind, self.name, "generate", "sample", (prompts.key,), outputs, (prompts.key,), temperature=temperature
+        )
+        self.recorder.record(call, made)
+        responses, logprobs, *kept = outputs
+        return Data(responses, kept[0] if kept else "", logprobs, self.name), Data(logprobs)
 
-    def infer(self, function: str, *inputs: Data, output: str | None = None) -> Data:
-        """A forward pass without gradients; `function` names what is computed, `output` its key."""
-        return self.recorder.record(self.name, "infer", function, inputs, (output or function,))[0]
+    def infer(self, function: str, prompts: Data, *responses: Data, output: str | None = None) -> Data:
+        """A forward pass without gradients; `function` names what is read off the model's output (`logprobs` of an lm
+        head; `values` or `scores` of a scalar one), `output` its key."""
+        head, shape = READOUTS.get(function, ("", "row"))
+        own = self.recorder.roles[self.name].head
+        if head != own:
+            known = ", ".join(name for name, (of, _) in READOUTS.items() if of == own)
+            raise UserError(f"{self.name}.infer({function!r}): what a model with head {own!r} can infer is {known}")
+        if len(responses) != 1:
+            raise UserError(f"{self.name}.infer({function!r}) reads prompts and one key of responses")
+        kept = tuple(one.kept for one in responses if one.kept and function == "logprobs")
+        tokens, key = (prompts.key, *(one.key for one in responses)), output or function
+        call = Call(
+            f"{self.name}_infer", self.name, "infer", function, (*tokens, *kept), (key,), tokens, kept="".join(kept)
+        )
+        self.recorder.record(call, {key: shape})
+        return Data(key)
 
-    def train(self, function: str, *inputs: Data) -> None:
-        """Optimizer steps on the loss named `function`, over all epochs and mini-batches."""
-        self.recorder.record(self.name, "train", function, inputs, ())
+    def train(
+        self,
+        function: str,
+        prompts: Data,
+        *responses: Data,
+        divisor: Literal["tokens", "responses", "rows"] = "tokens",
+        stop: tuple[str, float] | None = None,
+        entropy: bool = False,
+        **arguments: Data,
+    ) -> None:
+        """Optimizer steps on the loss named `function`, over all epochs and mini-batches; see Call for the options.
+        arguments: parameter of the loss -> data."""
+        if not 1 <= len(responses) <= MAX_RESPONSES:
+            raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
+        is_lm = self.recorder.roles[self.name].head == "lm"
+        keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
+        tokens = (prompts.key, *(one.key for one in responses))
+        drawn = responses[0].logprobs if responses[0].model == self.name and is_lm and len(responses) == 1 else ""
+        kept = "".join(one.kept for one in responses) if is_lm and len(responses) == 1 else ""
+        inputs = (*tokens, *(key for _, key in keys), *filter(None, (drawn, kept)))
+        call = Call(
+            f"{self.name}_train",
+            self.name,
+            "train",
+            function,
+            tuple(dict.fromkeys(inputs)),
+            (),
+            tokens,
+            keys,
+            drawn=drawn,
+            kept=kept,
+            divisor=divisor,
+            stop=stop,
+            entropy=entropy,
+        )
+        self.recorder.record(call, {})
 
 
-def trace(workflow: Callable[..., None]) -> Workflow:
-    """Runs `workflow(models, prompts)` on symbolic values and returns what it recorded.
+def _data(function: str, name: str, value: object) -> Data:
+    if not isinstance(value, Data):
+        raise UserError(
+            f"{function}({name}={value!r:.40}): what a call is given is data of another call; numbers are options of "
+            "the algorithm, which its functions get by name"
+        )
+    return value
 
-    `workflow` gets a function from model name to symbolic `Model`, the recorder's `compute`, and the given data.
+
+def trace(
+    workflow: Callable[..., None], roles: Mapping[str, Role], given: Mapping[str, Shape], *, replay: bool = False
+) -> Workflow:
+    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. given: key -> shape of
+    what a row of the data set has. replay: as of Recorder.
+
+    `workflow` gets a function from a role's name to the symbolic `Model`, the recorder's `compute`, and the given data
+    by keyword. Raises UserError for a workflow that no program can be made of.
     """
-    recorder = Recorder()
-    workflow(lambda name: Model(name, recorder), recorder.compute, Data("prompts"))
-    return Workflow(tuple(recorder.calls), ("prompts",))
+    recorder = Recorder(roles, dict(given), replay)
+    workflow(recorder.model, recorder.compute, **{key: Data(key) for key in given})
+    found = Workflow(
+        tuple(recorder.calls), tuple(given), recorder.shapes, {name: role.head for name, role in roles.items()}
+    )
+    _refuse(found)
+    return found
+
+
+def _refuse(workflow: Workflow) -> None:
+    """Raises UserError for calls in an order that no program has."""
+    trains: Sequence[Call] = [call for call in workflow.calls if call.kind == "train"]
+    if not trains:
+        raise UserError("the workflow trains no model")
+    twice = {call.model for call in trains if workflow.train_call(call.model) != call}
+    if twice:
+        raise UserError(
+            f"the workflow trains {', '.join(sorted(twice))} in two calls; put both losses into one function"
+        )
+    late = [call.name for call in workflow.calls[workflow.calls.index(trains[0]) :] if call.kind != "train"]
+    if late:
+        raise UserError(f"{', '.join(late)} stands behind training; everything else comes before it")

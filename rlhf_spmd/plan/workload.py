@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from random import Random
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
-from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.plan.workflow import Call, Workflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,19 @@ class ModelShape:
         return self.vocab_size * h + self.num_layers * block + h + head
 
 
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelShape:
+    return ModelShape(layers, hidden, intermediate, heads, kv_heads, hidden // heads, 32000)
+
+
+SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288)
+    "llama-7b": _llama(32, 4096, 11008, 32, 32),
+    "llama-13b": _llama(40, 5120, 13824, 40, 40),
+    "llama-33b": _llama(60, 6656, 17920, 52, 52),
+    "llama-65b": _llama(80, 8192, 22016, 64, 64),
+    "llama-70b": _llama(80, 8192, 28672, 64, 8),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One iteration, in numbers that no placement changes.
@@ -59,7 +73,6 @@ class Workload:
     max_prompt: int
     max_response: int
     param_bytes: int
-    whiten: str = "mini_batch"
     max_kept: int = 0  # largest set that a token is drawn from, if sampling is restricted
     max_sequences: int = 256  # decoded at the same time by one copy of a model
     prompt_lengths: tuple[int, ...] = ()  # equally frequent, for forecasts; empty: all are max_prompt tokens
@@ -69,6 +82,11 @@ class Workload:
     def num_sequences(self) -> int:
         """Sequences per iteration."""
         return self.rollout_batch * self.samples_per_prompt
+
+    @property
+    def group_size(self) -> int:
+        """Rows that stand side by side in the matrix: the samples of a prompt where a compute sees groups, else 1."""
+        return self.samples_per_prompt if any(call.scope == "group" for call in self.workflow.calls) else 1
 
     @property
     def num_mini_batches(self) -> int:
@@ -89,11 +107,30 @@ class Workload:
         response = draw.choice(self.response_lengths) if self.response_lengths else self.max_response
         return prompt, response
 
+    def row_shape(self, key: str) -> tuple[int, ...]:
+        """The numbers of one row of a data key, which have a fixed width; () where it is one number."""
+        shapes = {"prompt": (self.max_prompt,), "token+1": (self.max_response + 1,), "row": ()}
+        shapes["kept"] = (self.max_response, self.max_kept)
+        return shapes.get(self.workflow.shapes[key], (self.max_response,))
+
     def row_bytes(self, key: str) -> int:
-        """Bytes of one sequence's value of a data key on the wire: fixed width, int32 or float32."""
-        widths = {"prompts": self.max_prompt, "scores": 1, "values": self.max_response + 1}
-        widths["kept_tokens"] = self.max_response * self.max_kept
-        return 4 * widths.get(key, self.max_response)
+        """Bytes of one row of a data key on the wire: int32 or float32."""
+        return 4 * prod(self.row_shape(key))
+
+    def needs_batch(self, call: Call) -> bool:
+        """Whether a compute can only run once all rows of the iteration are there: a scope that no mini-batch holds."""
+        splits_groups = call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
+        return call.sums or call.scope == "batch" or splits_groups
+
+    def columns_seen(self, call: Call, columns: range) -> range:
+        """The columns whose rows a call must see to make those of some columns: more than these where its scope is.
+        The samples of a prompt stand side by side."""
+        if call.scope == "row" or not columns:
+            return columns
+        if call.scope != "group" or self.needs_batch(call):
+            return range(self.mini_batch)
+        group = self.samples_per_prompt
+        return range(columns.start // group * group, -(-columns.stop // group) * group)
 
     def largest_tp(self, cluster: Cluster, *, pp: int = 1) -> int:
         """The most tensor-parallel slices that every model, a node, and all ranks in pp stages can be cut into."""

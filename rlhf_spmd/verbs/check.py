@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting import advice
@@ -19,13 +20,13 @@ from rlhf_spmd.strategy import load_strategy
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints all of it -> the exit status. Raises UserError."""
-    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     cluster = Cluster.parse(parsed.layout or "1x4", parsed.device_type or config.device_type)
     cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
     if set(cluster.device_types) != {"cpu"}:
-        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=True)
+        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")

@@ -14,7 +14,7 @@ from textwrap import wrap
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import SHIPPED, load_calibration
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, make_workload
@@ -107,7 +107,7 @@ def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workl
     """What to plan for; layout: if none is named. Raises UserError for anything that does not exist or does not fit
     together."""
     named = load_calibration(parsed.calibration) if parsed.calibration else None
-    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
     refuse_options(config)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
@@ -117,7 +117,7 @@ def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workl
         only = next(iter(named.devices)) if named and len(named.devices) == 1 else config.device_type
         cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or only)
     if set(cluster.device_types) != {"cpu"}:
-        config = configs.load(parsed.preset, parsed.overrides, parsed.model, on_gpu=True)
+        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
     calibration = calibration_for(parsed.calibration, cluster)
     if calibration is None:
         raise UserError(f"no calibration of {', '.join(cluster.device_types)} is shipped; give --calibration FILE.json")

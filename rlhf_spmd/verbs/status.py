@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.algorithm import load_algorithm
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
@@ -45,7 +47,7 @@ def status(folder: str | Path) -> dict[str, Any]:
     pace = f", {pace_s:.2f} s each{left}" if pace_s else ""
     print(f"  iterations  {len(metrics)}{of} done{pace}" + (f", {speed:,.0f} tokens/s generated" if speed else ""))
     if metrics:
-        shown = {name: metrics[-1].get(name) for name in ("reward", "kl", "response_length")}
+        shown = {name: metrics[-1].get(name) for name in headlines(run)}
         print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None))
     age_s = now - (newest / "manifest.json").stat().st_mtime if newest else 0.0
     print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
@@ -65,6 +67,17 @@ def status(folder: str | Path) -> dict[str, Any]:
         "ranks": [to_json(record, now) for record in records],
         "ok": state in ("running", "finished"),
     }
+
+
+def headlines(run: Path) -> tuple[str, ...]:
+    """The metrics that tell how a run goes: those that its algorithm ends a run with, and the length of responses."""
+    try:
+        name = json.loads((run / "config.json").read_text()).get("algorithm", "ppo")
+        page = run / "algorithm.py"
+        metrics = load_algorithm(str(page) if page.is_file() else name).metrics
+    except (OSError, ValueError, UserError):
+        metrics = {}
+    return (*(name for name, metric in metrics.items() if metric.headline is not None), "response_length")
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:

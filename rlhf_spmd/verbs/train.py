@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import on_machines, read_cluster
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
@@ -33,13 +34,16 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     world.use_device(config.device)
     if config.preset == "model" and not resumed and world.computes.index is not None:
         with world.together("reading the configuration for a GPU"):
-            config = configs.load(config.preset, parsed.overrides, parsed.model, on_gpu=True)
+            config = presets.load(
+                config.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True
+            )
     with world.together("comparing the configuration"):
         options = {f"option {key}": value for key, value in configs.leaves(config).items()}
         options["the checkpoint"] = str(resumed.iteration if resumed else 0)
-        world.agree("the start", options | {"the strategy": strategy.source if strategy else "auto"})
+        options |= {"the strategy": strategy.source if strategy else "auto", "the algorithm": config.algorithm.source}
+        world.agree("the start", options)
     with world.together("compiling the program"):
-        if not config.models.actor:
+        if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
         path = parsed.cluster or (resumed.cluster if resumed else None)
         described = Path(path).read_text() if path and Path(path).is_file() else ""
@@ -67,7 +71,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     from rlhf_spmd.runtime.run.report import Command  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import Origin, train
 
-    model = ["--preset", config.preset, *(["--model", parsed.model] if parsed.model else [])]
+    given = {"--algorithm": parsed.algorithm, "--preset": config.preset, "--model": parsed.model}
+    model = [word for name, value in given.items() if value for word in (name, value)]
     result = train(
         config,
         program,
@@ -83,13 +88,13 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
 
 def _new_run(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
     """Config, strategy (None: to be planned) and no run to go on with."""
-    config = configs.load(parsed.preset, parsed.overrides, parsed.model)
+    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
     return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), None
 
 
 def _resumed(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
     """The same of a run that goes on, and the run."""
-    for name in ("preset", "model", "runs", "name"):
+    for name in ("preset", "model", "algorithm", "runs", "name"):
         if getattr(parsed, name) is not None:
             raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
     resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)

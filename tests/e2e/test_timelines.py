@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bench.speed.shares import control_share
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.runtime.observe.trace import Lane, lanes, read_chrome
@@ -32,7 +32,7 @@ def timeline(request, tmp_path_factory) -> tuple[str, tuple[Lane, ...]]:
 
 def test_the_control_plane_takes_little(timeline):
     strategy, lanes_of_ranks = timeline
-    workload = make_workload(configs.load("tiny", OPTIONS))
+    workload = make_workload(presets.load("tiny", OPTIONS))
     program = load_strategy(strategy).compile(workload, Cluster.parse("1x4"), {})
     assert control_share(lanes_of_ranks, program) <= LARGEST_CONTROL
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_spmd.config import load
 from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.call_handlers import Calls, State
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.observe.meter import combine

@@ -9,12 +9,14 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.config import PRESETS, Config, load, make_workload, parse_value, resolved, shape_of_folder
+from rlhf_spmd import presets
+from rlhf_spmd.config import Config, make_workload, parse_value, resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.folders import shape_of_folder
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.presets import PRESETS, load
 
 LLAMA_BILLIONS = {"llama-7b": 6.738, "llama-13b": 13.016, "llama-33b": 32.529, "llama-65b": 65.286, "llama-70b": 68.977}
 
@@ -34,7 +36,7 @@ def test_every_preset_builds_and_is_sound(preset):
     config = load(preset)
     assert config.preset == preset
     assert json.loads(json.dumps(resolved(config))) == resolved(config)
-    texts = [f"{key}={text_of(config, key)}" for key in configs.all_keys() if key not in ("preset", "strategy")]
+    texts = [f"{key}={text_of(config, key)}" for key in presets.all_keys() if key not in ("preset", "strategy")]
     assert load(preset, texts) == config
 
 
@@ -108,7 +110,7 @@ def test_every_key_can_be_overridden():
     """And only that key changes."""
     samples = {int: "8", float: "0.5", bool: "true", str: "x"}
     usual = load("tiny")
-    for key in configs.all_keys():
+    for key in presets.all_keys():
         if key in ("preset", "strategy", "shape", "rollout_batch", "mini_batch", "samples_per_prompt"):
             continue
         owner = value_of(usual, key.rpartition(".")[0]) if "." in key else usual
@@ -120,7 +122,7 @@ def test_every_key_can_be_overridden():
         needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
         base, changed = load("tiny", needs), load("tiny", [*needs, f"{key}={text}"])
         assert value_of(changed, key) != value_of(base, key), key
-        assert sum(value_of(changed, other) != value_of(base, other) for other in configs.all_keys()) == 1, key
+        assert sum(value_of(changed, other) != value_of(base, other) for other in presets.all_keys()) == 1, key
 
 
 def test_the_last_of_several_overrides_wins():

@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.algorithms.ppo import PPO
-from rlhf_spmd.config import PRESETS, Config, Generation, Optimizer, load
+from rlhf_spmd.config import Config, Generation, Optimizer
+from rlhf_spmd.presets import PRESETS, load
 from rlhf_spmd.runtime.execute.optimizer_step import PARITY_TOLERANCE
 
 RULES = {  # row -> option: its default

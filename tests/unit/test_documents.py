@@ -14,7 +14,7 @@ from bench import options_page
 from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
-from rlhf_spmd.config import load
+from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.offline import options as offline_options
 from rlhf_spmd.strategy import names
 

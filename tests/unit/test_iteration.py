@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
 from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
@@ -61,7 +61,7 @@ def test_a_rank_holds_what_it_reads_and_makes(program: Program):
 @pytest.mark.parametrize("num_ranks", [2, 5, 8])
 def test_every_rank_holds_its_share_alone(num_ranks):
     """Under flattening: all keys, of as many rows as its share, which is what memory follows from."""
-    config = configs.load("tiny", ["rollout_batch=80", "mini_batch=40"])
+    config = presets.load("tiny", ["rollout_batch=80", "mini_batch=40"])
     program = compiled(config, num_ranks, flattening.place)
     for rank in range(num_ranks):
         share = (range(rank * 40 // num_ranks, (rank + 1) * 40 // num_ranks),)
@@ -120,7 +120,7 @@ def test_the_hash_is_that_of_hashes_in_order():
     ],
 )
 def test_the_heading_says_when_streaming_has_nothing_to_overlap(place, words, says, tmp_path):
-    config = configs.load("tiny", ["rollout_batch=16", *words])
+    config = presets.load("tiny", ["rollout_batch=16", *words])
     prompts = PromptSet(TokenRows.of([[1]]), TextRows.of(["a"]))
     job = SimpleNamespace(config=config, program=compiled(config, 4, place), prompts=prompts, world=OneRank())
     said = report.facts(job, RunFolder(tmp_path)).get("streaming")

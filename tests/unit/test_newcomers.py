@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting import advice, fitting_options
@@ -51,22 +52,22 @@ def world_of(num_ranks: int, name: str, num_bytes: int, wanted: str = "auto", nu
 
 def test_a_model_without_a_preset_gets_options_of_a_real_one(folder):
     path = folder(SEVEN)
-    config = configs.load(None, [], path, on_gpu=True)
+    config = presets.load(None, [], path, on_gpu=True)
     assert (config.preset, config.dtype, config.models.actor) == ("model", "bfloat16", path)
     assert config.models.reward == config.reward_function == config.data.prompts == ""
     assert config.optimizer == configs.Optimizer() and config.ppo.epochs == 1
     assert (config.data.max_prompt, config.generation.max_new_tokens) == (1024, 1024)
-    assert configs.load(None, [], path).dtype == "float32"  # of a CPU
-    short = configs.load(None, ["dtype=float32"], folder(ONE, "short", context=512), on_gpu=True)
+    assert presets.load(None, [], path).dtype == "float32"  # of a CPU
+    short = presets.load(None, ["dtype=float32"], folder(ONE, "short", context=512), on_gpu=True)
     assert (short.dtype, short.data.max_prompt, short.generation.max_new_tokens) == ("float32", 256, 256)
     with pytest.raises(UserError, match="there is no reward: give models.reward=FOLDER or reward_function="):
         configs.make_workload(config)
-    assert configs.load(None).preset == "tiny" and configs.load("tiny", [], path).preset == "tiny"
+    assert presets.load(None).preset == "tiny" and presets.load("tiny", [], path).preset == "tiny"
 
 
 def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
     """Before anything is loaded: the folder holds no weights. Whatever is advised does fit."""
-    config = configs.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
+    config = presets.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
     workload, cluster = configs.make_workload(config), cluster_of(world_of(8, *H100), None, "cpu")
     assert str(cluster) == "1x8" and cluster.device_types == ("h100-80g",)
     assert cluster.device_bytes(0) == H100[1] - RESERVED_BYTES
@@ -88,14 +89,14 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
 
 
 def test_1b_on_eight_devices_of_80_gb_fits_as_it_is(folder):
-    config = configs.load(None, ["reward_function=mine:score"], folder(ONE), on_gpu=True)
+    config = presets.load(None, ["reward_function=mine:score"], folder(ONE), on_gpu=True)
     cluster = cluster_of(world_of(8, *H100), None, "cpu")
     program = load_strategy("flattening").compile(configs.make_workload(config), cluster, {})
     assert memory(program) == [] and advice(program) == ""
 
 
 def test_where_nothing_fits_that_is_said(folder):
-    config = configs.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
+    config = presets.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
     small = cluster_of(world_of(2, "NVIDIA GeForce RTX 4090", 25 * 10**9), None, "cpu")
     assert small.device_types == ("nvidia-geforce-rtx-4090",)
     program = load_strategy("flattening").compile(configs.make_workload(config), small, {})
@@ -163,9 +164,9 @@ def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
 
 
 def test_names_of_other_systems_stand_for_options_that_there_are():
-    ours = {*configs.all_keys(), "--model", "strategy.recompute", "strategy.zero"}
+    ours = {*presets.all_keys(), "--model", "strategy.recompute", "strategy.zero"}
     assert {name for names in ELSEWHERE.values() for name in names} <= ours
-    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in configs.all_keys()}, "such a name has one meaning"
+    assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in presets.all_keys()}, "such a name has one meaning"
 
 
 def test_an_empty_model_is_no_model(capsys):

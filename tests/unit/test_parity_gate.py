@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training
 from rlhf_spmd.runtime.observe.meter import Meter
@@ -13,7 +13,7 @@ SHAPE = (8, 2 * MEAN_TOKENS // 8)
 
 def gate(difference_BG: torch.Tensor, *options: str) -> None:
     """Through the gate of a bfloat16 run with logprobs that differ by this much."""
-    training = Training(configs.load("tiny", ["dtype=bfloat16", *options]), 0, {})
+    training = Training(presets.load("tiny", ["dtype=bfloat16", *options]), 0, {})
     old_BG = torch.full(difference_BG.shape, -3.0)
     rows = {"responses": torch.zeros(difference_BG.shape, dtype=torch.int64)}
     mask_BG = torch.ones(difference_BG.shape, dtype=torch.bool)

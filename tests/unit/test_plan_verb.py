@@ -12,7 +12,7 @@ import torch
 
 from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Machine
@@ -20,6 +20,7 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.scaling import Scale, scaled
 from rlhf_spmd.plan.cost.summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.profile.probe import AtHand

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster, Node
@@ -19,7 +19,7 @@ from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import table
 
-TINY = configs.load("tiny")
+TINY = presets.load("tiny")
 SHIPPED = load_calibration("cpu-2core")
 
 

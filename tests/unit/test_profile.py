@@ -10,7 +10,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from rlhf_spmd import config as configs
+from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
@@ -58,7 +58,7 @@ def test_groups_are_inside_a_node_or_between_nodes():
 
 
 def test_the_grid_holds_what_calls_may_meet():
-    workload = make_workload(configs.load("tiny"))
+    workload = make_workload(presets.load("tiny"))
     grid = Grid.of(workload, 4, 4)
     assert grid.tps == (1, 2)  # of two key-value heads
     assert Grid.of(workload, 3, 3).tps == (1,)
@@ -92,7 +92,7 @@ def test_a_clock_tells_processor_seconds_of_what_takes_turns():
 def test_what_an_engine_captures_is_not_timed():
     """CUDA graphs are captured with the first step of an engine: one engine serves all timings of as many rows, and its
     cache has gone when training is measured."""
-    config = configs.load("tiny")
+    config = presets.load("tiny")
     workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
     shape = next(shape for shape in workload.models.values() if not shape.scalar_head)
     subject = TimedModel(world, config, workload, TOY, shape, 1, 1)
@@ -107,7 +107,7 @@ def test_what_an_engine_captures_is_not_timed():
 
 
 def test_a_profile_becomes_forecasts(world, tmp_path, capfd):
-    config = configs.load("tiny")
+    config = presets.load("tiny")
     found = profile(world, config, name="mine", grid=TOY, budget_s=0.0)
     assert "profile" in capfd.readouterr().err  # the bar
     path = tmp_path / "mine.json"

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_spmd import config as configs
-from rlhf_spmd.config import PRESETS, Checkpointing, resolved
+from rlhf_spmd import presets
+from rlhf_spmd.config import Checkpointing, resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import store
 from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint
@@ -28,7 +29,7 @@ MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", 
 
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
     """A run folder as a run with these options leaves it."""
-    values = json.dumps(resolved(configs.load("tiny", overrides)))
+    values = json.dumps(resolved(presets.load("tiny", overrides)))
     (folder / "config.json").write_text(values)
     (folder / "strategy.py").write_text("def place(): ...\n")
     (folder / "program.json").write_text(json.dumps({"strategy": "mine"}))
@@ -53,12 +54,12 @@ def refused(folder: Path, *overrides: str) -> str:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_options_survive_a_file(preset):
-    config = configs.load(preset, ["strategy.zero=1", 'generation.stop=["a,b"]', "ppo.clip_score=none"])
+    config = presets.load(preset, ["strategy.zero=1", 'generation.stop=["a,b"]', "ppo.clip_score=none"])
     assert config_of(json.loads(json.dumps(resolved(config))), "x.json") == config
 
 
 def test_older_files_get_defaults_and_newer_ones_are_refused():
-    values = resolved(configs.load("tiny"))
+    values = resolved(presets.load("tiny"))
     del values["checkpoint"]
     assert config_of(values, "x.json").checkpoint == Checkpointing()
     with pytest.raises(UserError, match="x.json has the option ppo.new, which this version does not know"):
@@ -76,8 +77,8 @@ def test_a_run_and_its_checkpoint(tmp_path):
 
 
 def test_every_option_may_change_or_is_refused_by_name():
-    before = configs.load("tiny")
-    for key in configs.all_keys():
+    before = presets.load("tiny")
+    for key in presets.all_keys():
         if key in ("preset", "shape", "strategy", "iterations"):
             continue
         group, _, leaf = key.rpartition(".")

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from rlhf_spmd import config
+from rlhf_spmd import config, presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster, Node
@@ -49,7 +49,7 @@ def model_of(layout: str, num_bytes: int | None = None, **options) -> CallModel:
 
 
 def llama(preset: str, layout: str, *overrides: str) -> tuple:
-    return config.make_workload(config.load(preset, overrides)), Cluster.parse(layout, "a100-80g")
+    return config.make_workload(presets.load(preset, overrides)), Cluster.parse(layout, "a100-80g")
 
 
 def test_meshes_are_slices_of_nodes_whole_nodes_and_eighths():

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from rlhf_spmd import config
+from rlhf_spmd import config, presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import Cost
@@ -18,7 +18,7 @@ LAST = (1, 2, 3)  # reference, reward and critic infer
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    workload = config.make_workload(config.load("llama-33b"))
+    workload = config.make_workload(presets.load("llama-33b"))
     return Space.of(CallModel(Cost(load_calibration("a100-80g"), workload, Cluster.parse("4x8", "a100-80g"))))
 
 

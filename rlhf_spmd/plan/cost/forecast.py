@@ -115,10 +115,11 @@ class _Costs:
     def _passes(self, rank: int, step: Run, layout: Layout) -> list[tuple[float, float]]:
         """Tokens, and mean length of the sequences, of every micro-batch."""
         passes = []
+        num = self.program.workload.workflow.call(step.call).num_sequences
         for rows in self._rows(rank, step):
-            lengths = [prompt + response for prompt, response in rows]
+            lengths = [num * (prompt + response) for prompt, response in rows]
             for part in _cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
-                passes.append((sum(part), sum(part) / len(part)))
+                passes.append((sum(part), sum(part) / len(part) / num))
         return passes
 
     def _generate_s(self, call: Call, rank: int, step: Run) -> float:

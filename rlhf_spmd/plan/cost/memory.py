@@ -108,7 +108,7 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     shape, c = workload.models[call.model], workload.param_bytes
     shard = layout.shard(rank)
     num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
-    longest = workload.max_prompt + workload.max_response
+    longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
     h, d = shape.hidden_size, shape.head_dim
     # inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product: split by tp
@@ -120,7 +120,7 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     numbers = tokens * (per_layer * num_layers * passes + once)
     logits = 0
     if shard.stage == shard.pp - 1 and not shape.scalar_head:
-        responses = math.ceil(tokens * workload.max_response / longest)
+        responses = math.ceil(tokens * workload.max_response * call.num_sequences / longest)
         logits = logits_bytes(responses, math.ceil(shape.vocab_size / layout.tp), h, c)
     passed = 2 * pass_bytes(layout, workload, call) if layout.pp > 1 else 0
     return int(numbers * c) + logits + passed

@@ -30,7 +30,7 @@ from rlhf_spmd.plan.layout import STAGES, Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import Placement, uses_home
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.shard import Shard
-from rlhf_spmd.plan.workflow import TOKEN_KEYS, Call
+from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
 MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side: steps of few rows cost little less than of more
@@ -190,6 +190,10 @@ class Program:
         """The columns that a Run computes on a rank."""
         return self.layout_of(step).columns(rank, self.workload.mini_batch) if step.columns is None else step.columns
 
+    def columns_seen(self, step: Run, rank: int) -> range:
+        """The columns that a Run reads on a rank: more than it computes where it must see other rows."""
+        return self.workload.columns_seen(self.workload.workflow.call(step.call), self.columns_of(step, rank))
+
     def reads(self, step: Run, rank: int) -> tuple[str, ...]:
         """The data keys that a Run reads on a rank."""
         return keys_read(self.workload.workflow.call(step.call), self.layout_of(step), rank)
@@ -209,7 +213,9 @@ class Program:
         found: dict[str, set[range]] = {}
         for step in self.instructions[rank]:
             if isinstance(step, Run):
-                for key in (*self.reads(step, rank), *self.makes(step, rank)):
+                for key in self.reads(step, rank):
+                    found.setdefault(key, set()).add(self.columns_seen(step, rank))
+                for key in self.makes(step, rank):
                     found.setdefault(key, set()).add(self.columns_of(step, rank))
             elif isinstance(step, Wait):
                 for message in self.transfers[step.transfer].received_by(rank):
@@ -266,7 +272,7 @@ def communicators(
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
     """The data keys that a call reads on a rank: a stage before the last one needs no more than the tokens."""
     last = call.kind == "compute" or layout.place(rank)[1] == layout.pp - 1
-    return call.inputs if last else tuple(key for key in call.inputs if key in TOKEN_KEYS)
+    return call.inputs if last else tuple(key for key in call.inputs if key in call.tokens)
 
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:

@@ -246,7 +246,7 @@ def _shifted(step: Instruction, offset: int) -> Instruction:
 
 def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:
     """The most bytes that a stage hands on for one micro-batch, on each slice."""
-    longest = workload.max_prompt + workload.max_response
+    longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
-    tokens = max(tokens, longest)  # a sequence is never cut
+    tokens = max(tokens, longest)  # a row is never cut
     return -(-tokens // layout.tp) * workload.models[call.model].hidden_size * workload.param_bytes

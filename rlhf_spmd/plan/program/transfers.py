@@ -45,7 +45,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
             for layout in layouts:
                 for rank in ranks_of(call, layout):
                     if key in keys_read(call, layout, rank):
-                        columns = layout.columns(rank, workload.mini_batch)
+                        columns = workload.columns_seen(call, layout.columns(rank, workload.mini_batch))
                         for run in _lacking(key, rank, columns, owners, held, cluster):
                             keys = parts.setdefault(units, {}).setdefault(run, [])
                             keys += [key] if key not in keys else []

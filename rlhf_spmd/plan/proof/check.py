@@ -220,7 +220,7 @@ def _data(program: Program) -> list[Finding]:
         held = {(key, row): set(range(workload.mini_batch)) for key in workload.workflow.given for row in rows}
         for position, step in enumerate(instructions):
             if isinstance(step, Run):
-                columns = set(program.columns_of(step, rank))
+                columns = set(program.columns_seen(step, rank))
                 for key in program.reads(step, rank):
                     for row in program.mini_batches_of(step):
                         lacking = columns - held.get((key, row), set())

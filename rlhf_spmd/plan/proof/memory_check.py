@@ -61,7 +61,12 @@ def vain_streaming(program: Program) -> list[str]:
     """What is wrong with the streaming that a placement asks for, as predicates; empty if nothing is."""
     found, workload = [], program.workload
     if program.placement.stream and not program.placement.streams(workload):
-        found.append("is off, because ppo.whiten=batch needs all advantages before the first step; use mini_batch")
+        whole = [call for call in workload.workflow.calls if workload.needs_batch(call)]
+        names = ", ".join(call.name for call in whole)
+        mend = "choose options by which a mini-batch is enough"
+        if any(call.scope == "group" for call in whole):
+            mend = f"make mini_batch a multiple of samples_per_prompt, {workload.samples_per_prompt}"
+        found.append(f"is off, because {names} needs all rows of the iteration before the first step; {mend}")
     if program.placement.stream and workload.num_mini_batches == 1:
         found.append(
             "has nothing to overlap, because an iteration is one mini-batch (mini_batch = rollout_batch x "

@@ -146,7 +146,7 @@ class CallCosts:
         key = call.name, mesh.kind[0], layout.pp, layout.tp, stage, rows, backward, recompute
         if key not in self.known:
             rank = layout.rank_at(0, stage, 0)
-            tokens = rows * self.row_tokens
+            tokens = rows * self.row_tokens * call.num_sequences
             self.known[key] = self.cost.pass_s(call, layout, rank, tokens, self.row_tokens, backward=backward)
         return self.known[key]
 

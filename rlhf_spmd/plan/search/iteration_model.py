@@ -39,7 +39,11 @@ class CallModel:
             self.models.append((names.index(train.name) if train else None, users))
         self.trains = [index for index, call in enumerate(self.calls) if call.kind == "train"]
         self.others = [index for index, call in enumerate(self.calls) if call.kind != "train"]
-        self.can_stream = self.workload.whiten != "batch" and self.workload.num_mini_batches > 1 and bool(self.trains)
+        self.can_stream = (
+            not any(map(self.workload.needs_batch, workflow.calls))
+            and self.workload.num_mini_batches > 1
+            and bool(self.trains)
+        )
         self.limits = self._limits()
         self.weight_bytes = [self.workload.weight_bytes(call.model) for call in self.calls]
         self._pairs: dict[tuple, tuple[bool, float]] = {}

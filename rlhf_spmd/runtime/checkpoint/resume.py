@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from rlhf_spmd import config as configs
+from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
@@ -34,6 +35,7 @@ MAY_CHANGE = (
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
+ALGORITHM = "algorithm.py"  # the page, if it is none of the package
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,10 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     checkpoint = newest(checkpoints)
     if checkpoint is not None:
         refuse_random_layout(checkpoint)
-    stored = config_of(read_json(path / CONFIG), str(path / CONFIG))
+    stored = config_of(read_json(path / CONFIG), str(path / CONFIG), _page(path))
     made_with = stored
     if checkpoint is not None:
-        made_with = config_of(json.loads(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG))
+        made_with = config_of(json.loads(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG), _page(path))
     if other_strategy:
         stored = dataclasses.replace(stored, strategy={})
     config = configs.overridden(stored, overrides)
@@ -84,7 +86,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     notes = [f"{draft} has no manifest, so it is not used" for draft in without_manifest(checkpoints)]
     if checkpoint is None:
         notes.append(f"{folder} has no checkpoint yet: it begins again with iteration 0")
-    state = _state(checkpoint) if checkpoint else {}
+    state = _state(checkpoint, config) if checkpoint else {}
     name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
     return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
 
@@ -112,44 +114,51 @@ def refuse_older(resumed: Resumed) -> None:
         )
 
 
-def _state(checkpoint: Checkpoint) -> dict[str, Any]:
+def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     """state.json of a checkpoint, with numbers where numbers must be."""
     try:
         values = json.loads(checkpoint.text(STATE))
-        scores = {name: float(values["scores"][name]) for name in ("count", "mean", "squares")}
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
-        return {"kl_coef": float(values["kl_coef"]), "scores": scores, **about}
+        state = values.get("state", values)  # earlier versions had its parts beside the others
+        config.algorithm.read_state(state)
+        return {"state": state, **about}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
         raise checkpoint.refused(f"{name} can't be read ({type(error).__name__}: {error})") from None
 
 
-def config_of(values: Mapping[str, Any], source: str) -> Config:
-    """The inverse of `config.resolved`; what is missing has its default. Raises UserError naming `source`."""
+def _page(folder: Path) -> str | None:
+    """The page of a run's algorithm, if it is none of the package."""
+    path = folder / ALGORITHM
+    return str(path) if path.is_file() else None
+
+
+def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:
+    """The inverse of `config.resolved`; what is missing has its default. page: file of the algorithm, None for one of
+    the
+    package. Raises UserError naming `source`."""
     if "device" in values and "device_type" not in values:
         raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
-    return _dataclass_of(Config, values, source, "")
+    algorithm = load_algorithm(page or values.get("algorithm", "ppo"), values.get("algorithm", "ppo"))
+    if not isinstance(values, Mapping) or "preset" not in values:
+        raise UserError(f"{source} is not an object with a preset; restore the file")
+    config = Config(preset=str(values["preset"]), algorithm=algorithm, strategy=dict(values.get("strategy", {})))
+    known = configs.options_of(config)
+    for key, value in _flat(values, source).items():
+        if key not in known:
+            raise UserError(f"{source} has the option {key}, which this version does not know")
+        config = configs.with_value(config, key, configs.parse_value(known[key][0], value, f"{source}: {key}"))
+    return config
 
 
-def _dataclass_of(cls: type, values: Any, source: str, prefix: str) -> Any:
-    hints = get_type_hints(cls, include_extras=True)
-    if not isinstance(values, Mapping):
-        raise UserError(f"{source}: {prefix.rstrip('.') or 'the whole'} is not an object; restore the file")
-    unknown = [name for name in values if name not in hints]
-    if unknown:
-        raise UserError(f"{source} has the option {prefix}{unknown[0]}, which this version does not know")
-    found = {}
+def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Options in their groups as options by their dotted keys, without the algorithm and the strategy's."""
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        if dataclasses.is_dataclass(hints[name]):
-            found[name] = _dataclass_of(hints[name], value, source, f"{prefix}{name}.")
-        elif value is None or isinstance(value, dict):  # options of a strategy are typed by the strategy
-            found[name] = value
-        else:
-            found[name] = configs.parse_value(hints[name], value, f"{source}: {prefix}{name}")
-    try:
-        return cls(**found)
-    except TypeError as error:
-        raise UserError(f"{source} lacks an option ({error})") from None
+        if name not in ("algorithm", "strategy"):
+            group = value if isinstance(value, Mapping) else {"": value}
+            found |= {f"{name}.{leaf}" if leaf else name: inner for leaf, inner in group.items()}
+    return found
 
 
 def refuse_changes(before: Config, after: Config, folder: str) -> None:

@@ -6,44 +6,55 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.plan.words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 
 def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
-    """Raises UserError if no token or text can end a response, although truncated responses get no score."""
-    if not eos_ids and not config.generation.stop and config.ppo.truncation != "score":
+    """Raises UserError if nothing can end a response although the algorithm wants that."""
+    why = config.algorithm.refused(config.options, can_end=bool(eos_ids or config.generation.stop))
+    if why:
         raise UserError(
-            f"neither {config.models.actor} nor its tokenizer names an end of sequence (eos_token_id in config.json or "
-            "generation_config.json), so every response would be truncated and penalised; add it there, give "
-            "generation.stop=TEXT, or choose ppo.truncation=score"
+            f"neither {config.main_folder} nor its tokenizer names an end of sequence (eos_token_id in config.json or "
+            f"generation_config.json), so {why}; add it there, or give generation.stop=TEXT"
         )
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int) -> PromptSet:
-    """The prompts of a run, tokenised. num_known: token ids that all models know. Raises UserError."""
+def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: Sequence[int] = ()) -> PromptSet:
+    """The data set of a run, tokenised. num_known: token ids that all models know. eos_ids: the first one ends the
+    responses that the set has, if there are any. Raises UserError."""
     prompts = load_prompts(
         config.data.prompts,
         tokenizer,
         max_prompt_tokens=config.data.max_prompt,
-        key=config.data.key,
+        key=config.data.key or config.algorithm.data[PROMPTS],
         long_prompts=config.data.long_prompts,
         seed=config.seed,
+        columns={key: column for key, column in config.algorithm.data.items() if key != PROMPTS},
+        max_response_tokens=config.generation.max_new_tokens,
+        eos_id=eos_ids[0] if eos_ids else None,
     )
+    for key, rows in prompts.responses.items():
+        if rows.first_above(num_known - 1) is not None:
+            raise UserError(
+                f"{config.data.prompts}: {key} have tokens that the models do not know; use the tokenizer that belongs "
+                f"to {config.main_folder}"
+            )
     unknown = prompts.prompts.first_above(num_known - 1)
     if unknown is not None:
         text, token = prompts.texts[unknown], max(prompts.prompts[unknown])
         raise UserError(
             f"the prompt {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
-            f"in config.json); use the tokenizer that belongs to {config.models.actor}"
+            f"in config.json); use the tokenizer that belongs to {config.main_folder}"
         )
     return prompts
 
 
-def check_context(config: Config, actor: ModelConfig) -> None:
-    """Raises UserError if prompt and response together may exceed the actor's context."""
+def check_context(config: Config, model: ModelConfig) -> None:
+    """Raises UserError if prompts and responses together may be longer than the context of the first role's model."""
     longest = config.data.max_prompt + config.generation.max_new_tokens
-    if longest > actor.max_position_embeddings:
+    if longest > model.max_position_embeddings:
         raise UserError(
-            f"data.max_prompt + generation.max_new_tokens = {longest} tokens, but {config.models.actor} "
-            f"has a context of {actor.max_position_embeddings}; lower one of them"
+            f"data.max_prompt + generation.max_new_tokens = {longest} tokens, but {config.main_folder} "
+            f"has a context of {model.max_position_embeddings}; lower one of them"
         )

@@ -6,7 +6,7 @@ set is in memory once per node and no file is left behind.
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -17,6 +17,7 @@ from rlhf_spmd.runtime.world.world import World
 SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
 NONCE_BYTES = 16
 DTYPES = ("<i8", "<i8", "<i4", "u1")  # of the arrays: ends of prompts and texts, tokens, texts
+RESPONSE_DTYPES = ("<i8", "<i4")  # of a key of responses: ends, tokens
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
@@ -42,7 +43,9 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
 
 def _write(prompts: PromptSet) -> tuple[str, Mapping]:
     """Writes the arrays of a set to a new file -> its path ("" if no disk has room) and the facts to map it."""
-    arrays = (prompts.prompts.ends, prompts.texts.ends, prompts.prompts.items, prompts.texts.items)
+    arrays = [prompts.prompts.ends, prompts.texts.ends, prompts.prompts.items, prompts.texts.items]
+    for rows in prompts.responses.values():
+        arrays += [rows.ends, rows.items]
     nonce = os.urandom(NONCE_BYTES)
     for folder in (tempfile.gettempdir(), SHARED_MEMORY):
         path = ""
@@ -50,7 +53,7 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
             descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=folder)
             with open(descriptor, "wb") as file:
                 file.write(nonce)
-                for array, dtype in zip(arrays, DTYPES, strict=True):
+                for array, dtype in zip(arrays, dtypes_of(prompts.responses), strict=True):
                     file.write(np.ascontiguousarray(array, dtype))
         except OSError:
             if path:
@@ -58,7 +61,12 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
                     os.unlink(path)
         else:
             facts = {name: getattr(prompts, name) for name in ("seed", "source", "num_truncated", "num_dropped")}
-            about = {"nonce": nonce.hex(), "sizes": list(map(len, arrays)), "fingerprint": prompts.fingerprint()}
+            about = {
+                "keys": list(prompts.responses),
+                "nonce": nonce.hex(),
+                "sizes": list(map(len, arrays)),
+                "fingerprint": prompts.fingerprint(),
+            }
             return path, about | {"facts": facts}
     return "", {}
 
@@ -74,10 +82,17 @@ def _map(about: Mapping) -> PromptSet | None:
     except (OSError, ValueError):  # ValueError: the file is empty
         return None
     arrays, start = [], NONCE_BYTES
-    for size, dtype in zip(about["sizes"], DTYPES, strict=True):
+    for size, dtype in zip(about["sizes"], dtypes_of(about["keys"]), strict=True):
         end = start + size * np.dtype(dtype).itemsize
         arrays.append(np.asarray(whole[start:end]).view(dtype))
         start = end
-    prompt_ends, text_ends, tokens, encoded = arrays
+    prompt_ends, text_ends, tokens, encoded, *others = arrays
     prompts, texts = TokenRows(tokens, prompt_ends), TextRows(encoded, text_ends)
-    return PromptSet(prompts, texts, **about["facts"], _hash=[about["fingerprint"]])
+    pairs = zip(about["keys"], others[::2], others[1::2], strict=True)
+    responses = {key: TokenRows(items, ends) for key, ends, items in pairs}
+    return PromptSet(prompts, texts, responses=responses, **about["facts"], _hash=[about["fingerprint"]])
+
+
+def dtypes_of(keys: Collection[str]) -> tuple[str, ...]:
+    """The types of the arrays of a set with such keys of responses."""
+    return DTYPES + RESPONSE_DTYPES * len(keys)

@@ -9,18 +9,20 @@ fix.
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.words import PROMPTS
+from rlhf_spmd.runtime.data.readers import read_texts
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +93,16 @@ class TokenRows(PackedRows):
             row_P[: len(tokens)] = tokens
         return rows_BP
 
+    def add_to(self, digest) -> None:
+        """Adds every token, with the length before each row, to a hash."""
+        starts = np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))
+        for first in range(0, len(self), HASHED_AT_ONCE):
+            part = slice(first, first + HASHED_AT_ONCE)
+            begin, ends = starts[first], self.ends[part]
+            tokens = self.items[begin : ends[-1]]
+            told = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
+            digest.update(np.ascontiguousarray(told, "<i8"))
+
     def first_above(self, limit: int) -> int | None:
         """The first row with a token id larger than `limit`; None if there is none."""
         above = np.flatnonzero(self.items > limit)
@@ -113,7 +125,7 @@ class TextRows(PackedRows):
 class PromptSet:
     """Tokenised prompts and the seeded order in which the iterations use them.
 
-    `texts[i]` is the text of `prompts[i]`, also after truncation, so the reward function sees what the actor sees.
+    `texts[i]` is what `prompts[i]` says, after a truncation too: the reward function reads what the model read.
     """
 
     prompts: TokenRows
@@ -122,6 +134,7 @@ class PromptSet:
     source: str = "prompts"  # file name, for messages
     num_truncated: int = 0
     num_dropped: int = 0
+    responses: Mapping[str, TokenRows] = field(default_factory=dict)  # by key, where the set has some for each prompt
     _epoch: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
     _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -132,6 +145,10 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def rows(self, key: str) -> TokenRows:
+        """The tokens of a key that the data set has."""
+        return self.prompts if key == PROMPTS else self.responses[key]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration).
@@ -152,13 +169,8 @@ class PromptSet:
         """Hash of the seed and of all prompts (length, then tokens), compared among the ranks at the start."""
         if not self._hash:
             digest = hashlib.sha256(f"{self.seed} {len(self)}".encode())
-            starts = np.concatenate((np.zeros(1, np.int64), self.prompts.ends[:-1]))
-            for first in range(0, len(self), HASHED_AT_ONCE):
-                part = slice(first, first + HASHED_AT_ONCE)
-                begin, ends = starts[first], self.prompts.ends[part]
-                tokens = self.prompts.items[begin : ends[-1]]
-                with_lengths = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
-                digest.update(np.ascontiguousarray(with_lengths, "<i8"))
+            for rows in (self.prompts, *self.responses.values()):
+                rows.add_to(digest)
             self._hash.append(digest.hexdigest())
         return self._hash[0]
 
@@ -213,11 +225,16 @@ def load_prompts(
     key: str = "prompt",
     long_prompts: LongPrompts = "error",
     seed: int = 0,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    max_response_tokens: int = 0,
+    eos_id: int | None = None,
 ) -> PromptSet:
     """Reads .jsonl (an object per line), .parquet (a column) or .txt (a prompt per line, taken literally).
 
-    Raises UserError naming file and line for any bad entry. long_prompts: whether a prompt of more than
-    max_prompt_tokens tokens is an error, truncated to its last tokens (a beginning of sequence is kept), or dropped.
+    Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
+    an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
+    columns: of responses to the prompts, by their keys. A response ends with eos_id; one of more than
+    max_response_tokens tokens is an error, is cut, or its whole row is left out, as long_prompts says, too.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
     path = Path(path)
@@ -228,8 +245,23 @@ def load_prompts(
     all_tokens, ends = array("i"), []  # nine times smaller than lists
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
-    for place, text in _read(path, key):
+    num_long = 0  # rows with a response that is too long
+    others = {name: [text for _, text in read_texts(path, column)] for name, column in columns.items()}
+    answers: dict[str, list[list[int]]] = {name: [] for name in columns}
+    for row, (place, text) in enumerate(read_texts(path, key)):
         _check_text(f"{path}, {place}", text)
+        given = {name: _response(tokenizer, texts_of[row], eos_id) for name, texts_of in others.items()}
+        longest = max(map(len, given.values()), default=0)
+        if longest > max_response_tokens:
+            if long_prompts == "error":
+                raise UserError(
+                    f"{path}, {place}: the response has {longest} tokens, the limit is {max_response_tokens}: raise "
+                    "generation.max_new_tokens, or set data.long_prompts=truncate (or drop)"
+                )
+            num_long += 1
+            if long_prompts == "drop":
+                continue
+            given = {name: tokens[:max_response_tokens] for name, tokens in given.items()}
         tokens = tokenizer.encode(text)
         if not tokens:
             raise UserError(
@@ -240,6 +272,8 @@ def load_prompts(
             if long_prompts != "truncate":
                 continue
             tokens, text = _truncate(tokens, max_prompt_tokens, tokenizer)
+        for name, response in given.items():
+            answers[name].append(response)
         all_tokens.extend(tokens)
         ends.append(len(all_tokens))
         texts.append(text)
@@ -247,10 +281,19 @@ def load_prompts(
         raise UserError(_too_long_message(path, too_long, max_prompt_tokens, dropped_all=long_prompts == "drop"))
     if not texts:
         raise UserError(f"{path} is empty: it needs at least one prompt")
-    num_long = len(too_long)
+    num_long += len(too_long)
     truncated, dropped = (num_long, 0) if long_prompts == "truncate" else (0, num_long)
     prompts = TokenRows(np.frombuffer(all_tokens, np.int32), np.array(ends, dtype=np.int64))
-    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped)
+    responses = {name: TokenRows.of(rows) for name, rows in answers.items()}
+    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped, responses)
+
+
+def _response(tokenizer: Encoder, text: str, eos_id: int | None) -> list[int]:
+    """The tokens of a response in the data set, which begins no sequence and ends one."""
+    tokens = tokenizer.encode(text)
+    if tokens and tokens[0] == tokenizer.bos_token_id:
+        tokens = tokens[1:]
+    return tokens + ([] if eos_id is None else [eos_id])
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Encoder) -> tuple[list[int], str]:
@@ -280,89 +323,3 @@ def _check_text(where: str, text: str) -> None:
             f"{where}: the prompt has half a surrogate pair at character {error.start + 1}, which is not text: "
             "write the character itself or both halves"
         ) from None
-
-
-def _read(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    """(place, prompt) of every entry; place is `line 7` or `row 7`, counted from 1."""
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_text}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
-    if not path.is_file():
-        what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
-        raise UserError(f"prompt file {path} {what}")
-    try:
-        return iter(list(reader(path, key)))
-    except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror or error}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are errors."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
-    for number, line in enumerate(content.split(b"\n") if content else [], start=1):
-        try:
-            yield f"line {number}", line.removesuffix(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: byte {error.start + 1} is not UTF-8: save the file as UTF-8"
-            ) from None
-
-
-def _read_text(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    yield from _lines(path)
-
-
-def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    for place, line in _lines(path):
-        where = f"{path}, {place}"
-        if not line.strip():
-            raise UserError(f"{where}: the line is blank: remove it")
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            message = getattr(error, "msg", str(error))
-            raise UserError(
-                f'{where}: not valid JSON{column} ({message}): each line is one object such as {{"{key}": "..."}}'
-            ) from None
-        if not isinstance(record, dict):
-            raise UserError(f'{where}: {_kind(record)}, not an object: write {{"{key}": "..."}}')
-        if key not in record:
-            keys = ", ".join(map(repr, record)) or "none"
-            raise UserError(f"{where}: no key {key!r} (keys there: {keys}): add it, or set data.key")
-        if not isinstance(record[key], str):
-            raise UserError(f"{where}: the value of {key!r} is {_kind(record[key])}, not a string")
-        yield place, record[key]
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if key not in names:
-                raise UserError(
-                    f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
-                )
-            kind = file.schema_arrow.field(key).type
-            values = file.read(columns=[key]).column(key).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    for number, value in enumerate(values, start=1):
-        if not isinstance(value, str):
-            what = "empty (null)" if value is None else f"of type {kind}, not a string"
-            raise UserError(f"{path}, row {number}: the value of {key!r} is {what}")
-        yield f"row {number}", value
-
-
-def _kind(value: object) -> str:
-    """The name of a JSON value's type, with an article."""
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {dict: "an object", list: "a list", int: "a number", float: "a number", str: "a string"}
-    return names.get(type(value), "null")

@@ -5,11 +5,13 @@
 import torch
 from torch import Tensor
 
-from rlhf_spmd.config import Config, same_tokenizer
+from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.folders import same_tokenizer
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.hf import load_tokenizer
+from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.sequences import Sequences
+from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.data.reward_function import load_reward_function
 
@@ -18,13 +20,15 @@ class Scorer:
     """Prepares rows for the reward model and calls the reward function. The function, and a reward model with another
     tokenizer than the actor, get decoded text."""
 
-    def __init__(self, config: Config, shape: ModelConfig | None, tokenizer):
-        """shape: of the reward model; None if the reward is a function. tokenizer: of the actor."""
-        self.shape, self.tokenizer = shape, tokenizer
+    def __init__(self, config: Config, role: str, tokenizer: Tokenizer):
+        """role: the judge. tokenizer: the first role's."""
+        folder = config.folder(role)
+        self.role, self.tokenizer = role, tokenizer
+        self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
         self.function = load_reward_function(config.reward_function) if config.reward_function else None
         self.own_tokenizer = None
-        if shape is not None and not same_tokenizer(config.models.reward, config.models.actor):
-            self.own_tokenizer = load_tokenizer(config.models.reward)
+        if folder and not same_tokenizer(folder, config.main_folder):
+            self.own_tokenizer = load_tokenizer(folder)
 
     def of_function(self, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor:
         """scores_B float32. Raises UserError if the reward function fails (see reward_function.py)."""
@@ -49,8 +53,8 @@ class Scorer:
         tokens_BT = pad([self.own_tokenizer.encode(text)[-limit:] for text in texts]).to(prompts_BP.device)
         if int(tokens_BT.max()) >= self.shape.vocab_size:
             raise UserError(
-                f"the tokenizer of the reward model made token {int(tokens_BT.max())}, but the model has "
-                f"{self.shape.vocab_size} tokens; give models.reward the tokenizer that belongs to it"
+                f"the tokenizer of the {self.role} made token {int(tokens_BT.max())}, but the model has "
+                f"{self.shape.vocab_size} tokens; give models.{self.role} the tokenizer that belongs to it"
             )
         return Sequences.of(tokens_BT)
 

@@ -27,7 +27,8 @@ from rlhf_spmd.plan.program.instructions import (
 )
 from rlhf_spmd.plan.program.pipeline import body, is_pipelined
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.call_handlers import Calls, State
+from rlhf_spmd.runtime.execute.call_handlers import Calls
+from rlhf_spmd.runtime.execute.handlers.context import State
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
@@ -42,6 +43,7 @@ from rlhf_spmd.runtime.weights.weight_sync import mover_of
 from rlhf_spmd.runtime.world.world import World
 
 MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
+MAX_SAMPLES = 1_000_000  # of a prompt
 MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 
 
@@ -152,12 +154,16 @@ class Executor:
         return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
 
     def _digests(self, data: Iteration) -> np.ndarray:
-        """Of the responses that this rank generated and reports."""
-        columns = reported_columns(self.program, self.world.rank)
-        if columns.start == columns.stop:
-            return np.empty(0, ROW)
-        responses_MCG = data.store.at("responses", (ALL, columns))
-        return digests(data.prompt_MC[:, columns], data.sample_MC[:, columns], responses_MCG)
+        """Of the responses that this rank generated and reports; those of a second generating call count as further
+        samples."""
+        made = [np.empty(0, ROW)]
+        for number, call in enumerate(self.program.workload.workflow.generate_calls):
+            columns = reported_columns(self.program, call, self.world.rank)
+            if columns.start < columns.stop:
+                responses_MCG = data.store.at(call.outputs[0], (ALL, columns))
+                samples_MC = data.sample_MC[:, columns] + number * MAX_SAMPLES
+                made.append(digests(data.prompt_MC[:, columns], samples_MC, responses_MCG))
+        return np.concatenate(made)
 
     # ---- transfers --------------------------------------------------------------------------------------------------
 
@@ -255,9 +261,9 @@ class Executor:
         return met in steps and said > steps.index(met)
 
 
-def reported_columns(program: Program, rank: int) -> slice:
-    """The columns whose responses this rank generates and reports at the end of an iteration; may be empty."""
-    layout = program.placement.layouts[program.workload.workflow.generate_calls[0].name]
+def reported_columns(program: Program, call: Call, rank: int) -> slice:
+    """The columns whose responses to a call this rank makes and reports at the end of an iteration; may be empty."""
+    layout = program.placement.layouts[call.name]
     if rank not in layout.ranks or not layout.reports(rank):
         return slice(0, 0)
     columns = layout.columns(rank, program.workload.mini_batch)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.plan.words import TOKEN_SHAPES
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rows import Rollout
 from rlhf_spmd.runtime.observe.meter import Meter
@@ -21,7 +22,6 @@ from rlhf_spmd.runtime.observe.meter import Meter
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
 ALL = slice(None)
 NUMBERS_AT_ONCE = 2**14  # random numbers: what they are made from stays in the processor's cache
-INTEGERS = ("prompts", "responses", "kept_tokens")  # int32, as in messages; all others are float32
 
 
 class Store(Mapping[str, Tensor]):
@@ -51,12 +51,9 @@ class Store(Mapping[str, Tensor]):
     def make(self, key: str) -> Tensor:
         """A tensor for all rows that this rank holds of a key."""
         workload = self.workload
-        shape: tuple[int, ...] = (workload.num_mini_batches, sum(map(len, self.columns.get(key, ()))))
-        if key != "scores":
-            shape += (workload.max_prompt if key == "prompts" else workload.max_response + (key == "values"),)
-        if key == "kept_tokens":
-            shape += (workload.max_kept,)
-        if key in INTEGERS:
+        rows = (workload.num_mini_batches, sum(map(len, self.columns.get(key, ()))))
+        shape = (*rows, *workload.row_shape(key))
+        if workload.workflow.shapes[key] in TOKEN_SHAPES:
             return torch.full(shape, -1, dtype=torch.int32, device=self.device)
         return torch.zeros(shape, device=self.device)
 
@@ -84,9 +81,9 @@ class Iteration:
     source_EMC: Tensor  # [epochs, M, C]: the mini-batch of epoch 0 whose row stands here in epoch e
     store: Store
     meter: Meter = field(default_factory=Meter)
-    generation: Rollout | None = None  # the engine, while it has anything to do
+    generations: dict[str, Rollout] = field(default_factory=dict)  # engines of calls, while they have anything to do
     generate_s: float = 0.0  # on this rank so far
-    stopped: bool = False  # KL early stop of the actor
+    stopped: set[str] = field(default_factory=set)  # models that train no more in this iteration
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
         """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: what

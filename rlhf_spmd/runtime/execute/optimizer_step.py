@@ -9,21 +9,27 @@ group: a control message among all ranks would make the generating ones wait for
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.algorithms import ppo_math
+from rlhf_spmd.algorithm import bound, mask_words, readout_words, word_of
+from rlhf_spmd.algorithms.masks import response_mask
+from rlhf_spmd.algorithms.parity import parity
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values
+from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
 from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.engine import TrainEngine
 from rlhf_spmd.runtime.execute.micro_batches import cut, lengths_of
 from rlhf_spmd.runtime.observe.meter import Meter
@@ -45,10 +51,12 @@ class Step:
     layout: Layout
     engine: TrainEngine
     micro_batches: list[Rows]
-    num_tokens: float  # response tokens of the global mini-batch
+    prepared: list[dict[str, Tensor]]  # of each micro-batch: arguments of the loss that are not as they were read
+    divisor: float  # of the global mini-batch's loss
+    numbers: Mapping[str, Any]  # options and state of the algorithm
     rate: float
     meter: Meter  # a meter that nobody reads where another rank reports the rows
-    stats: list[dict[str, Tensor]] = field(default_factory=list)
+    stats: list[Mapping[str, tuple]] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # of a stage's forwards under way
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
@@ -59,13 +67,13 @@ class Step:
 
 
 class Training:
-    """Makes steps of rows that call_handlers.py has gathered. sampling: of generation, which every pass repeats."""
+    """Makes optimizer steps of rows that a handler has gathered. sampling: of generation, which every pass repeats.
+    masks: as Context.masks."""
 
-    def __init__(self, config: Config, rank: int, sampling: dict):
-        self.config, self.rank, self.sampling = config, rank, sampling
+    def __init__(self, config: Config, workload: Workload, rank: int, sampling: dict, masks: Callable):
+        self.config, self.workload, self.rank, self.sampling, self.masks = config, workload, rank, sampling, masks
         tolerance = config.parity_tolerance
         self.parity_tolerance = PARITY_TOLERANCE[config.dtype] if tolerance is None else tolerance
-        self._losses: dict[str, Callable] = {"policy_loss": self._policy_loss, "value_loss": self._value_loss}
 
     def begin(
         self,
@@ -75,66 +83,116 @@ class Training:
         engine: TrainEngine,
         rows: Rows,
         *,
+        numbers: Mapping[str, Any],
         rate: float,
         micro_batch: int,
         mini_batch: int,
         meter: Meter,
         group: dist.ProcessGroup | None,
     ) -> Step:
-        """rows: this rank's part of the mini-batch, of the keys that it reads. micro_batch: sequences, if no budget of
-        tokens counts. mini_batch: sequences of all ranks. group: of the layout; None for one rank."""
-        reports = layout.reports(self.rank)
-        mask_BG = ppo_math.response_mask(rows["responses"])
-        counted = rows.get("advantages", torch.zeros_like(mask_BG, dtype=torch.float32))
-        moments = ppo_math.moments(counted, mask_BG) if reports else torch.zeros(3, dtype=torch.float64)
-        moments = summed(moments.to(mask_BG.device), group=group)
-        if call.function == "policy_loss" and "advantages" in rows and self.config.ppo.whiten == "mini_batch":
-            rows = rows | {"advantages": ppo_math.whiten(rows["advantages"], mask_BG, moments)}
-        micro_batches = self._micro_batches(rows, layout, micro_batch, mini_batch, group)
-        own_meter = meter if reports else Meter()
-        return Step(run, call, layout, engine, micro_batches, float(moments[0]), rate, own_meter)
+        """rows: this rank's part of the mini-batch, of the keys that it reads. numbers: options and state of the
+        algorithm. micro_batch: rows, if no budget of tokens counts. mini_batch: rows of all ranks. group: of the
+        layout; None for one rank."""
+        reports, function = layout.reports(self.rank), self.config.algorithm.function
+        count = function(f"{call.function}_sums", optional=True)
+        counted_rows = rows if reports else self._no_rows(call, rows[call.prompts].device)
+        counted = [divisor_of(call, counted_rows)[None]]
+        if count is not None:
+            counted.append(count(**bound(count, self._arguments(call, counted_rows) | numbers)))
+        sums = summed(torch.cat(counted), group=group)
+        prepared: dict[str, Tensor] = {}
+        prepare = function(f"{call.function}_prepare", optional=True)
+        if prepare is not None and all(key in rows for key in call.inputs):  # an early stage has the tokens alone
+            given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
+            prepared = prepare(**bound(prepare, given))
+        micro_batches, prepared_parts = self._micro_batches(
+            call, rows, prepared, layout, micro_batch, mini_batch, group
+        )
+        return Step(
+            run,
+            call,
+            layout,
+            engine,
+            micro_batches,
+            prepared_parts,
+            float(sums[0]),
+            numbers,
+            rate,
+            meter if reports else Meter(),
+        )
+
+    def _arguments(self, call: Call, rows: Rows) -> dict[str, Tensor]:
+        """What a loss and its companions may ask for of stored rows."""
+        tokens = {key: rows[key] for key in call.responses}
+        given = {name: rows[key] for name, key in call.arguments}
+        return given | self.masks(mask_words(self.workload.workflow, call), tokens)
+
+    def _no_rows(self, call: Call, device: torch.device) -> Rows:
+        """Of every key that a call reads nothing, for sums of a rank whose rows another one counts."""
+        shapes, rows = self.workload.workflow.shapes, {}
+        for key in call.inputs:
+            dtype = torch.int32 if shapes[key] in TOKEN_SHAPES else torch.float32
+            rows[key] = torch.empty(0, *self.workload.row_shape(key), dtype=dtype, device=device)
+        return rows
 
     def _micro_batches(
-        self, rows: Rows, layout: Layout, micro_batch: int, mini_batch: int, group: dist.ProcessGroup | None
-    ) -> list[Rows]:
-        """Equal number on every rank of the layout."""
-        lengths = lengths_of(rows["prompts"], rows["responses"])
-        chunks = [{key: value[part] for key, value in rows.items()} for part in cut(lengths, layout, micro_batch)]
+        self,
+        call: Call,
+        rows: Rows,
+        prepared: dict[str, Tensor],
+        layout: Layout,
+        micro_batch: int,
+        mini_batch: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[list[Rows], list[dict[str, Tensor]]]:
+        """Rows and what was prepared of them; equal number on every rank of the layout."""
+        lengths = [
+            sum(one) for one in zip(*(lengths_of(rows[call.prompts], rows[key]) for key in call.responses), strict=True)
+        ]
+        parts = cut(lengths, layout, micro_batch)
+        chunks, made = (
+            [{key: value[part] for key, value in all_.items()} for part in parts] for all_ in (rows, prepared)
+        )
         if layout.tokens is None:  # every rank knows what the one with most rows has
             most_rows = math.ceil(mini_batch / layout.dp)
             num = math.ceil(most_rows / micro_batch)
         else:
-            most = torch.tensor(len(chunks), device=rows["responses"].device)
+            most = torch.tensor(len(chunks), device=rows[call.prompts].device)
             if group is not None:
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
             num = int(most)
         while len(chunks) < num:
-            blank = {key: value.new_zeros(1, *value.shape[1:]) for key, value in rows.items()}
-            blank["prompts"][:, 1:] = -1
-            blank["responses"][:] = -1
+            blank, zeros = (
+                {key: value.new_zeros(1, *value.shape[1:]) for key, value in all_.items()} for all_ in (rows, prepared)
+            )
+            blank[call.prompts][:, 1:] = -1
+            for key in call.responses:
+                blank[key][:] = -1
             chunks.append(blank)
-        return chunks
+            made.append(zeros)
+        return chunks, made
 
     # ---- a whole step, or its passes --------------------------------------------------------------------------------
 
     def whole(self, step: Step) -> float:
         """All micro-batches and the update, without stages; returns the gradient's norm."""
 
-        def share(model: Transformer, rows: Rows) -> Tensor:
-            batch = Sequences.join(rows["prompts"], rows["responses"])
-            return self._loss(step, model, batch, forward(model, batch), rows)
+        def share(model: Transformer, index: int) -> Tensor:
+            batch = sequences_of(step.call, step.micro_batches[index])
+            return self._loss(step, model, batch, forward(model, batch), index)
 
-        return self._checked(step, step.engine.step(step.micro_batches, share, lr=step.rate).grad_norm)
+        indices = range(len(step.micro_batches))
+        return self._checked(step, step.engine.step(indices, share, lr=step.rate).grad_norm)
 
     def forward(self, step: Step, index: int, received: Tensor | None) -> Tensor | None:
         """One micro-batch through this stage; returns what goes to the next one. received: from the stage before."""
-        rows, model = step.micro_batches[index], step.engine.model
+        model = step.engine.model
         if received is not None:
             step.inputs[index] = received.requires_grad_(True)
-        batch = Sequences.join(rows["prompts"], rows["responses"])
+        batch = sequences_of(step.call, step.micro_batches[index])
         output = forward(model, batch, received)
         last = model.parallel.is_last
-        step.outputs[index] = self._loss(step, model, batch, output, rows) if last else output
+        step.outputs[index] = self._loss(step, model, batch, output, index) if last else output
         return None if last else output.detach()
 
     def backward(self, step: Step, index: int, received: Tensor | None) -> Tensor | None:
@@ -151,68 +209,68 @@ class Training:
         if not math.isfinite(grad_norm):
             raise UserError(
                 f"{step.call.name}: the gradient norm is {grad_norm} at epoch {step.run.epoch}, mini-batch "
-                f"{step.run.mini_batch}; lower optimizer.{step.call.model}_lr or look at the rewards of this iteration"
+                f"{step.run.mini_batch}; lower optimizer.{step.call.model}_lr or look at the data of this iteration"
             )
         for sums in step.stats:
-            weight = sums["num_tokens"]
-            for name in sums.keys() - {"num_tokens"}:
-                step.meter.add(name, sums[name], weight)
+            for name, (total, weight) in sums.items():
+                step.meter.add(name, total, weight)
         if step.layout.dp_index(self.rank) == 0:
             step.meter.add(f"{step.call.model}_grad_norm", grad_norm, 1)
             step.meter.add(f"{step.call.model}_lr", step.rate, 1)
         return grad_norm
 
-    def kl_exceeds(self, step: Step, *, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        """Whether the step's approximate KL asks to stop the actor's epochs; the same on every rank of the layout."""
-        limit = self.config.ppo.kl_early_stop
-        if step.call.function != "policy_loss" or limit is None:
+    def should_stop(self, step: Step, *, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+        """Whether a mean of the step is beyond the call's limit, so that the model's other steps of the iteration are
+        left out; the same on every rank of the layout. NaN is beyond any limit."""
+        if step.call.stop is None:
             return False
-        own = sum((sums["approx_kl"] for sums in step.stats), torch.zeros((), dtype=torch.float64, device=device))
+        name, limit = step.call.stop
+        own = sum((sums[name][0] for sums in step.stats), torch.zeros((), dtype=torch.float64, device=device))
         counted = own if step.layout.reports(self.rank) else torch.zeros_like(own)
-        return ppo_math.kl_exceeds(float(summed(counted, group=group)), step.num_tokens, limit)
+        total = float(summed(counted, group=group))
+        return step.divisor > 0 and not total / step.divisor <= limit
 
     # ---- losses -----------------------------------------------------------------------------------------------------
 
-    def _loss(self, step: Step, model: Transformer, batch: Sequences, output: Tensor, rows: Rows) -> Tensor:
+    def _loss(self, step: Step, model: Transformer, batch: Sequences, output: Tensor, index: int) -> Tensor:
         """A micro-batch's share of the global loss, from what the last stage puts out."""
-        total, sums = self._losses[step.call.function](step, model, batch, output, rows)
-        step.stats.append(sums)
-        return total / max(step.num_tokens, 1.0)
+        rows, call = step.micro_batches[index], step.call
+        loss = self.config.algorithm.function(call.function)
+        asked = {word_of(name) for name in signature(loss).parameters}
+        words = {word: which for word, which in readout_words(self.workload.workflow, call).items() if word in asked}
+        outputs = self._outputs(call, model, batch, output, rows, {what for _, what in words.values()})
+        read = {
+            word: outputs[what].chunk(len(call.responses))[call.responses.index(key)]
+            for word, (key, what) in words.items()
+        }
+        given = self._arguments(call, rows) | step.prepared[index] | read
+        if step.first and call.drawn:
+            mask_BG = response_mask(rows[call.responses[0]])
+            self._parity_gate(
+                rows[call.drawn], outputs[LOGPROBS].detach(), mask_BG, rows[call.responses[0]], step.meter
+            )
+        total, *sums = loss(**bound(loss, step.numbers | given))
+        step.stats.append(sums[0] if sums else {})
+        return total / max(step.divisor, 1.0)
 
-    def _policy_loss(self, step: Step, model, batch: Sequences, output: Tensor, rows: Rows) -> tuple[Tensor, dict]:
-        kept_BGK, options = rows.get("kept_tokens"), self.config.ppo
-        with_entropy = {"entropy": options.entropy_coef > 0, **self.sampling}
-        found = response_logprobs(model, batch, output, kept_BGK, **with_entropy)
-        logprobs_BG, entropy_BG = found if options.entropy_coef else (found, None)
-        mask_BG = ppo_math.response_mask(rows["responses"])
-        old_BG = rows.get("old_logprobs", rows["logprobs"])
-        if step.first:
-            self._parity_gate(rows["logprobs"], logprobs_BG.detach(), mask_BG, rows, step.meter)
-        loss, sums = ppo_math.policy_loss_sum(
-            logprobs_BG, old_BG, rows["advantages"], mask_BG, clip_ratio=options.clip_ratio
-        )
-        if entropy_BG is None:
-            return loss, sums
-        bonus, entropy = ppo_math.entropy_bonus_sum(entropy_BG, mask_BG, coef=options.entropy_coef)
-        return loss - bonus, sums | entropy
+    def _outputs(
+        self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, asked: set[str]
+    ) -> dict[str, Tensor]:
+        """What is read off the model's output, for all responses one key after the other."""
+        if self.workload.workflow.heads[call.model] == "lm":
+            kept_BGK = rows[call.kept] if call.kept else None
+            found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, **self.sampling)
+            return dict(zip((LOGPROBS, ENTROPY), found, strict=True)) if call.entropy else {LOGPROBS: found}
+        made = {VALUES: response_values, SCORES: sequence_scores}
+        return {what: made[what](model, batch, output) for what in asked}
 
-    def _value_loss(self, step: Step, model, batch: Sequences, output: Tensor, rows: Rows) -> tuple[Tensor, dict]:
-        values_BG1 = response_values(model, batch, output)
-        return ppo_math.value_loss_sum(
-            values_BG1[:, :-1],
-            rows["values"][:, :-1],
-            rows["returns"],
-            ppo_math.response_mask(rows["responses"]),
-            clip_value=self.config.ppo.clip_value,
-        )
-
-    def _parity_gate(self, old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, rows: Rows, meter: Meter) -> None:
+    def _parity_gate(self, old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, responses_BG: Tensor, meter: Meter) -> None:
         """On the first mini-batch the weights are still those that generated: both passes must agree."""
-        found = ppo_math.parity(old_BG, new_BG, mask_BG)
+        found = parity(old_BG, new_BG, mask_BG)
         meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
         meter.maximum("parity_max_abs", found.max_abs)
         if found.max_abs > self.parity_tolerance:
-            token = int(rows["responses"][found.row, found.position])
+            token = int(responses_BG[found.row, found.position])
             raise UserError(
                 f"generation and training disagree: token {token} at position {found.position} has logprob "
                 f"{float(old_BG[found.row, found.position]):.6f} from the generator and "
@@ -227,6 +285,25 @@ class Training:
                 f"{self.config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, "
                 "which is then the only limit"
             )
+
+
+def sequences_of(call: Call, rows: Rows) -> Sequences:
+    """What a model reads of some rows: prompts and responses, and where a call reads two, those with the first ones
+    before those with the second ones."""
+    prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
+    if len(call.responses) == 1:
+        return Sequences.join(prompts_BP[0], responses_BG[0])
+    return Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+
+
+def divisor_of(call: Call, rows: Rows) -> Tensor:
+    """What the loss of these rows is divided by, float64: their response tokens, their responses that have any, or the
+    rows."""
+    masks = [response_mask(rows[key]) for key in call.responses]
+    if call.divisor == "rows":
+        return masks[0].new_tensor(len(masks[0]), dtype=torch.float64)
+    counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]
+    return sum(counts).double()
 
 
 def summed(tensor: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:

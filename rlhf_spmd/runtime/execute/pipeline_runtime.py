@@ -88,7 +88,9 @@ class Optimization:
 
     def num_tokens(self, index: int) -> int:
         rows = self.step.micro_batches[index]
-        return sum(int((rows[key] >= 0).sum()) for key in ("prompts", "responses"))
+        call = self.step.call
+        num_prompts = int((rows[call.prompts] >= 0).sum())
+        return len(call.responses) * num_prompts + sum(int((rows[key] >= 0).sum()) for key in call.responses)
 
     def forward(self, index: int, received_nD: Tensor | None) -> Tensor | None:
         return self.training.forward(self.step, index, received_nD)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_type_hints
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rlhf_spmd import config as configs
-from rlhf_spmd.algorithms.ppo import NonNegative
+from rlhf_spmd.config import NonNegative
 from rlhf_spmd.errors import UserError
 
 

@@ -15,16 +15,17 @@ from torch import Tensor
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
-from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values
+from rlhf_spmd.model.sequences import forward, response_logprobs, response_values
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.calibration import ByLength, Curve, Layered, Measured
 from rlhf_spmd.plan.cost.seconds import decode_steps
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.words import MASK
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
-from rlhf_spmd.runtime.execute.optimizer_step import Training
+from rlhf_spmd.runtime.execute.optimizer_step import Training, sequences_of
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.meter import Meter
@@ -79,24 +80,34 @@ class TimedModel:
         self.num_params = sum(weight.numel() for weight in self.model.parameters())
         generation = config.generation
         self.sampling = {"temperature": generation.temperature, "eos_ids": (), "min_new_tokens": 0}
-        self.training = Training(config, world.rank, self.sampling)
-        self.generating: Engine | None = None  # reused with its CUDA graphs
-        trained = "critic" if shape.scalar_head else "actor"
-        self.call = workload.workflow.train_call(trained)
+        self.training = Training(config, workload, world.rank, self.sampling, self._masks)
+        self.generating: Engine | None = None  # kept from one timing to the next, with what it has captured
+        workflow, head = workload.workflow, "scalar" if shape.scalar_head else "lm"
+        self.call = next(
+            workflow.train_call(model) for model in workflow.trained_models if workflow.heads[model] == head
+        )
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
         """The inputs of a call, for rows with prompts and responses of these lengths."""
         device, (num_prompts, num_responses) = self.world.device, zip(*lengths, strict=True)
         responses_BG = self.tokens(num_responses)
-        rows = {"prompts": self.tokens(num_prompts), "responses": responses_BG}
-        for key in ("logprobs", "old_logprobs", "advantages", "returns"):
-            rows[key] = torch.zeros(responses_BG.shape, device=device)
-        rows["values"] = torch.zeros(len(lengths), responses_BG.shape[1] + 1, device=device)
-        if self.config.generation.top_k:
-            others_K = torch.arange(self.config.generation.top_k, device=device)
-            support_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
-            rows["kept_tokens"] = torch.where(responses_BG[..., None] < 0, -1, support_BGK).int()
-        return {key: rows[key] for key in dict.fromkeys((*self.call.inputs, "prompts", "responses"))}
+        num_rows, width = responses_BG.shape
+        shapes = {"token": (num_rows, width), "token+1": (num_rows, width + 1), "row": (num_rows,)}
+        rows = {self.call.prompts: self.tokens(num_prompts)} | dict.fromkeys(self.call.responses, responses_BG)
+        for key in self.call.inputs:
+            kind = self.workload.workflow.shapes[key]
+            if kind == "kept":
+                others_K = torch.arange(self.config.generation.top_k, device=device)
+                kept_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
+                rows[key] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
+            elif key not in rows:
+                rows[key] = torch.zeros(shapes[kind], device=device)
+        return rows
+
+    def _masks(self, words: dict[str, tuple[str, str]], rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As Context.masks; every response has ended."""
+        masks = {word: rows[key] >= 0 for word, (key, _) in words.items()}
+        return {word: masks[word] if what == MASK else masks[word].any(1) for word, (_, what) in words.items()}
 
     def tokens(self, lengths: Sequence[int]) -> Tensor:
         """Random rows of tokens, padded with -1 on the right. Rows differ, because the engine computes equal prompts
@@ -109,12 +120,14 @@ class TimedModel:
     @torch.no_grad()
     def infer(self, rows: dict[str, Tensor]) -> None:
         """One micro-batch of an inference call."""
-        batch = Sequences.join(rows["prompts"], rows["responses"])
+        batch = sequences_of(self.call, rows)
         output = forward(self.model, batch)
         if self.shape.scalar_head:
             response_values(self.model, batch, output)
         else:
-            response_logprobs(self.model, batch, output, rows.get("kept_tokens"), **self.sampling)
+            response_logprobs(
+                self.model, batch, output, rows[self.call.kept] if self.call.kept else None, **self.sampling
+            )
 
     def train(self, engine: TrainEngine, rows: dict[str, Tensor], *, update: bool = False) -> None:
         """One optimizer step of one micro-batch without the update; or only the update."""
@@ -125,9 +138,12 @@ class TimedModel:
             self.layout,
             engine,
             rows,
+            numbers=self.config.algorithm.numbers(
+                self.config.options, self.config.algorithm.start(self.config.options)
+            ),
             rate=1e-9,
-            micro_batch=len(rows["prompts"]),
-            mini_batch=len(rows["prompts"]),
+            micro_batch=len(rows[self.call.prompts]),
+            mini_batch=len(rows[self.call.prompts]),
             meter=Meter(),
             group=self.group,
         )

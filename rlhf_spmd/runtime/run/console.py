@@ -7,6 +7,7 @@ movement, nothing that a pipe or `tail -f` would garble. Only rank 0's console i
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
+from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, finite, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -31,9 +33,7 @@ class Result:
     strategy: str
     ranks: int
     iterations: int
-    reward_first: float
-    reward_last: float
-    kl_last: float
+    headlines: Mapping[str, tuple[float, float]]  # the algorithm's: first and last value
     gen_tokens_per_s: float
     parity_max_abs: float
     iteration_s: float
@@ -41,29 +41,23 @@ class Result:
     scaled_by: float
     wall_s: float
     run_dir: str
+    saved: tuple[str, ...] = ()  # roles whose trained models are in the run folder
 
     def to_json(self) -> str:
-        return json.dumps({name: finite(value) for name, value in asdict(self).items()})
-
-
-# Columns of the line per iteration: metric, heading, format. A metric that the run does not have is left out.
-COLUMNS = (
-    ("reward", "reward", "{:+8.4f}"),
-    ("kl", "kl", "{:8.4f}"),
-    ("response_length", "length", "{:6.1f}"),
-    ("policy_loss", "policy", "{:+8.4f}"),
-    ("value_loss", "value", "{:8.4f}"),
-    ("clip_fraction", "clipped", "{:7.1%}"),
-    ("gen_tokens_per_s", "gen tok/s", "{:9,.0f}"),
-    ("iteration_s", "seconds", "{:7.2f}"),
-)
+        values = asdict(self) | {"saved": list(self.saved)}
+        for name, (first, last) in values.pop("headlines").items():
+            values |= {f"{name}_first": first, f"{name}_last": last}
+        return json.dumps(
+            {name: finite(value) if isinstance(value, float) else value for name, value in values.items()}
+        )
 
 
 class Console:
     """Prints for people. `enabled` is false on every rank but 0, and then nothing is printed."""
 
-    def __init__(self, *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        self.enabled, self.stream = enabled, stream or sys.stdout
+    def __init__(self, metrics: Mapping[str, Metric], *, enabled: bool = True, stream: TextIO | None = None) -> None:
+        """metrics: those of the run, in the order of their columns."""
+        self.metrics, self.enabled, self.stream = metrics, enabled, stream or sys.stdout
         self._colour = self.stream.isatty() and "NO_COLOR" not in os.environ
         self._columns: list[tuple[str, str, str, int]] = []
 
@@ -80,9 +74,10 @@ class Console:
         """One line of the progress table; the first call also prints the headings."""
         places = len(str(total)) * 2 + 1
         if not self._columns:
-            for name, heading, form in COLUMNS:
-                if name in metrics:
-                    self._columns.append((name, heading, form, max(len(heading), len(form.format(0.0)))))
+            for name, metric in self.metrics.items():
+                if metric.column and name in metrics:
+                    width = max(len(metric.column), len(metric.form.format(0.0)))
+                    self._columns.append((name, metric.column, metric.form, width))
             cells = [heading.rjust(width) for _, heading, _, width in self._columns]
             self._print(self._style("  ".join(["iteration".rjust(max(9, places)), *cells]), FAINT))
         cells = [
@@ -97,7 +92,7 @@ class Console:
             return
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         self._print()
-        self._print(self._style("What the actor says, with its reward", BOLD))
+        self._print(self._style("Responses before and after training, with their scores", BOLD))
         for line in format_samples(samples, width).splitlines():
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
@@ -107,18 +102,23 @@ class Console:
         `next_commands`: what a command is for -> the command.
         """
         path = folder.path
-        reward = f"{result.reward_first:+.4f} -> {result.reward_last:+.4f}"
-        facts = {
-            "reward": f"{reward}, KL {result.kl_last:.4f} nats per response",
-            "speed": f"{result.gen_tokens_per_s:,.0f} tokens/s generated, {result.wall_s:.1f} s in all",
-            "parity": f"{result.parity_max_abs:.2g} nats at most between generation and training",
+        facts: dict[str, object] = {}
+        for name, (first, last) in result.headlines.items():
+            form, unit = self.metrics[name].form, self.metrics[name].headline
+            facts[name] = f"{form.format(first).strip()} -> {form.format(last).strip()} {unit}".rstrip()
+        generated = math.isfinite(result.gen_tokens_per_s)
+        facts["speed"] = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""
+        facts["speed"] += f"{result.wall_s:.1f} s in all"
+        if math.isfinite(result.parity_max_abs):
+            facts["parity"] = f"{result.parity_max_abs:.2g} nats at most between generation and training"
+        facts |= {
             "run folder": path,
             "timeline": f"{path / 'timeline.png'} (timeline.json opens in ui.perfetto.dev)",
             "samples": path / "samples.txt",
         }
         commands = {"watch the curves": shlex.join(["tensorboard", "--logdir", str(path)])} | dict(next_commands or {})
-        if folder.actor.is_dir():
-            facts["trained actor"] = f"{folder.actor} (a Hugging Face folder)"
+        for role in result.saved:
+            facts[f"trained {role}"] = f"{folder.model(role)} (a Hugging Face folder)"
         ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
         iterations = "1 iteration" if result.iterations == 1 else f"{result.iterations} iterations"
         self._print()

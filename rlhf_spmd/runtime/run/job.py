@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rlhf_spmd.algorithm import check_functions
 from rlhf_spmd.algorithms.order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
@@ -17,8 +18,9 @@ from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.scorer import Scorer
 from rlhf_spmd.runtime.execute.call_handlers import Calls
+from rlhf_spmd.runtime.execute.handlers.context import Context
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.weights.models import RankModels, model_folders, shared_vocabulary
+from rlhf_spmd.runtime.weights.models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
 
@@ -40,26 +42,28 @@ class Job:
 def prepare(config: Config, program: Program, world: World) -> Job:
     """Loads prompts, tokenizer and models, each step on all ranks or on none (UserErrors leave together)."""
     with world.together("reading tokenizer and prompts"):
+        check_functions(config.algorithm, program.workload.workflow, config.options)
         if not config.data.prompts:
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
-        tokenizer = load_tokenizer(config.models.actor)
+        tokenizer = load_tokenizer(config.main_folder)
         num_known = shared_vocabulary(config, tokenizer)
-        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known))
-        actor = read_config(config.models.actor)
-        eos_ids = actor.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
-        check_responses_end(config, eos_ids)
-        check_context(config, actor)
+        model = read_config(config.main_folder)
+        eos_ids = model.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        if program.workload.workflow.generate_calls:
+            check_responses_end(config, eos_ids)
+        check_context(config, model)
     with world.together("loading models"):
         models = RankModels(program, config, world)
-        needs_scorer = any(
-            call.function == "scores" and world.rank in program.placement.layouts[call.name].ranks
+        judges = {
+            call.model
             for call in program.workload.workflow.placed_calls
-        )
-        reward = model_folders(config)["reward"]
-        scorer = Scorer(config, read_config(reward) if reward else None, tokenizer) if needs_scorer else None
+            if config.algorithm.roles[call.model].judge and world.rank in program.placement.layouts[call.name].ranks
+        }
+        scorer = Scorer(config, judges.pop(), tokenizer) if judges else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
-    calls = Calls(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    calls = Calls(Context(program, config, world, models, scorer, tuple(eos_ids), num_known, tokenizer.decode))
     columns = program.held(world.rank)
     return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids), columns)
 
@@ -70,7 +74,7 @@ def make_iteration(job: Job, number: int) -> Iteration:
     prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
     orders = [
-        epoch_order(config.seed, number, epoch, workload.num_sequences, workload.mini_batch)
+        epoch_order(config.seed, number, epoch, workload.num_sequences, workload.mini_batch, group=workload.group_size)
         for epoch in range(workload.epochs)
     ]
     first = orders[0]
@@ -78,11 +82,13 @@ def make_iteration(job: Job, number: int) -> Iteration:
     home_N[first] = np.arange(len(first))[:, None]
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
     store = Store(workload, job.columns, job.world.device)
-    for held in job.columns.get("prompts", ()):
-        columns = slice(held.start, held.stop)
-        part_MC = prompt_MC[:, columns]
-        prompts_BP = job.prompts.prompts.padded(part_MC.flatten(), config.data.max_prompt)
-        store.at("prompts", (ALL, columns))[:] = torch.from_numpy(prompts_BP).unflatten(0, part_MC.shape)
+    for key in workload.workflow.given:
+        rows, (width,) = job.prompts.rows(key), workload.row_shape(key)
+        for held in job.columns.get(key, ()):
+            columns = slice(held.start, held.stop)
+            part_MC = prompt_MC[:, columns]
+            tokens_BT = torch.from_numpy(rows.padded(part_MC.flatten(), width))
+            store.at(key, (ALL, columns))[:] = tokens_BT.unflatten(0, part_MC.shape)
     return Iteration(
         number,
         config.seed,

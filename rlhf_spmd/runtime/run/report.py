@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.reward_function import source_file
-from rlhf_spmd.runtime.execute.call_handlers import State
+from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rows import generate_rows
@@ -25,9 +27,9 @@ from rlhf_spmd.runtime.observe.meter import combine
 from rlhf_spmd.runtime.run.console import Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job
+from rlhf_spmd.runtime.run.metrics import metrics_of
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample
-from rlhf_spmd.runtime.weights.models import model_folders
-from rlhf_spmd.runtime.world.devices import describe_device
+from rlhf_spmd.runtime.world.devices import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +44,32 @@ class Command:
 PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 
 
-def summarize(job: Job, answers: Sequence[Mapping], kl_coef: float) -> dict:
-    """Global metrics of one iteration, the same on every rank. Names as in run_folder.METRICS."""
+def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
+    """Global metrics of one iteration, the same on every rank. state: of the algorithm when it began; its numbers are
+    metrics, too. A sum NAME_sq beside NAME is no metric, but their standard deviation NAME_std is."""
     metrics, weights = combine(answers)
-    for name in ("used_score", "used_score_sq"):  # for train.update
-        metrics.pop(name, None)
-    for name in ("reward", "score"):
-        metrics[f"{name}_std"] = math.sqrt(max(metrics.pop(f"{name}_sq") - metrics[name] ** 2, 0.0))
-    metrics["kl_coef"] = kl_coef
-    metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
-    metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
+    known = metrics_of(job.config.algorithm, job.program.workload.workflow)
+    for name in [name for name in metrics if f"{name}_sq" in metrics and f"{name}_sq" not in known]:
+        square = metrics.pop(f"{name}_sq")
+        if f"{name}_std" in known:
+            metrics[f"{name}_std"] = math.sqrt(max(square - metrics[name] ** 2, 0.0))
+        else:  # counted for after_iteration alone
+            metrics.pop(name)
+    numbers = dataclass_numbers(state)
+    metrics |= {name: value for name, value in numbers.items() if name in known}
+    if "response_length" in metrics:
+        metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
+        metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
     for what in ("bytes", "messages"):
         metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
-    metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
+    if job.program.workload.workflow.generate_calls:
+        metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
     return metrics
+
+
+def dataclass_numbers(state: Any) -> dict[str, float]:
+    """The numbers of a state, by name."""
+    return {name: value for name, value in asdict(state).items() if isinstance(value, float)} if state else {}
 
 
 def check_finite(metrics: Mapping, number: int) -> None:
@@ -71,14 +85,20 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     """The heading of a run."""
     config, shapes = job.config, job.program.workload.models
     sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
-    reward = config.reward_function or "reward model"
+    by_function = config.reward_function
+    both = by_function and config.reward_function_mode == "add"
+    judged = {
+        role: f"{role} model + {by_function}" if both else by_function or f"{role} model"
+        for role in shapes
+        if config.algorithm.roles[role].judge
+    }
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
-        "reward": reward if config.reward_function_mode == "replace" else f"reward model + {reward}",
-        "device": describe_device(job.world.computes, job.world.size),
+        **judged,
+        "device": describe(job.world.computes, job.world.size),
         "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
-        f"mini-batches of {config.mini_batch}, {config.ppo.epochs} epochs, "
+        f"mini-batches of {config.mini_batch}, {config.options.epochs} epochs, "
         f"at most {config.generation.max_new_tokens} new tokens",
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
@@ -101,7 +121,7 @@ def format_count(num: int) -> str:
 
 def run_state(state: State) -> dict:
     """What a run's future depends on beside weights, options and inputs, for a checkpoint."""
-    return {"kl_coef": state.kl_coef, "scores": asdict(state.scores)}
+    return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
 
 
 def inputs(job: Job) -> dict[str, str]:
@@ -111,7 +131,7 @@ def inputs(job: Job) -> dict[str, str]:
     path = source_file(config.reward_function) if config.reward_function else None
     if path is not None:
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    folders = dict.fromkeys(folder for folder in model_folders(config).values() if folder)
+    folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
     return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
 
 
@@ -171,7 +191,7 @@ def next_commands(command: Command | None, ranks: int, folder: RunFolder, config
     if command.strategy == "auto":  # what was planned can be checked and run again
         command = replace(command, strategy=str(folder.path / "strategy.py"))
     check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
-    train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "ppo.kl_coef=0.02"]
+    train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "iterations=3"]
     return go_on | {
         "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
         "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
@@ -185,12 +205,12 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
     Every rank that generates computes them, because ZeRO 3 gathers the weights together; those that also score return
     [(response, score)], and rank 0 gets what the first of them found.
     """
-    num = min(job.config.num_samples, len(job.prompts))
-    if num == 0:
-        return []
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
-    generating = next(call for call in workflow.calls if call.kind == "generate")
-    scoring = next(call for call in workflow.calls if call.function == "scores")
+    num = min(job.config.num_samples, len(job.prompts))
+    if num == 0 or not workflow.generate_calls:
+        return []
+    generating = workflow.generate_calls[0]
+    scoring = next((call for call in workflow.placed_calls if judges(job.calls.context, call)), None)
     rank, device = job.world.rank, job.world.device
     prompts_BP = pad(job.prompts.prompts[:num]).to(device)
     tokens: list[list[int]] = []
@@ -199,20 +219,21 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
         bits_BG = random_bits(job.config.seed, random_streams.SAMPLES, 0, *rows, width)
         with job.models.weights(generating) as model:
             responses_BG, *_ = generate_rows(
-                model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.drawing
+                model, prompts_BP, torch.from_numpy(bits_BG).to(device), **job.calls.context.drawing
             )
         tokens = responses_BG.tolist()
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
     everyone = job.world.allgather(tokens if rank == first else [], "the samples")
     tokens = next(found for found in everyone if found)
     scores: list[float] = []
-    if rank in layouts[scoring.name].ranks:
+    if scoring is not None and rank in layouts[scoring.name].ranks:
         responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only help to gather weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
         found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine])
         scores = [] if found_B is None else found_B.tolist()
-    scores = next(found for found in job.world.allgather(scores, "the samples' scores") if found)
+    everyone = job.world.allgather(scores, "the samples' scores")
+    scores = next((found for found in everyone if found), [math.nan] * num)
     texts = [
         job.tokenizer.decode_pair(prompt, [token for token in row if token >= 0])[1]
         for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
@@ -233,22 +254,24 @@ def join_samples(
 
 
 def result(
-    strategy: str, ranks: int, history: Sequence[Mapping], wall_s: float, folder: RunFolder, compared: Compared | None
+    job: Job, strategy: str, history: Sequence[Mapping], wall_s: float, folder: RunFolder, compared: Compared | None
 ) -> Result:
     """The run in one line. compared: with its forecast, if there was one."""
-    seconds = sum(metrics["generate_s"] for metrics in history)
+    first, last, algorithm = history[0], history[-1], job.config.algorithm
+    headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
+    generates = "gen_tokens" in last
+    seconds = sum(metrics["generate_s"] for metrics in history) if generates else math.nan
     return Result(
         strategy=strategy,
-        ranks=ranks,
+        ranks=job.world.size,
         iterations=len(history),
-        reward_first=history[0]["reward"],
-        reward_last=history[-1]["reward"],
-        kl_last=history[-1]["kl"],
-        gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds,
-        parity_max_abs=max(metrics["parity_max_abs"] for metrics in history),
+        headlines={name: (first.get(name, math.nan), last[name]) for name in headlines},
+        gen_tokens_per_s=sum(metrics["gen_tokens"] for metrics in history) / seconds if generates else math.nan,
+        parity_max_abs=max((metrics.get("parity_max_abs", math.nan) for metrics in history), default=math.nan),
         iteration_s=compared.whole.measured_s if compared else math.nan,
         forecast_s=compared.whole.forecast_s if compared else math.nan,
         scaled_by=compared.scaled_by if compared else math.nan,
         wall_s=wall_s,
         run_dir=str(folder.path),
+        saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
     )

@@ -3,9 +3,10 @@
     config.json     the resolved configuration          metrics.jsonl          one object per iteration
     strategy.py     the source of the strategy          events.out.tfevents.*  the same for TensorBoard
     program.json    fingerprint and summary             samples.jsonl, .txt    responses before and after
-    timeline.json   Chrome trace, opens in Perfetto     actor/                 the trained model (Hugging Face)
+    timeline.json   Chrome trace, opens in Perfetto     ROLE/                  a trained model (Hugging Face)
     timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
     checkpoints/    what `train --resume` goes on from  cluster.toml           if one was given
+    algorithm.py    the page, of a file of the user's
     wandb_id, wandb/ with `wandb=PROJECT`
 
 Only the run itself, resumed, writes into an existing folder: two runs can't mix, and no result is lost.
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
@@ -35,50 +37,14 @@ from rlhf_spmd.runtime.run.timeline import write_png
 
 DIRECTORY_MODE = 0o750
 CONFIG = "config.json"
-BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "wandb", WANDB_ID)
+BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
 FIND_S = 10.0  # a file system may show a folder so much later to other hosts
 PNG_ITERATIONS = 2  # drawn in timeline.png
-
-# The standard metrics and their group in TensorBoard. Sums and means are global: over all ranks.
-METRICS = {
-    "reward": "reward",  # mean per response, after clipping, normalising and the rule for truncated responses
-    "reward_std": "reward",  # over the responses of the iteration
-    "score": "reward",  # mean per response, as the reward model or function gave it
-    "score_std": "reward",
-    "kl": "reward",  # sum over a response of log pi_actor - log pi_reference, mean over responses, nats
-    "kl_per_token": "reward",
-    "kl_coef": "reward",
-    "policy_loss": "policy",
-    "clip_fraction": "policy",
-    "entropy": "policy",  # mean per token, nats, of the distribution sampled from; with ppo.entropy_coef
-    "ratio": "policy",  # mean of pi_new / pi_old
-    "approx_kl": "policy",  # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
-    "approx_kl_sq": "policy",  # mean over tokens of d^2 / 2
-    "value_loss": "value",
-    "value_clip_fraction": "value",
-    "value_error_sq": "value",
-    "value": "value",
-    "return": "value",
-    "actor_grad_norm": "optimizer",  # before clipping
-    "critic_grad_norm": "optimizer",
-    "actor_lr": "optimizer",
-    "critic_lr": "optimizer",
-    "response_length": "generation",  # tokens, mean per response
-    "ended_fraction": "generation",  # of responses, those that were not cut at max_new_tokens
-    "parity_max_abs": "generation",  # largest |logprob when generated - logprob when first trained on|, nats
-    "parity_mean_abs": "generation",
-    "gen_tokens": "generation",
-    "gen_tokens_per_s": "speed",  # of all ranks together
-    "moved_bytes": "speed",  # between layouts, all ranks together; what `check` forecasts
-    "moved_messages": "speed",
-    "generate_s": "speed",
-    "iteration_s": "speed",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the actor said to one prompt before training and, when there is one, after."""
+    """A response to one prompt before training and, when there is one, after."""
 
     prompt_index: int
     prompt: str
@@ -159,10 +125,13 @@ class RunFolder:
         except OSError:  # a file system without locks
             pass
 
-    @property
-    def actor(self) -> Path:
-        """Where the trained actor is saved."""
-        return self.path / "actor"
+    def model(self, role: str) -> Path:
+        """Where a trained model is saved."""
+        return self.path / role
+
+    def write_algorithm(self, source: str) -> None:
+        """The page of an algorithm that does not come with the package."""
+        self._write("algorithm.py", source)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         self._write_json(CONFIG, config)
@@ -180,7 +149,7 @@ class RunFolder:
 
     def texts(self) -> dict[str, str]:
         """The files that say what runs, by name; on rank 0."""
-        names = ("config.json", "strategy.py", "program.json", "cluster.toml") if self.writes else ()
+        names = ("config.json", "strategy.py", "program.json", "cluster.toml", "algorithm.py") if self.writes else ()
         return {name: (self.path / name).read_text() for name in names if (self.path / name).is_file()}
 
     def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
@@ -203,8 +172,11 @@ class RunFolder:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
         return [(row["before"], row["reward_before"]) for row in rows]
 
-    def write_metrics(self, iteration: int, metrics: Mapping[str, float | str]) -> None:
-        """One line of metrics.jsonl and one point of each curve, on disk when this returns. No NaN in JSON: null."""
+    def write_metrics(
+        self, iteration: int, metrics: Mapping[str, float | str], groups: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """One line of metrics.jsonl and one point of each curve, on disk when this returns. No NaN in JSON: null.
+        groups: of the curves in TensorBoard, by metric."""
         if not self.writes:
             return
         with writing(self.path / "metrics.jsonl"):
@@ -216,9 +188,7 @@ class RunFolder:
             self._metrics.flush()
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
         with writing(self.path / EVENTS):
-            self.curves.add(
-                iteration, {f"{METRICS.get(name, 'other')}/{name}": value for name, value in values.items()}
-            )
+            self.curves.add(iteration, {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()})
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt: before training first, with the responses after it at the end."""

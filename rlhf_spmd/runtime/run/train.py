@@ -1,4 +1,5 @@
-"""The main job: PPO on the ranks of this MPI world, placed by a strategy. Wraps the iterations with logs and files."""
+"""The main job: an algorithm on the ranks of this MPI world, placed by a strategy. Wraps the iterations with logs and
+files."""
 
 import shlex
 import sys
@@ -6,9 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from rlhf_spmd.algorithms import ppo_math
 from rlhf_spmd.config import Config, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import save_state
@@ -18,8 +16,8 @@ from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_older
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.store import remove_drafts
 from rlhf_spmd.runtime.checkpoint.train_state import restore
-from rlhf_spmd.runtime.execute.call_handlers import State
 from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.handlers.context import State
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.meter import combine
@@ -30,6 +28,7 @@ from rlhf_spmd.runtime.run.console import Console, Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
 from rlhf_spmd.runtime.run.metric_alarms import Alarm
+from rlhf_spmd.runtime.run.metrics import metrics_of
 from rlhf_spmd.runtime.run.run_folder import RunFolder, writing
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
@@ -76,11 +75,12 @@ def train(
     recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
     job = prepare(config, program, world)
     folder = open_folder(job, origin)
-    console = Console(enabled=world.rank == 0)
+    known = metrics_of(config.algorithm, program.workload.workflow)
+    console = Console(known, enabled=world.rank == 0)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     title = f"{origin.strategy} on {ranks}"
     facts = report.facts(job, folder) | origin.facts(config)
-    console.heading(f"rlhf_spmd: PPO by {title}", facts)
+    console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
     for note in origin.resumed.notes if origin.resumed else ():
         console.note(f"note: {note}")
     state, history, before = begin(job, folder, origin, summary)
@@ -99,7 +99,7 @@ def train(
     about["surroundings"] = surroundings
     executor = Executor(program, world, job.models, job.calls, recorder, asked)
     world.keep_records(folder.path)
-    alarm = Alarm(history)
+    alarm = Alarm(known, history)
     answers: list[dict] = []
     signals: set[str] = set()
     if asked is not None:
@@ -109,12 +109,12 @@ def train(
             return _ended(world, saver, folder, number, config.iterations)
         began = time.perf_counter()
         answers = executor.iteration(make_iteration(job, number), state)
-        metrics = report.summarize(job, answers, state.kl_coef)
+        metrics = report.summarize(job, answers, state.of_algorithm)
         metrics["iteration_s"] = time.perf_counter() - began
         report.check_finite(metrics, number)
-        update(state, config, metrics, answers)
+        update(state, config, answers)
         history.append(metrics)
-        folder.write_metrics(number, metrics)
+        folder.write_metrics(number, metrics, {name: metric.group for name, metric in known.items()})
         console.iteration(number + 1, config.iterations, metrics)
         for text in alarm.notes(metrics):
             console.note(text)
@@ -129,10 +129,10 @@ def train(
         samples = report.join_samples(job, before, report.sample_responses(job))
         folder.write_samples(samples)
         console.samples(samples)
-    save_actor(job, folder)
+    save_models(job, folder)
     compared = _write_timeline(job, folder, console, recorder, title, answers, history, calibration)
     folder.close()
-    result = report.result(origin.strategy, world.size, history, time.perf_counter() - started, folder, compared)
+    result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared)
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
     return result
 
@@ -160,8 +160,8 @@ def begin(
     job: Job, folder: RunFolder, origin: Origin, summary: str
 ) -> tuple[State, list[dict], list[tuple[str, float]]]:
     """What the first iteration to run begins with: the state between iterations, the metrics of those before, samples
-    of the untrained actor. Collective; raises UserError, and then a run that was to go on is left as it was."""
-    state, world, resumed = State(kl_coef=job.config.ppo.kl_coef), job.world, origin.resumed
+    of the untrained model. Collective; raises UserError, and then a run that was to go on is left as it was."""
+    state, world, resumed = State(job.config.algorithm.start(job.config.options)), job.world, origin.resumed
     history: list[dict] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
@@ -202,6 +202,8 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
             remove_drafts(folder.path / "checkpoints")
             folder.keep_metrics(history)
         folder.write_strategy(origin.source)
+        if job.config.algorithm.from_file:
+            folder.write_algorithm(job.config.algorithm.source)
         folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
         if origin.cluster:
             folder.write_cluster(origin.cluster)
@@ -213,8 +215,7 @@ def state_after(job: Job, num_iterations: int, values: Mapping) -> State:
     workload = job.program.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those left out by early stops count too
     return State(
-        kl_coef=values["kl_coef"],
-        scores=ppo_math.RunningMoments(**values["scores"]),
+        job.config.algorithm.read_state(values["state"]),
         steps={model: num_steps for model in job.models.engines},
     )
 
@@ -260,27 +261,25 @@ def _write_timeline(
     return compared
 
 
-def update(state: State, config: Config, metrics: Mapping, answers: Sequence[Mapping]) -> None:
+def update(state: State, config: Config, answers: Sequence[Mapping]) -> None:
     """What changes between iterations, from global numbers only, so that it changes alike on every rank."""
-    sequences = config.rollout_batch * config.samples_per_prompt
-    if config.ppo.kl_controller == "adaptive":
-        state.kl_coef = ppo_math.next_kl_coef(
-            state.kl_coef, metrics["kl"], sequences, target=config.ppo.kl_target, horizon=config.ppo.kl_horizon
-        )
-    means, weights = combine(answers)
-    if "used_score" in means:  # a truncated response has no score to normalise
-        moments = torch.tensor([1.0, means["used_score"], means["used_score_sq"]], dtype=torch.float64)
-        state.scores = state.scores.updated(moments * weights["used_score"])
+    num_sequences = config.rollout_batch * config.samples_per_prompt
+    state.of_algorithm = config.algorithm.after_iteration(
+        state.of_algorithm, config.options, *combine(answers), num_sequences
+    )
 
 
-def save_actor(job: Job, folder: RunFolder) -> None:
-    """The trained actor as a Hugging Face folder, written by the first rank that trains it."""
-    train = job.program.workload.workflow.train_call("actor")
-    layout = job.program.placement.layouts[train.name]
-    with job.world.together("saving the actor"):
-        if job.world.rank in layout.ranks:
-            state = whole_state(job.models, train)
-            if state is not None:
-                config = job.models.engines["actor"].model.config
-                with writing(folder.actor):
-                    save_state(state, config, "lm", folder.actor, source=job.config.models.actor)
+def save_models(job: Job, folder: RunFolder) -> None:
+    """The trained models that the algorithm keeps as Hugging Face folders, each written by the first rank that trains
+    it."""
+    workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
+    roles = job.config.algorithm.roles
+    for role in (name for name in workflow.trained_models if roles[name].saved):
+        train = workflow.train_call(role)
+        with job.world.together(f"saving the {role}"):
+            if job.world.rank in layouts[train.name].ranks:
+                state = whole_state(job.models, train)
+                if state is not None:
+                    config = job.models.engines[role].model.config
+                    with writing(folder.model(role)):
+                        save_state(state, config, roles[role].head, folder.model(role), source=job.config.folder(role))

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlhf_spmd.config import Config, critic_folder, same_tokenizer
+from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.folders import same_tokenizer
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -31,43 +32,32 @@ from rlhf_spmd.runtime.world.world import World
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_folders(config: Config) -> dict[str, str]:
-    """The checkpoint folder of each model; empty if the reward is a function."""
-    models = config.models
-    only_function = config.reward_function and config.reward_function_mode == "replace"
-    return {
-        "actor": models.actor,
-        "critic": critic_folder(config),
-        "reference": models.reference or models.actor,
-        "reward": "" if only_function else models.reward,
-    }
-
-
 def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
-    """The number of token ids known to all models that read the actor's tokens; `tokenizer` is the actor's.
+    """How many token ids all models know that read the first role's tokens; `tokenizer` is its own.
 
-    These models are the reference, the critic, and a reward model with the same tokenizer; a reward model with another
-    tokenizer reads text. Embeddings are often padded beyond the number of tokens, differently in each model, so only
-    the tokenizer's own ids must be known to all. Raises UserError if they are not, or if they mean other tokens.
+    Those are all models but a judge of another tokenizer, which reads text. Embeddings
+    are often padded to more rows than there are tokens, to another number in each model, so only the tokenizer's own
+    ids must be known to all. Raises UserError where they are not, or where they mean other tokens.
     """
-    folders = model_folders(config)
-    actor, fewest = folders["actor"], read_config(folders["actor"]).vocab_size
+    roles, main, folder_of_main = config.algorithm.roles, config.main_role, config.main_folder
+    fewest = read_config(folder_of_main).vocab_size
     num_tokens = min(fewest, 1 + max(tokenizer.vocabulary().values(), default=-1))
-    for name in ("reference", "reward", "critic"):
-        folder = folders[name]
-        if folder in ("", actor) or (name == "reward" and not same_tokenizer(folder, actor)):
+    for name in roles:
+        folder = config.folder(name)
+        if folder in ("", folder_of_main) or (roles[name].judge and not same_tokenizer(folder, folder_of_main)):
             continue
-        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, actor)
+        own = (Path(folder) / "tokenizer.json").is_file() and not same_tokenizer(folder, folder_of_main)
         if own and load_tokenizer(folder).vocabulary() != tokenizer.vocabulary():
             raise UserError(
-                f"the {name} {folder} has another tokenizer than the actor {actor}, so the actor's token ids have "
-                f"another meaning there; give a {name} with the actor's tokenizer"
+                f"the {name} {folder} has another tokenizer than the {main} {folder_of_main}, so the {main}'s token "
+                f"ids mean other tokens to it; give a {name} with the {main}'s tokenizer"
             )
         num_known = read_config(folder).vocab_size
         if num_known < num_tokens:
             raise UserError(
-                f"the {name} {folder} has a vocabulary of {num_known} tokens, but the actor {actor} draws from "
-                f"{num_tokens}; give a {name} with as many, e.g. by transformers' resize_token_embeddings({num_tokens})"
+                f"the {name} {folder} has a vocabulary of {num_known} tokens, but the {main} {folder_of_main} draws "
+                f"from {num_tokens}; give a {name} with as many, e.g. by transformers' resize_token_embeddings"
+                f"({num_tokens})"
             )
         fewest = min(fewest, num_known)
     return fewest
@@ -92,7 +82,7 @@ class RankModels:
         for name in program.trained(world.rank):
             self._to_train[name] = self._load(name, layouts[program.workload.workflow.train_call(name).name])
         for (name, shard), calls in program.copies(world.rank).items():
-            if model_folders(config)[name]:
+            if config.folder(name):
                 self.copies[name, shard] = self._load(name, layouts[calls[0]]).eval().requires_grad_(False)
                 if layouts[calls[0]].offload:
                     self.offloaded[name, shard] = OffloadedCopy(self.copies[name, shard])
@@ -100,9 +90,9 @@ class RankModels:
     def _load(self, name: str, layout: Layout) -> Transformer:
         """Loads this rank's shard of a model in a layout from its folder."""
         return load_model(
-            model_folders(self.config)[name],
-            head="scalar" if name in ("critic", "reward") else "lm",
-            fresh_head=name == "critic",
+            self.config.folder(name),
+            head=self.config.algorithm.roles[name].head,
+            fresh_head=self.program.workload.workflow.train_call(name) is not None,
             dtype=DTYPES[self.config.dtype],
             device=self.world.device,
             parallel=self._parallel(layout),

@@ -1,0 +1,241 @@
+"""Finds the page of an algorithm by name or file; algorithms/page.py says what a page is. Imports no torch."""
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import rlhf_spmd.algorithms
+from rlhf_spmd.algorithms import page
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_names import did_you_mean
+from rlhf_spmd.plan.words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS, SUMS, Shape
+from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
+from rlhf_spmd.python_file import import_file
+
+FUNCTIONS = (
+    "rlhf_spmd.algorithms.advantages",
+    "rlhf_spmd.algorithms.losses",
+)  # where calls find theirs, behind the page
+SHARED = ("page", "order", "masks", "parity", "controllers", "advantages", "losses")  # modules that are no page
+NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
+STATEFUL = ("State", "start", "read_state", "after_iteration")
+SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A loaded page. `source` is its text, kept in the run folder and compared across ranks."""
+
+    name: str  # of its options on the command line
+    source: str = field(repr=False)
+    module: ModuleType = field(repr=False, compare=False)
+    from_file: bool = False  # it does not come with the package
+
+    @property
+    def title(self) -> str:
+        return self.module.TITLE
+
+    @property
+    def options(self) -> type[page.Options]:
+        """The dataclass of the options."""
+        return self.module.Options
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        return self.module.ROLES
+
+    @property
+    def data(self) -> Mapping[str, str]:
+        """Key -> column of the data set."""
+        return self.module.DATA
+
+    @property
+    def metrics(self) -> Mapping[str, page.Metric]:
+        return self.module.METRICS
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """Roles that some call trains, with the options' defaults."""
+        return self.workflow(self.options()).trained_models
+
+    @property
+    def has_state(self) -> bool:
+        return hasattr(self.module, "State")
+
+    def given(self) -> dict[str, Shape]:
+        """Key -> shape of what a row of the data set has."""
+        return {key: "prompt" if key == PROMPTS else "response" for key in self.data}
+
+    def workflow(self, options: page.Options, *, replay: bool = False) -> Workflow:
+        """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
+
+        def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
+            self.module.workflow(options, model, compute, **data)
+
+        try:
+            return trace(on_symbols, self.roles, self.given(), replay=replay)
+        except UserError as error:
+            raise UserError(f"algorithm {self.name}: {error}") from error
+        except Exception as error:
+            raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
+
+    def function(self, name: str, *, optional: bool = False) -> Callable | None:
+        """The function that a call names: of the page, or of `FUNCTIONS`. Raises UserError if there is none."""
+        for module in (self.module, *map(importlib.import_module, FUNCTIONS)):
+            if callable(found := getattr(module, name, None)):
+                return found
+        if optional:
+            return None
+        places = ", ".join(module.rpartition(".")[2] + ".py" for module in FUNCTIONS)
+        raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
+
+    def refused(self, options: page.Options, *, can_end: bool) -> str:
+        """Why the page refuses a model of which nothing can end a response; empty if it does not."""
+        return self.module.refused(options, can_end=can_end) if hasattr(self.module, "refused") else ""
+
+    # ---- what changes between iterations ----------------------------------------------------------------------------
+
+    def start(self, options: page.Options) -> Any:
+        """The state before the first iteration; None where nothing changes."""
+        return self.module.start(options) if self.has_state else None
+
+    def read_state(self, values: Mapping[str, Any]) -> Any:
+        """The state of a checkpoint. Raises whatever the page does about values that are none."""
+        return self.module.read_state(values) if self.has_state else None
+
+    def after_iteration(
+        self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
+    ) -> Any:
+        """The state after an iteration, from global numbers only."""
+        return self.module.after_iteration(state, options, means, weights, num_sequences) if self.has_state else None
+
+    def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
+        """What functions get by name beside data: every option, and every part of the state."""
+        found = {part.name: getattr(options, part.name) for part in dataclasses.fields(options)}
+        if state is not None:
+            found |= {part.name: getattr(state, part.name) for part in dataclasses.fields(state)}
+        return found
+
+
+def word_of(parameter: str) -> str:
+    """What a parameter asks for: its name without the letters of a shape, `logprobs` of `logprobs_BG`."""
+    return SHAPE_LETTERS.sub("", parameter)
+
+
+def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a function, by keyword, of what there is. Raises UserError for one that is not there."""
+    found = {}
+    for parameter in inspect.signature(function).parameters.values():
+        word = word_of(parameter.name)
+        if word in available:
+            found[parameter.name] = available[word]
+        elif parameter.default is parameter.empty:
+            known = ", ".join(sorted(available))
+            raise UserError(f"{function.__name__}() asks for {parameter.name}, and there is no {word} here: {known}")
+    return found
+
+
+def readout_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
+    """What a loss may ask for of the model that it trains: word -> key of the responses, what is read off."""
+    own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
+    own += [ENTROPY] if call.entropy else []
+    if len(call.responses) == 1:
+        return {name: (call.responses[0], name) for name in own}
+    return {f"{key}_{name}": (key, name) for key in call.responses for name in own}
+
+
+def mask_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
+    """Words that functions may ask for about the responses of a call: word -> their key, `mask` or `ended`."""
+    keys = call.responses or tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
+    keys = tuple(dict.fromkeys(keys))
+    if len(keys) == 1:
+        return {MASK: (keys[0], MASK), ENDED: (keys[0], ENDED)}
+    return {f"{key}_{word}": (key, word) for key in keys for word in (MASK, ENDED)}
+
+
+def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
+    """Raises UserError where a call gives a function what it does not take, or does not give what it needs."""
+    numbers = algorithm.numbers(options, algorithm.start(options))
+    for call in workflow.calls:
+        if call.kind not in ("compute", "train"):
+            continue
+        given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
+        own = readout_words(workflow, call) if call.kind == "train" else {}
+        function = algorithm.function(call.function)
+        bound(function, numbers | given | own)
+        taken = {word_of(name) for name in inspect.signature(function).parameters}
+        prepare = algorithm.function(f"{call.function}_prepare", optional=True)
+        taken |= {word_of(name) for name in inspect.signature(prepare).parameters} if prepare else set()
+        unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
+        if unused:
+            raise UserError(f"algorithm {algorithm.name}: {call.function}() does not take {', '.join(unused)}")
+        for suffix in ("_sums", "_prepare", "_finish"):
+            companion = algorithm.function(call.function + suffix, optional=True)
+            if companion is None and call.sums and suffix != "_prepare":
+                raise UserError(
+                    f"algorithm {algorithm.name}: {call.function} has sums=True, and no {call.function}{suffix}"
+                )
+            if companion is not None:
+                made = dict.fromkeys(call.outputs)
+                bound(companion, numbers | given | made | {SUMS: None, "divisor": None})
+
+
+def names() -> list[str]:
+    """The algorithms that come with the package."""
+    found = [module.name for module in pkgutil.iter_modules(rlhf_spmd.algorithms.__path__)]
+    return sorted(name for name in found if name not in SHARED)
+
+
+def load_algorithm(name: str, title: str | None = None) -> Algorithm:
+    """By name (`ppo`) or by file (`path/to/mine.py`). title: the name of its options, if it is not that of the file.
+    Raises UserError naming what is wrong with it."""
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"algorithm file {name} does not exist")
+        if not path.stem.isidentifier():
+            raise UserError(f"algorithm file {name}: its options are {path.stem}.NAME=value; give it a name of letters")
+        try:
+            module = import_file(path, f"_algorithm_{path.stem}")
+        except (Exception, SystemExit) as error:
+            raise UserError(f"algorithm file {name} cannot be imported: {type(error).__name__}: {error}") from error
+    else:
+        if name not in names():
+            known = ", ".join(names())
+            hint = did_you_mean(name, names())
+            raise UserError(f"unknown algorithm {name!r}{hint}; known: {known}, or give a file path/to/mine.py")
+        module = importlib.import_module(f"rlhf_spmd.algorithms.{name}")
+        path = Path(module.__file__)
+    problem = _problem(module)
+    if problem:
+        raise UserError(f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what a page has")
+    source = importlib.util.decode_source(path.read_bytes())
+    return Algorithm(title or path.stem, source, module, name.endswith(".py"))
+
+
+def _problem(module: ModuleType) -> str:
+    """What a page lacks; empty if nothing."""
+    lacking = [name for name in NEEDED if not hasattr(module, name)]
+    if lacking:
+        return f"it has no {', '.join(lacking)}"
+    if not (dataclasses.is_dataclass(module.Options) and issubclass(module.Options, page.Options)):
+        return "Options is no dataclass that derives from page.Options"
+    if PROMPTS not in module.DATA:
+        return f"DATA has no {PROMPTS}"
+    stateful = [name for name in STATEFUL if hasattr(module, name)]
+    if stateful and len(stateful) < len(STATEFUL):
+        return f"it has {', '.join(stateful)} and not all of {', '.join(STATEFUL)}"
+    if not module.ROLES or not all(isinstance(role, Role) for role in module.ROLES.values()):
+        return "ROLES does not give each model a Role"
+    unknown = [
+        (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
+    ]
+    return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role" if unknown else ""

@@ -1,0 +1,70 @@
+"""What changes between iterations and steps by numbers that are already global: coefficients, rates, running moments.
+
+No torch. Sources: [LM] Ziegler et al. 2019, arXiv 1909.08593.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+def next_kl_coef(
+    kl_coef: float, mean_kl: float, num_sequences: int, *, target: float | None = 6.0, horizon: float = 10_000
+) -> float:
+    """The coefficient for the next iteration ([LM] section 2.2); `target` None keeps it fixed.
+
+    kl_coef <- kl_coef (1 + e n / horizon),  e = clip(mean_kl / target - 1, -0.2, 0.2), with mean_kl the global mean
+    over the iteration's n sequences of the *sum* of token_kl over a response. Call it once per iteration.
+    """
+    if target is None:
+        return kl_coef
+    error = min(max(mean_kl / target - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * num_sequences / horizon)
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    num_warmup_steps: int = 0,
+    num_steps: int = 0,
+    decay: Literal["constant", "linear", "cosine"] = "constant",
+) -> float:
+    """The rate of optimizer step `step` = 0, 1, ...: peak (step + 1) / num_warmup_steps while that is below the peak,
+    then constant, or down to 0 at step `num_steps`, on a line or on half a cosine."""
+    if step < num_warmup_steps:
+        return peak * (step + 1) / num_warmup_steps
+    if decay == "constant":
+        return peak
+    progress = min((step - num_warmup_steps) / max(num_steps - num_warmup_steps, 1), 1.0)
+    left = {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}[decay]
+    return peak * left
+
+
+@dataclass(frozen=True, slots=True)
+class RunningMoments:
+    """Mean and variance of all scores so far, for score normalisation; changes only between iterations.
+
+    Kept as (count, mean, sum of squared deviations) and merged by the formula of Chan, Golub and LeVeque (1983), so
+    it does not lose digits over a long run.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 1 while there is no spread to divide by."""
+        std = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return std if std > 1e-6 else 1.0
+
+    def updated(self, count: float, total: float, squares: float) -> "RunningMoments":
+        """With one more iteration's numbers: how many, their sum and the sum of their squares, all global."""
+        if count == 0:
+            return self
+        mean = total / max(count, 1.0)
+        variance = max(squares / max(count, 1.0) - mean * mean, 0.0)
+        both, shift = self.count + count, mean - self.mean
+        spread = self.squares + variance * count + shift * shift * self.count * count / both
+        return RunningMoments(both, self.mean + shift * count / both, spread)

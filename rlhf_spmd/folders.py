@@ -1,0 +1,43 @@
+"""Which checkpoint folder each role of an algorithm is read from, and the sizes of the model in a folder."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.plan.workflow import Role
+from rlhf_spmd.plan.workload import ModelShape
+
+
+def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role]) -> str:
+    """A role's own folder, or that of the first role that it starts from and that has one with the first role's
+    tokenizer; empty if there is none."""
+    if folders[role]:
+        return folders[role]
+    main = folders[next(iter(roles))]
+    found = (folders[other] for other in roles[role].starts_from if folders[other])
+    return next((folder for folder in found if same_tokenizer(folder, main)), "")
+
+
+def same_tokenizer(one: str, other: str) -> bool:
+    """Whether two folders hold the same tokenizer.json."""
+    files = [Path(folder) / "tokenizer.json" for folder in (one, other)]
+    return one == other or (all(f.is_file() for f in files) and files[0].read_bytes() == files[1].read_bytes())
+
+
+def shape_of_folder(folder: str) -> ModelShape:
+    """Sizes from a Hugging Face config.json (model/hf.py reads the rest). Raises UserError if that cannot be read."""
+    config = read_config_json(Path(folder) / "config.json")
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        tied=config.tie_embeddings,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+    )

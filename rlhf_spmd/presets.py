@@ -1,0 +1,143 @@
+"""Named configurations, and `load`, which makes the config of a run from one of them, a folder and overrides.
+
+Imports neither torch nor MPI, so that `check` starts at once.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd import embedded
+from rlhf_spmd.algorithm import Algorithm, load_algorithm
+from rlhf_spmd.algorithms.page import Options
+from rlhf_spmd.config import Config, Data, Generation, Optimizer, check_sizes, keys_of, overridden
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.option_names import did_you_mean
+from rlhf_spmd.plan.workload import SHAPES
+
+MOST_TOKENS = 1024  # of prompts, and of responses, where nothing else is said
+
+
+def tiny(algorithm: Algorithm) -> Config:
+    """The embedded default: a model of about a million parameters, its reward model and prompts, all in the package."""
+    folders = {name: "actor" for name in [*algorithm.roles][:1]}
+    folders |= {name: "reward" for name, role in algorithm.roles.items() if role.judge}
+    return Config(
+        preset="tiny",
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 2, "kl_coef": 0.05}),
+        models={role: str(embedded.path_of(name)) for role, name in folders.items()},
+        iterations=15,
+        rollout_batch=128,
+        mini_batch=32,
+        micro_batch=32,
+        data=Data(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
+        generation=Generation(max_new_tokens=24),
+        optimizer=Optimizer(lr=_rates(algorithm, lm=3e-4, scalar=1.5e-4)),
+    )
+
+
+def smollm2(algorithm: Algorithm) -> Config:
+    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; the folder comes with --model."""
+    return Config(
+        preset="smollm2",
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 1, "kl_coef": 0.05, "truncation": "score"}),
+        iterations=3,
+        dtype="bfloat16",
+        rollout_batch=16,
+        mini_batch=8,
+        micro_batch=4,
+        reward_function="rlhf_spmd.rewards:vader_positive",
+        data=Data(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
+        generation=Generation(max_new_tokens=24),
+        optimizer=Optimizer(lr=_rates(algorithm, lm=1e-5, scalar=1e-4)),
+    )
+
+
+def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool = False) -> Config:
+    """Any checkpoint folder, with what suits a real model: the learning rates of the algorithm's page, the precision of
+    the device, prompts and responses as long as its context allows, and no reward or prompts but the user's."""
+    context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
+    longest = min(context // 2, MOST_TOKENS)
+    return Config(
+        preset="model",
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 1}),
+        dtype="bfloat16" if on_gpu else "float32",
+        deadline_s=300.0,
+        rollout_batch=128,
+        mini_batch=32,
+        micro_batch=4,
+        data=Data(max_prompt=longest),
+        generation=Generation(max_new_tokens=longest),
+    )
+
+
+def _of_shape(name: str, algorithm: Algorithm) -> Config:
+    """Models of one shape for all roles, without weights: for check, plan and bench."""
+    return Config(
+        preset=name,
+        algorithm=algorithm,
+        options=_options(algorithm, ppo={"epochs": 1}),
+        shape=name,
+        device_type="a100-80g",
+        dtype="bfloat16",
+        rollout_batch=512,
+        mini_batch=128,
+        micro_batch=8,
+        data=Data(max_prompt=256),
+        generation=Generation(max_new_tokens=256),
+    )
+
+
+def _options(algorithm: Algorithm, **by_algorithm: Mapping[str, Any]) -> Options:
+    """The options of a preset, where it has some for the algorithm."""
+    return algorithm.options(**by_algorithm.get(algorithm.name, {}))
+
+
+def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
+    """The learning rates of a preset, by what a model puts out."""
+    return {name: by_head[role.head] for name, role in algorithm.roles.items()}
+
+
+PRESETS = {"tiny": tiny, "model": for_model, "smollm2": smollm2} | {name: partial(_of_shape, name) for name in SHAPES}
+
+
+def load(
+    preset: str | None,
+    overrides: Iterable[str] = (),
+    model: str | None = None,
+    *,
+    algorithm: str | None = None,
+    on_gpu: bool = False,
+) -> Config:
+    """The resolved config of a preset (None: tiny, or that for any model if there is one), a checkpoint folder for the
+    algorithm's first role, and dotted overrides. algorithm: name or FILE.py (None: ppo). on_gpu: whether it is for
+    GPUs."""
+    if model == "":
+        raise UserError("--model is empty: give a folder (a variable that is not set?)")
+    preset = preset or ("model" if model else "tiny")
+    if preset not in PRESETS:
+        raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
+    loaded = load_algorithm(algorithm or "ppo")
+    before = for_model(loaded, model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset](loaded)
+    config = before
+    if model:
+        judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
+        config = dataclasses.replace(config, models=judges | {config.main_role: model})
+    config = overridden(config, overrides)
+    if config.main_folder:  # a checkpoint counts more than the preset's shape
+        if config.shape != before.shape:
+            raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
+        config = dataclasses.replace(config, shape="")
+    check_sizes(config)
+    return config
+
+
+def all_keys() -> list[str]:
+    """Every key that an override of a PPO run may set."""
+    return keys_of(tiny(load_algorithm("ppo")))

@@ -1,0 +1,87 @@
+"""Pure computations on data between the calls of models: the functions that an algorithm's page names."""
+
+# M mini-batches, C columns, B rows, N groups, S samples of a prompt
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_spmd.algorithm import bound, mask_words
+from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.execute.handlers.context import Context, State, shape_of
+from rlhf_spmd.runtime.execute.iteration import Iteration
+
+
+def compute(context: Context, call: Call, step: Run, data: Iteration, state: State) -> None:
+    """Runs the function of a call on this rank's columns, with all rows that its scope asks for."""
+    algorithm, workflow = context.config.algorithm, context.workload.workflow
+    place, seen = context.place(step), context.place_seen(step)
+    leading = _leading(context, call, shape_of(seen))
+    rows = {key: context.held(data, key, seen).flatten(0, 1) for key in call.inputs}
+    words = context.masks(mask_words(workflow, call), rows)
+    given = {name: rows[key] for name, key in call.arguments} | words
+    given = {name: tensor.unflatten(0, leading) for name, tensor in given.items()}
+    numbers = algorithm.numbers(context.config.options, state.of_algorithm)
+    function = algorithm.function(call.function)
+    made = function(**bound(function, numbers | given))
+    made = made if isinstance(made, tuple) else (made,)
+    log = made[-1] if isinstance(made[-1], Mapping) else {}
+    results = dict(zip(call.outputs, made, strict=False))
+    reports = context.program.layout_of(step).reports(context.world.rank)
+    if call.sums:
+        results = _finished(context, call, step, numbers | given, results, reports)
+    own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
+    for key in call.outputs:
+        whole = results[key].flatten(0, len(leading) - 1).unflatten(0, shape_of(seen))
+        context.keep(data, key, place, whole[:, own])
+    first_site = context.program.placement.sites(call, workflow)[0]
+    if reports and step.reader == first_site and _counts(context, call, step):
+        for name, (total, weight) in log.items():
+            data.meter.add(name, *_own_part(total, weight, leading, shape_of(seen), own))
+
+
+def _leading(context: Context, call: Call, shape: tuple[int, int]) -> tuple[int, ...]:
+    """The first dims of what a function gets: rows [B], groups [N, S], mini-batches [M, C]; of the batch [B]."""
+    num_rows = shape[0] * shape[1]
+    if call.scope == "group":
+        samples = context.workload.samples_per_prompt
+        return num_rows // samples, samples
+    return shape if call.scope == "mini_batch" else (num_rows,)
+
+
+def _finished(
+    context: Context, call: Call, step: Run, given: dict, results: dict[str, Tensor], reports: bool
+) -> dict[str, Tensor]:
+    """The results of a compute that ends with sums over the batch. Collective over the Run's group."""
+    algorithm = context.config.algorithm
+    count, finish = (algorithm.function(call.function + suffix) for suffix in ("_sums", "_finish"))
+    sums = count(**bound(count, given | results))
+    sums = sums if reports else torch.zeros_like(sums)
+    if (group := context.group(step)) is not None:
+        dist.all_reduce(sums, group=group)
+    made = finish(**bound(finish, given | results | {"sums": sums}))
+    return dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+
+
+def _counts(context: Context, call: Call, step: Run) -> bool:
+    """Whether this rank counts for the log: of ranks that all see the same rows, one does."""
+    everything = call.scope in ("mini_batch", "batch")
+    return not everything or context.program.layout_of(step).dp_index(context.world.rank) == 0
+
+
+def _own_part(
+    total: Tensor, weight: Tensor | float, leading: tuple[int, ...], shape: tuple[int, int], own: slice
+) -> tuple[float, float]:
+    """A sum for the log and its weight. Under the scope of a group they may come as a tensor of groups [N] or samples
+    [N, S], since several ranks may see one group: each counts its own samples, and the groups that begin with one."""
+    if not isinstance(total, Tensor) or not total.dim():
+        return total, weight
+    weight = torch.ones_like(total, dtype=torch.float64) if not isinstance(weight, Tensor) else weight
+    mine = torch.zeros(shape, dtype=torch.bool, device=total.device)
+    mine[:, own] = True
+    mine = mine.flatten().unflatten(0, leading)
+    mine = mine if total.shape == mine.shape else mine[:, 0]
+    return total[mine].double().sum(), weight[mine].double().sum()

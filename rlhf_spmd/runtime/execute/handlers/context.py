@@ -1,0 +1,125 @@
+"""What all kinds of calls have in hand on a rank, and which rows a Run works on.
+
+Rows of an iteration lie in a matrix [M mini-batches, C columns]; a Run works on this rank's columns, which the ranks of
+one data-parallel shard share. Numbers for the log are added by the one of them that reports (`Layout.reports`).
+"""
+
+# M mini-batches, C columns (= mini_batch), G response tokens
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_spmd.algorithms.masks import ended, response_mask
+from rlhf_spmd.config import Config
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.words import MASK
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.data.scorer import Scorer
+from rlhf_spmd.runtime.execute.iteration import Iteration, Place
+from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.weights.models import RankModels
+from rlhf_spmd.runtime.world.world import World
+
+
+@dataclass(slots=True)
+class State:
+    """What changes between iterations, the same on every rank. of_algorithm: as the algorithm's page defines it."""
+
+    of_algorithm: Any
+    steps: dict[str, int] = field(default_factory=dict)  # optimizer steps per model
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """eos_ids: what ends a response. num_known: how many token ids every model that reads them knows. decode: token ids
+    to text, for stop texts."""
+
+    program: Program
+    config: Config
+    world: World
+    models: RankModels
+    scorer: Scorer | None
+    eos_ids: tuple[int, ...]
+    num_known: int
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def workload(self) -> Workload:
+        return self.program.workload
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Of generation, which every pass repeats."""
+        generation = self.config.generation
+        return {
+            "temperature": generation.temperature,
+            "eos_ids": self.eos_ids,
+            "min_new_tokens": generation.min_new_tokens,
+        }
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """Of generation alone: what is restricted is found when generating, and replayed afterwards."""
+        generation = self.config.generation
+        restricted = {name: getattr(generation, name) for name in ("top_k", "top_p", "min_p", "stop")}
+        return self.sampling | restricted | {"decode": self.decode}
+
+    def layout(self, call: Call) -> Layout:
+        return self.program.placement.layouts[call.name]
+
+    def micro_batch(self, layout: Layout) -> int:
+        return layout.micro_batch or self.workload.micro_batch
+
+    def place(self, step: Run) -> Place:
+        """The rows that a Run computes on this rank: slices of mini-batches and of columns."""
+        return self._slices(step, self.program.columns_of(step, self.world.rank))
+
+    def place_seen(self, step: Run) -> Place:
+        """The rows that it reads for them."""
+        return self._slices(step, self.program.columns_seen(step, self.world.rank))
+
+    def _slices(self, step: Run, columns: range) -> Place:
+        rows = self.program.mini_batches_of(step)
+        return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+
+    def meter(self, call: Call, data: Iteration) -> Meter:
+        """Where to count rows: nowhere, if another rank of the same shard reports them."""
+        return data.meter if self.layout(call).reports(self.world.rank) else Meter()
+
+    def group(self, step: Run) -> dist.ProcessGroup | None:
+        """The group of a Run, None if this rank computes alone."""
+        return self.world.group(step.group) if step.group else None
+
+    def keep(self, data: Iteration, key: str, place: Place, value: Tensor) -> None:
+        """Puts the rows of a Run into the store."""
+        data.store.at(key, place)[:] = value
+
+    def held(self, data: Iteration, key: str, place: Place) -> Tensor:
+        """The rows of a key at a place. A rank without columns may have nothing of the key."""
+        assert key in data.store or place[1].start == place[1].stop, f"{key} is read before it is there"
+        return data.store.at(key, place)
+
+    def ended(self, responses_BG: Tensor) -> Tensor:
+        """True where a response ended by itself, False where it was truncated: bool [B]. A stop text in the very last
+        place does not count."""
+        ended_B = ended(responses_BG, self.eos_ids)
+        return ended_B | (responses_BG[:, -1] < 0) if self.config.generation.stop else ended_B
+
+    def masks(self, words: Mapping[str, tuple[str, str]], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What functions may ask for about responses. words: of algorithm.mask_words; rows: [B, G] by key."""
+        return {
+            word: response_mask(rows[key]) if what == MASK else self.ended(rows[key])
+            for word, (key, what) in words.items()
+        }
+
+
+def shape_of(place: Place) -> tuple[int, int]:
+    """Mini-batches and columns of a place."""
+    rows, columns = place
+    return rows.stop - rows.start, columns.stop - columns.start

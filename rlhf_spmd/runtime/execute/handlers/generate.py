@@ -1,0 +1,64 @@
+"""Calls that sample responses."""
+
+# M mini-batches, B sequences, G response tokens
+
+import time
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Run
+from rlhf_spmd.plan.words import RESPONSES
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.execute.handlers.context import Context, shape_of
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.generation.kvcache import free_bytes
+from rlhf_spmd.runtime.generation.rows import Rollout
+
+
+def generate(context: Context, call: Call, step: Run, data: Iteration) -> None:
+    """Draws the responses of a Run. Raises UserError for a token that other models do not know."""
+    place = context.place(step)
+    started = time.perf_counter()
+    with context.models.weights(call) as model:
+        if call.name not in data.generations:
+            data.generations[call.name] = _all_of_iteration(context, call, model, step, data, place[1])
+        made = data.generations[call.name].of(place[0])
+        if data.generations[call.name].is_over:
+            del data.generations[call.name]  # its memory is for training now
+    responses = made[0]
+    if responses.numel() and (drawn := int(responses.max())) >= context.num_known:
+        raise UserError(
+            f"the {call.model} drew token {drawn}, which no text has (its embeddings are padded), and other models "
+            f"know only {context.num_known} tokens; give them as many by transformers' resize_token_embeddings"
+        )
+    tensors = dict(zip(call.outputs, made, strict=False))
+    for key in context.program.makes(step, context.world.rank):  # a stage before the last one goes on with none of it
+        context.keep(data, key, place, tensors[key].unflatten(0, shape_of(place)))
+    mask, meter = responses >= 0, context.meter(call, data)
+    prefix = call.outputs[0].removesuffix(RESPONSES)
+    meter.add(f"{prefix}response_length", mask.sum(), len(responses))
+    meter.add(f"{prefix}ended_fraction", context.ended(responses).sum(), len(responses))
+    data.generate_s += time.perf_counter() - started
+    meter.maximum("generate_s", data.generate_s)
+
+
+def _all_of_iteration(
+    context: Context, call: Call, model: Transformer, step: Run, data: Iteration, columns: slice
+) -> Rollout:
+    """All that this rank generates for a call in an iteration, in the order in which it will be asked for."""
+    generation, num_rows = context.config.generation, columns.stop - columns.start
+    places = generation.max_sequences
+    if step.mini_batch is not None:
+        # streaming: the first mini-batch must not wait for all others
+        places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
+    own = {} if call.temperature is None else {"temperature": call.temperature}
+    return Rollout(
+        model,
+        data.store.at(call.prompts, (ALL, columns)),
+        data.random_bits(random_streams.of_call(context.workload.workflow, call), columns),
+        max_sequences=max(min(places, num_rows * context.workload.num_mini_batches), 1),
+        block_size=generation.block_size,
+        free_bytes=generation.cache_fraction * free_bytes(context.world.device, context.world.computes.num_ranks),
+        **(context.drawing | own),
+    )

@@ -1,0 +1,109 @@
+"""Calls that read something off a model's output without training it, and scores of reward functions."""
+
+# B sequences, P prompt tokens, G response tokens
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_spmd.model.sequences import Sequences, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.layout import group_name
+from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.words import LOGPROBS, SCORES, VALUES
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.execute.handlers.context import Context, shape_of
+from rlhf_spmd.runtime.execute.iteration import Iteration, Place
+from rlhf_spmd.runtime.execute.micro_batches import cut, lengths_of
+from rlhf_spmd.runtime.execute.pipeline_runtime import through_stages
+
+HEADS = {VALUES: response_values, SCORES: sequence_scores}
+
+
+def inference(
+    context: Context, call: Call, step: Run, data: Iteration, model: Transformer
+) -> tuple[list[Sequences], Callable[[int, Tensor], None], Callable[[], None]]:
+    """The micro-batches of a Run, what makes a result of the last stage's output, and what keeps the results."""
+    place, layout = context.place(step), context.layout(call)
+    prompts, responses = (context.held(data, key, place) for key in call.tokens)
+    last = model.parallel.is_last
+    kept = context.held(data, call.kept, place) if last and call.kept else None
+    join, lengths = Sequences.join, lengths_of
+    if judges(context, call):
+        join, lengths = context.scorer.batch, context.scorer.lengths
+    parts = [
+        (row, part)
+        for row in range(len(prompts))
+        for part in cut(lengths(prompts[row], responses[row]), layout, context.micro_batch(layout))
+    ]
+    batches = [join(prompts[part], responses[part]) for part in parts]
+    results: list[Tensor] = []
+
+    def finish(index: int, output: Tensor) -> None:
+        if call.function == LOGPROBS:
+            sets = None if kept is None else kept[parts[index]]
+            results.append(response_logprobs(model, batches[index], output, sets, **context.sampling))
+        else:
+            results.append(HEADS[call.function](model, batches[index], output))
+
+    def close() -> None:
+        whole = torch.cat(results).float() if results else None
+        if judges(context, call):
+            keep_scores(context, call, data, place, whole)
+        elif whole is not None:
+            context.keep(data, call.outputs[0], place, whole.unflatten(0, shape_of(place)))
+
+    return batches, finish, close if last else _nothing
+
+
+def judges(context: Context, call: Call) -> bool:
+    """Whether a call scores whole responses, so that the reward function counts, too."""
+    return call.function == SCORES and context.config.algorithm.roles[call.model].judge
+
+
+def keep_scores(context: Context, call: Call, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
+    """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
+    prompts, responses = (context.held(data, key, place).flatten(0, 1) for key in call.tokens)
+    scores_B = add_function(context, call, prompts, responses, of_model_B)
+    context.keep(data, call.outputs[0], place, scores_B.unflatten(0, shape_of(place)))
+    wide_B, name = scores_B.double(), call.outputs[0].removesuffix("s")
+    meter = context.meter(call, data)
+    meter.add(name, wide_B.sum(), len(wide_B))
+    meter.add(f"{name}_sq", wide_B.square().sum(), len(wide_B))
+
+
+def add_function(
+    context: Context, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None
+) -> Tensor:
+    """scores_B: the reward model's, if there is one, plus the reward function's. The function runs once for each row:
+    what is random or slow in it must not differ between ranks that go on with the same row."""
+    scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
+    if context.scorer.function is None:
+        return scores_B
+    rank = context.world.rank
+    slices = context.layout(call).tensor_ranks(rank)
+    if rank == slices[0] and len(prompts_BP):
+        scores_B = scores_B + context.scorer.of_function(prompts_BP, responses_BG)
+    if len(slices) > 1:
+        dist.broadcast(scores_B, src=slices[0], group=context.world.group(group_name(slices)))
+    return scores_B
+
+
+def scores(context: Context, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
+    """Scores [B] of whole responses outside an iteration; collective where ranks share the reward model. None on the
+    ranks of a stage before the last one."""
+    of_model_B = None
+    if context.workload.models[call.model] is not None:
+        with torch.no_grad(), context.models.weights(call) as model:
+            batch = context.scorer.batch(prompts_BP, responses_BG) if len(prompts_BP) else None
+            output = through_stages(model, batch) if batch is not None else None
+            if not model.parallel.is_last:
+                return None
+            of_model_B = sequence_scores(model, batch, output) if batch is not None else None
+    return add_function(context, call, prompts_BP, responses_BG, of_model_B)
+
+
+def _nothing() -> None:
+    """A stage before the last one has no results."""

@@ -1,0 +1,28 @@
+"""The algorithms verb: the algorithms that come with the package, with their roles and calls."""
+
+import argparse
+import json
+
+from rlhf_spmd.algorithm import load_algorithm, names
+from rlhf_spmd.plan.workflow import Call, Workflow
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints every algorithm and, last, a line of JSON -> the exit status."""
+    found = {}
+    for name in names():
+        algorithm = load_algorithm(name)
+        workflow = algorithm.workflow(algorithm.options())
+        roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)
+        print(f"{name}: {algorithm.title}; {roles}; data {', '.join(algorithm.data.values())}")
+        print("\n".join(f"  {line(workflow, call)}" for call in workflow.calls))
+        found[name] = [call.name for call in workflow.calls]
+    print(json.dumps({"algorithms": found, "ok": True}))
+    return 0
+
+
+def line(workflow: Workflow, call: Call) -> str:
+    """A call, what it reads and what it makes."""
+    does = f"{call.model}.{call.kind}({call.function})" if call.model else f"compute({call.function})"
+    made = ", ".join(call.outputs) or f"new weights of the {call.model}"
+    return f"{call.name:<22} {does:<34} {', '.join(call.inputs)} -> {made}"

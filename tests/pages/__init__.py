@@ -1,0 +1,1 @@
+"""Toy pages: algorithms of one file each, which no other file knows."""
