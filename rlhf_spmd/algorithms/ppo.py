@@ -5,7 +5,7 @@ tensor math is in advantages.py and losses.py; which rank does what is the strat
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -104,7 +104,7 @@ def start(options: Options) -> State:
 def read_state(values: Mapping) -> State:
     """The inverse of dataclasses.asdict. (Earlier versions called the moments `scores`.)"""
     moments = values["score_moments"] if "score_moments" in values else values["scores"]
-    return State(float(values["kl_coef"]), RunningMoments(**{name: float(value) for name, value in moments.items()}))
+    return State(float(values["kl_coef"]), RunningMoments(*(float(moments[name]) for name in asdict(RunningMoments()))))
 
 
 def after_iteration(

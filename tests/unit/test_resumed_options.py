@@ -1,6 +1,5 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,19 +8,42 @@ import pytest
 import torch
 
 from rlhf_spmd import presets
-from rlhf_spmd.config import Checkpointing, resolved
+from rlhf_spmd.algorithms import ppo
+from rlhf_spmd.algorithms.controllers import RunningMoments
+from rlhf_spmd.config import Checkpointing, resolved, with_value
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import store
 from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint
-from rlhf_spmd.runtime.guard.failures import explain
+from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.guard.failures import in_words
 from rlhf_spmd.runtime.run import report
 from tests.runs import OneRank
 
-STATE = {"kl_coef": 0.1, "scores": {"count": 3.0, "mean": 0.1, "squares": 2.5}, "inputs": {"prompts in x": "abc"}}
-STATE["surroundings"] = {"torch": "2.11"}
+MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
+OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
+ABOUT = {"inputs": {"prompts in x": "abc"}, "surroundings": {"torch": "2.11"}}
+STATE = {"state": OF_PPO} | ABOUT
+OLDER = {"kl_coef": 0.1, "scores": MOMENTS} | ABOUT  # of versions before algorithms had pages
 
+# config.json of a run of `--preset tiny`, but for its folders, as a version before algorithms had pages wrote it
+OLDER_CONFIG = """
+{"preset": "tiny", "models": {"actor": "", "critic": "", "reference": "", "reward": ""}, "shape": "", "device": "auto",
+ "device_type": "cpu", "seed": 0, "iterations": 15, "dtype": "float32", "rollout_batch": 128, "samples_per_prompt": 1,
+ "mini_batch": 32, "micro_batch": 32, "reward_function": "", "reward_function_mode": "replace",
+ "parity_tolerance": null, "deadline_s": 60.0, "num_samples": 3, "wandb": "",
+ "data": {"prompts": "", "key": "prompt", "max_prompt": 32, "long_prompts": "error"},
+ "generation": {"max_new_tokens": 24, "min_new_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+  "stop": [], "max_sequences": 256, "block_size": 0, "cache_fraction": 0.9},
+ "ppo": {"epochs": 2, "kl_coef": 0.05, "kl_controller": "fixed", "kl_target": 6.0, "kl_horizon": 10000, "gamma": 1.0,
+  "lam": 0.95, "clip_ratio": 0.2, "clip_value": 0.2, "entropy_coef": 0.0, "whiten": "mini_batch",
+  "old_logprobs": "generator", "truncation": "penalty", "truncation_penalty": -1.0, "clip_score": null,
+  "normalize_scores": false, "kl_early_stop": null},
+ "optimizer": {"actor_lr": 0.0003, "critic_lr": 0.00015, "warmup_steps": 0, "schedule": "constant", "beta1": 0.9,
+  "beta2": 0.95, "eps": 1e-05, "weight_decay": 0.0, "max_grad_norm": 1.0},
+ "checkpoint": {"every": 10, "keep": 2}, "strategy": {}}
+"""
 
 MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
 MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
@@ -81,11 +103,8 @@ def test_every_option_may_change_or_is_refused_by_name():
     for key in presets.all_keys():
         if key in ("preset", "shape", "strategy", "iterations"):
             continue
-        group, _, leaf = key.rpartition(".")
-        part = getattr(before, group) if group else before
-        changed = dataclasses.replace(part, **{leaf: "another"})
-        after = dataclasses.replace(before, **{group: changed}) if group else changed
-        if key in MAY_CHANGE or group == "checkpoint":
+        after = with_value(before, key, "another")
+        if key in MAY_CHANGE or key.startswith("checkpoint."):
             refuse_changes(before, after, "RUN")
             continue
         with pytest.raises(UserError, match=f"^{key}=another would make another run of RUN"):
@@ -139,9 +158,52 @@ def test_a_folder_without_a_manifest_is_noted(tmp_path):
     assert run.iteration == 2 and "iteration-000004 has no manifest, so it is not used" in run.notes[0]
 
 
-@pytest.mark.parametrize("state", [[], {}, STATE | {"kl_coef": "much"}, STATE | {"scores": {"count": 1.0}}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {},
+        ABOUT,
+        STATE | {"state": {}},
+        STATE | {"state": 3},
+        STATE | {"state": OF_PPO | {"kl_coef": "much"}},
+        STATE | {"state": OF_PPO | {"score_moments": {"count": "x"}}},
+        STATE | {"state": OF_PPO | {"score_moments": {"number": 1.0}}},
+        OLDER | {"kl_coef": "much"},
+        OLDER | {"scores": {"count": 1.0}},
+        OLDER | {"inputs": 3},
+    ],
+    ids=lambda state: json.dumps(state)[:60],
+)
 def test_a_state_that_makes_no_sense_is_refused(tmp_path, state):
     assert "state.json can't be read" in refused(write_run(tmp_path, state=state))
+
+
+@pytest.mark.parametrize("written", [STATE, OLDER], ids=["now", "older"])
+def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
+    """Also one of an earlier version, whose parts stand beside the rest."""
+    run = resumed(write_run(tmp_path, state=written))
+    state = run.config.algorithm.read_state(run.state["state"])
+    assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
+    assert {name: run.state[name] for name in ABOUT} == ABOUT
+    assert report.run_state(State(state)) == {"state": OF_PPO}
+
+
+def test_the_options_of_an_older_run_folder_are_read(tmp_path):
+    """Of a version before algorithms had pages: as it wrote them for `--preset tiny`, in full."""
+    values = json.loads(OLDER_CONFIG)
+    assert "algorithm" not in values and "options" not in values
+    folders = {name: folder for name, folder in presets.load("tiny").models.items() if folder}
+    values["models"] |= folders  # where the package lies here
+    values["data"]["prompts"] = presets.load("tiny").data.prompts
+    assert config_of(values, "x.json") == presets.load("tiny")
+    values["ppo"]["kl_coef"], values["optimizer"]["critic_lr"] = 0.3, 0.25
+    config = config_of(values, "x.json")
+    assert config.algorithm.name == "ppo" and config.options.kl_coef == 0.3
+    assert config.optimizer.lr == {"actor": 3e-4, "critic": 0.25}
+    folder = write_run(tmp_path, "ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", state=OLDER)
+    (folder / "config.json").write_text(json.dumps(values))
+    assert resumed(folder).config == config
 
 
 def test_a_cluster_file_is_found_again(tmp_path):

@@ -137,21 +137,27 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     """The inverse of `config.resolved`; what is missing has its default. page: file of the algorithm, None for one of
     the
     package. Raises UserError naming `source`."""
-    if "device" in values and "device_type" not in values:
-        raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
-    algorithm = load_algorithm(page or values.get("algorithm", "ppo"), values.get("algorithm", "ppo"))
     if not isinstance(values, Mapping) or "preset" not in values:
         raise UserError(f"{source} is not an object with a preset; restore the file")
-    config = Config(preset=str(values["preset"]), algorithm=algorithm, strategy=dict(values.get("strategy", {})))
+    if "device" in values and "device_type" not in values:
+        raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
+    name, strategy = values.get("algorithm", "ppo"), values.get("strategy", {})
+    if not isinstance(name, str) or not isinstance(strategy, Mapping):
+        what = "strategy is not an object" if isinstance(name, str) else "algorithm is not a name"
+        raise UserError(f"{source}: {what}; restore the file")
+    config = Config(preset=str(values["preset"]), algorithm=load_algorithm(page or name, name), strategy=dict(strategy))
     known = configs.options_of(config)
-    for key, value in _flat(values, source).items():
+    groups = {key.partition(".")[0] for key in known if "." in key}
+    for key, value in _flat(values).items():
+        if key in groups:
+            raise UserError(f"{source}: {key} is not an object; restore the file")
         if key not in known:
             raise UserError(f"{source} has the option {key}, which this version does not know")
         config = configs.with_value(config, key, configs.parse_value(known[key][0], value, f"{source}: {key}"))
     return config
 
 
-def _flat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options in their groups as options by their dotted keys, without the algorithm and the strategy's."""
     found: dict[str, Any] = {}
     for name, value in values.items():
