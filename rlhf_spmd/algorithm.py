@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import rlhf_spmd.algorithms
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_names import did_you_mean
@@ -190,7 +189,7 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
 
 def names() -> list[str]:
     """The algorithms that come with the package."""
-    found = [module.name for module in pkgutil.iter_modules(rlhf_spmd.algorithms.__path__)]
+    found = [module.name for module in pkgutil.iter_modules([str(Path(page.__file__).parent)])]
     return sorted(name for name in found if name not in SHARED)
 
 

@@ -22,14 +22,14 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "model", "python_file"),
+    "data": ("config", "folders", "model", "python_file"),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
-    "weights": ("config", "model", "plan"),
-    "execute": ("algorithms", "config", "kernels", "model", "plan"),
-    "checkpoint": ("config", "model", "plan"),
+    "weights": ("config", "folders", "model", "plan"),
+    "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
+    "checkpoint": ("algorithm", "config", "model", "plan"),
     "profile": ("config", "model", "plan"),
-    "run": ("algorithms", "config", "kernels", "model", "plan"),
+    "run": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
     "offline": ("algorithms", "config", "kernels", "model", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -49,23 +49,30 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
     }
 
 
+TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", "advantages", "losses", "masks", "parity"))
 # module or package -> what of ours it may import (beside errors); the longest matching name counts.
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
-    "rlhf_spmd.algorithms": ("plan",),
+    "rlhf_spmd.algorithm": ("plan", "algorithms.page", "option_names", "python_file"),  # it finds the others by name
+    "rlhf_spmd.algorithms": ("plan", "algorithms.page", "algorithms.controllers"),  # the pages
+    "rlhf_spmd.algorithms.page": (),
+    "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.order": (),
+    **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in ("advantages", "losses", "masks", "parity")},
     "rlhf_spmd.calibration_file": ("plan",),
     "rlhf_spmd.cluster_file": ("plan",),
-    "rlhf_spmd.config": ("plan", "algorithms", "model.config", "embedded", "option_names"),
+    "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "folders", "option_names"),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.embedded.make": ANYTHING,
     "rlhf_spmd.fitting": ("plan", "strategy"),
+    "rlhf_spmd.folders": ("plan", "model.config"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.option_names": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
+    "rlhf_spmd.presets": ("plan", "algorithm", "algorithms.page", "config", "embedded", "model.config", "option_names"),
     "rlhf_spmd.python_file": (),
     "rlhf_spmd.runtime": (),
     "rlhf_spmd.strategies": ("plan",),
@@ -80,8 +87,10 @@ BENCH_ROOMS |= rooms("bench", BENCH)
 OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": None,
-    "rlhf_spmd.algorithms": ("pydantic",),
+    "rlhf_spmd.algorithms": ("pydantic",),  # of the pages, too: what reads them starts without torch
+    "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.order": ("numpy",),
+    **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in ("advantages", "losses", "masks", "parity")},
     "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),
@@ -170,7 +179,7 @@ def import_problem(module: str, found: Import) -> str | None:
     if within(target, "rlhf_spmd"):
         if module == LAZY and not found.late and target != "rlhf_spmd.errors":
             return f"imports {target} at module level; import it where it is used"
-        allowed = ("errors",) if module.endswith("_math") else (*rule(OURS, module), "errors")
+        allowed = (*rule(OURS, module), "errors")
         if ANYTHING[0] in allowed or any(within(target, f"rlhf_spmd.{name}") for name in allowed):
             return None
         return f"may not import {target} (of ours only: {', '.join(sorted(allowed))})"
@@ -184,7 +193,7 @@ def import_problem(module: str, found: Import) -> str | None:
         return f"imports {target} at module level; import it where it is used"
     if top in FENCES:
         return None if within(module, FENCES[top]) else f"imports {top}, which only {FENCES[top]} may"
-    others = None if module.endswith("_math") else rule(OTHERS, module)
+    others = rule(OTHERS, module)
     if others is not None and top not in others:
         return f"may not import {target} (of others only: {', '.join(others) or 'none'})"
     return None

@@ -12,6 +12,7 @@ from tests.import_rules import MAX_FUNCTION, MAX_LINES, ROOT, modules_of, proble
 WORLD = "rlhf_spmd/runtime/world/world.py"
 DEEPSPEED = "rlhf_spmd/runtime/engines/deepspeed_engine.py"
 CHECK = "rlhf_spmd/plan/proof/check.py"
+PAGE, ADVANTAGES = "rlhf_spmd/algorithms/ppo.py", "rlhf_spmd/algorithms/advantages.py"
 
 
 def test_this_repository():
@@ -49,13 +50,20 @@ GOOD = {
     "rlhf_spmd/errors.py": "class UserError(Exception): ...\n",
     "rlhf_spmd/config.py": (
         "from pathlib import Path\nimport pydantic\nfrom rlhf_spmd import errors\n"
-        "from rlhf_spmd.algorithms.ppo import PPO\nfrom rlhf_spmd.model.config import from_hf\n"
+        "from rlhf_spmd.algorithm import load_algorithm\nfrom rlhf_spmd.algorithms.page import Options\n"
     ),
+    "rlhf_spmd/algorithm.py": "from rlhf_spmd.algorithms import page\nfrom rlhf_spmd.plan.layout import Layout\n",
+    "rlhf_spmd/folders.py": "from rlhf_spmd.model.config import from_hf\nfrom rlhf_spmd.plan.layout import Layout\n",
+    "rlhf_spmd/presets.py": "from rlhf_spmd import algorithm, config, embedded\nfrom rlhf_spmd.model.config import x\n",
     "rlhf_spmd/strategy.py": "import rlhf_spmd.strategies\nfrom rlhf_spmd.config import load\n",
     "rlhf_spmd/rewards.py": "def vader():\n    import vaderSentiment\n",
     "rlhf_spmd/algorithms/__init__.py": "",
-    "rlhf_spmd/algorithms/ppo.py": "from rlhf_spmd.plan.layout import Layout\n",
-    "rlhf_spmd/algorithms/ppo_math.py": "import torch\nfrom rlhf_spmd.errors import UserError\n",
+    "rlhf_spmd/algorithms/page.py": "from pydantic import PositiveInt\n",
+    "rlhf_spmd/algorithms/controllers.py": "import math\n",
+    "rlhf_spmd/algorithms/masks.py": "import torch\n",
+    ADVANTAGES: "import torch\nfrom rlhf_spmd.algorithms import controllers, masks\n",
+    "rlhf_spmd/algorithms/losses.py": "import torch\nfrom rlhf_spmd.algorithms.advantages import x\n",
+    PAGE: "from rlhf_spmd.algorithms import controllers, page\nfrom rlhf_spmd.plan.layout import Layout\n",
     "rlhf_spmd/embedded/__init__.py": "",
     "rlhf_spmd/embedded/make.py": "from rlhf_spmd.runtime import world\n",
     "rlhf_spmd/model/__init__.py": "",
@@ -71,7 +79,9 @@ GOOD = {
     "rlhf_spmd/runtime/observe/trace.py": "import time\n",
     "rlhf_spmd/runtime/observe/meter.py": "from rlhf_spmd.runtime.observe import trace\n",
     WORLD: "from mpi4py import MPI\nfrom rlhf_spmd.runtime.observe.trace import x\n",
-    "rlhf_spmd/runtime/run/train.py": "from rlhf_spmd.runtime.world.world import World\n",
+    "rlhf_spmd/runtime/run/train.py": (
+        "from rlhf_spmd.runtime.world.world import World\nfrom rlhf_spmd import algorithm\n"
+    ),
     "kernels/__init__.py": "",
     "kernels/philox.py": "import triton.language as tl\n",
     "strategies/__init__.py": "",
@@ -105,8 +115,27 @@ OFFENCES = [
     ),
     ("strategies/flattening.py", "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
     ("strategies/flattening.py", "from rlhf_spmd.strategy import names", "may not import rlhf_spmd.strategy"),
-    ("rlhf_spmd/algorithms/ppo.py", "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
-    ("rlhf_spmd/algorithms/ppo_math.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
+    (PAGE, "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
+    (PAGE, "from rlhf_spmd.algorithms import losses", "may not import rlhf_spmd.algorithms.losses"),
+    (PAGE, "from rlhf_spmd.algorithm import load_algorithm", "may not import rlhf_spmd.algorithm"),
+    (ADVANTAGES, "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
+    (ADVANTAGES, "from rlhf_spmd.algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
+    (ADVANTAGES, "from rlhf_spmd.algorithms import page", "may not import rlhf_spmd.algorithms.page"),
+    (ADVANTAGES, "from rlhf_spmd.model.hf import load", "may not import rlhf_spmd.model.hf"),
+    (
+        "rlhf_spmd/algorithms/controllers.py",
+        "from rlhf_spmd.algorithms import masks",
+        "may not import rlhf_spmd.algorithms.masks",
+    ),
+    ("rlhf_spmd/algorithms/page.py", "from rlhf_spmd.plan import layout", "may not import rlhf_spmd.plan.layout"),
+    ("rlhf_spmd/algorithm.py", "from rlhf_spmd.algorithms import ppo", "may not import rlhf_spmd.algorithms.ppo"),
+    ("rlhf_spmd/algorithm.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
+    ("rlhf_spmd/config.py", "from rlhf_spmd.presets import load", "may not import rlhf_spmd.presets"),
+    ("rlhf_spmd/config.py", "from rlhf_spmd.algorithms.ppo import Options", "may not import rlhf_spmd.algorithms.ppo"),
+    ("rlhf_spmd/folders.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
+    (CHECK, "from rlhf_spmd.algorithm import bound", "may not import rlhf_spmd.algorithm"),
+    ("strategies/flattening.py", "from rlhf_spmd import algorithm", "may not import rlhf_spmd.algorithm"),
+    (WORLD, "from rlhf_spmd.algorithm import bound", "may not import rlhf_spmd.algorithm"),
     ("kernels/philox.py", "from rlhf_spmd.model.config import x", "may not import rlhf_spmd.model.config"),
     ("rlhf_spmd/model/hf.py", "from rlhf_spmd.plan.layout import x", "may not import rlhf_spmd.plan.layout"),
     ("rlhf_spmd/model/config.py", "from rlhf_spmd.model import hf", "may not import rlhf_spmd.model.hf"),
@@ -190,6 +219,13 @@ OFFENCES = [
     ("rlhf_spmd/__main__.py", "from rlhf_spmd import config", "at module level"),
     ("rlhf_spmd/__main__.py", "import torch", "at module level"),
     ("rlhf_spmd/__main__.py", "try:\n    import numpy\nexcept ImportError:\n    pass", "at module level"),
+    (PAGE, "import torch", "may not import torch"),
+    (PAGE, "def f():\n    import numpy", "may not import numpy"),
+    ("rlhf_spmd/algorithms/page.py", "import torch", "may not import torch"),
+    ("rlhf_spmd/algorithms/controllers.py", "import torch", "may not import torch"),
+    ("rlhf_spmd/algorithm.py", "import torch", "may not import torch"),
+    ("rlhf_spmd/presets.py", "import torch", "may not import torch"),
+    (ADVANTAGES, "import numpy", "may not import numpy"),
     # files
     ("rlhf_spmd/plan/layout.py", "import os", "opens no files"),
     ("rlhf_spmd/plan/layout.py", "from pathlib import Path", "opens no files"),
