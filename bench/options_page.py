@@ -7,6 +7,7 @@ Cost: none. Command: python -m bench tables, which writes this page too. A unit 
 """
 
 import ast
+import collections.abc
 import dataclasses
 import inspect
 import io
@@ -21,6 +22,8 @@ from pydantic.fields import FieldInfo
 from bench.rows import REPOSITORY
 from rlhf_spmd import config as configs
 from rlhf_spmd import presets
+from rlhf_spmd.algorithm import Algorithm, load_algorithm
+from rlhf_spmd.algorithm import names as algorithms
 from rlhf_spmd.option_names import ELSEWHERE
 from rlhf_spmd.runtime.offline import options as offline_options
 from rlhf_spmd.strategy import load_strategy, names
@@ -45,9 +48,9 @@ PRESETS = """
 ## Presets
 
 `--preset NAME` chooses a preset. Without it, `train` uses `tiny`, or `model` if `--model FOLDER` is given. The
-table has the options whose value differs from the default. The lengths of `model` are half of the model's context, but
-at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` differ from `llama-7b` in
-`shape` only; they have no weights and serve `check` and `plan`.
+table has the options of a run of `ppo` whose value differs from the default. The lengths of `model` are half of the
+model's context, but at most the number shown, and its `dtype` is `bfloat16` on GPUs. `llama-13b` to `llama-70b` differ
+from `llama-7b` in `shape` only; they have no weights and serve `check` and `plan`.
 
 With `--preset tiny --model FOLDER` everything else still comes from the preset, whose values suit a toy; also set
 prompts, reward, lengths and learning rates.
@@ -57,18 +60,29 @@ OFFLINE = """
 
 A line of a `.jsonl` file of prompts may set some of these for its own prompt; see [Generation](generation.md).
 """
+ALGORITHMS = """
+## Options of the algorithms
+
+`--algorithm NAME` chooses one; without it, it is `ppo`. `--model FOLDER` sets the folder of the first model. A model
+without a folder of its own is read from the first one in the table that has the first model's tokenizer. A model that
+puts out one number for each token (`scalar`) and is trained begins with zeros where its folder has no such head.
+"""
 STRATEGIES = """
 ## Options of the strategies
 
 Written `strategy.NAME=VALUE`. [Strategies](strategies.md) says what each strategy does.
 """
+NO_OPTIONS = ("preset", "algorithm", "options")  # --preset and --algorithm, and what those have
+BY_ROLE = {"lr": "ROLE_lr", "models": "models.ROLE", "strategy": "strategy.NAME"}  # fields that are options by name
 SHOWN_PRESETS = ("tiny", "model", "smollm2", "llama-7b")
 
 
 def page() -> str:
     """The page as it has to be."""
-    parts = [HEAD, RUN, *_tables(configs.Config), PRESETS, _table_of_presets(), OFFLINE]
-    parts += [*_tables(offline_options.Options, " of generate"), STRATEGIES]
+    parts = [HEAD, RUN, *_tables(configs.Config), ALGORITHMS]
+    for name in algorithms():
+        parts += [f"\n### {name}\n\n", *_tables_of_algorithm(load_algorithm(name))]
+    parts += [PRESETS, _table_of_presets(), OFFLINE, *_tables(offline_options.Options, " of generate"), STRATEGIES]
     for name in names():
         rows = [_row(*option) for option in strategy_options(name)]
         parts += [f"\n### {name}\n\n", _lines(("option", "type", "default", "meaning"), rows)]
@@ -90,7 +104,8 @@ def names_elsewhere() -> tuple[dict, list[dict[str, Sequence[str]]]]:
 
 def _tables(cls: type, verb: str = "") -> list[str]:
     """A table of the plain fields of a dataclass, then one for each group of fields. verb: added to their titles."""
-    groups = [field for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.type)]
+    fields = [field for field in dataclasses.fields(cls) if field.name not in NO_OPTIONS]
+    groups = [field for field in fields if dataclasses.is_dataclass(field.type)]
     rows = [_row(*option) for option in fields_of(cls) if option[0] not in {field.name for field in groups}]
     head = ("option", "type", "default", "meaning")
     parts = ["\n", _lines(head, rows)]
@@ -100,13 +115,33 @@ def _tables(cls: type, verb: str = "") -> list[str]:
     return parts
 
 
+def _tables_of_algorithm(algorithm: Algorithm) -> list[str]:
+    """The models of an algorithm, and its options."""
+    rates = configs.Config(preset="", algorithm=algorithm).optimizer.lr
+    rows = []
+    for name, role in algorithm.roles.items():
+        rate = f"`optimizer.{name}{configs.LR}={rates[name]}`" if name in rates else "-"
+        empty = ", else ".join(f"the {other}'s folder" for other in role.starts_from)
+        if name == next(iter(algorithm.roles)):
+            empty = "that of `--model` or the preset"
+        elif role.judge:
+            empty = "none: a reward function scores"
+        rows.append([f"`models.{name}`", role.head, rate, empty[:1].upper() + empty[1:]])
+    options = [_row(f"{algorithm.name}.{name}", *rest) for name, *rest in fields_of(algorithm.options)]
+    head = ("model", "head", "learning rate", "where the folder is empty")
+    return [_lines(head, rows), "\n", _lines(("option", "type", "default", "meaning"), options)]
+
+
 def fields_of(cls: type) -> list[tuple[str, Any, Any, str]]:
     """Name, type, default and meaning of each field of a dataclass, those that it inherits first."""
     hints, found = get_type_hints(cls, include_extras=True), {}
     for base in reversed(cls.__mro__[:-1]):
         found |= _comments(base)
-    named = [field for field in dataclasses.fields(cls) if field.name != "preset"]  # that is --preset
-    return [(field.name, hints[field.name], _default(field), found.get(field.name, "")) for field in named]
+    named = [field for field in dataclasses.fields(cls) if field.name not in NO_OPTIONS]
+    return [
+        (BY_ROLE.get(field.name, field.name), hints[field.name], _default(field), found.get(field.name, ""))
+        for field in named
+    ]
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -149,7 +184,7 @@ def _meanings(name: str) -> dict[str, str]:
 
 def _table_of_presets() -> str:
     """The options that presets set."""
-    values = {name: _values(presets.PRESETS[name]()) for name in SHOWN_PRESETS}
+    values = {name: _values(presets.load(name)) for name in SHOWN_PRESETS}
     defaults = _values(configs.Config(preset=""))
     keys = [key for key in defaults if any(values[name][key] != defaults[key] for name in values) and key != "preset"]
     rows = []
@@ -161,14 +196,7 @@ def _table_of_presets() -> str:
 
 def _values(config: configs.Config) -> dict[str, Any]:
     """The value of each option by its dotted key."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            found |= {f"{field.name}.{one.name}": getattr(value, one.name) for one in dataclasses.fields(value)}
-        elif not isinstance(value, Mapping):
-            found[field.name] = value
-    return found
+    return {key: value for key, (_, value) in configs.options_of(config).items()}
 
 
 def _row(name: str, annotation: Any, default: Any, meaning: str) -> list[str]:
@@ -202,7 +230,10 @@ def type_text(annotation: Any) -> str:
         return " ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
         return "texts"
-    return {int: "whole number", float: "number", bool: "`true` `false`", str: "text"}.get(annotation, "group")
+    if get_origin(annotation) in (dict, collections.abc.Mapping):
+        of_values = get_args(annotation)[1]
+        return "any" if of_values is Any else type_text(of_values)
+    return {int: "whole number", float: "number", bool: "`true` `false`", str: "text"}[annotation]
 
 
 def _bound(one: Any) -> str:

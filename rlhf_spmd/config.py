@@ -53,7 +53,7 @@ class Generation:
 class Optimizer:
     """AdamW, linear warm-up, then a schedule."""
 
-    lr: Mapping[str, float] = field(default_factory=dict)  # learning rate of each role that trains: `optimizer.ROLE_lr`
+    lr: Mapping[str, PositiveFloat] = field(default_factory=dict)  # learning rate of each model that is trained
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
     beta1: BelowOne = 0.9  # decay of AdamW's first moment
@@ -78,7 +78,7 @@ class Config:
     preset: str  # name of the preset; set by `--preset` only
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
     options: Options | None = None  # of the algorithm: `NAME.option=VALUE`; None: its defaults
-    models: Mapping[str, str] = field(default_factory=dict)  # checkpoint folder of each role: `models.ROLE=FOLDER`
+    models: Mapping[str, str] = field(default_factory=dict)  # checkpoint folder of each model, by its role
     shape: str = ""  # model shape of a preset without weights, for check and plan
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g

@@ -22,8 +22,8 @@ MEASURED = tuple(name for name in STRATEGIES if name != "planner")
 def read_preset(name: str) -> Config:
     """The configuration of a preset that has weights. Raises UserError for one that has none."""
     config = presets.load(name, ["num_samples=0"])
-    if not config.models.actor:
-        with_weights = [preset for preset in presets.PRESETS if presets.PRESETS[preset]().models.actor]
+    if not config.main_folder:
+        with_weights = [preset for preset in presets.PRESETS if presets.load(preset).main_folder]
         raise UserError(
             f"preset {name} has no weights, so it can be forecast and not measured; leave --measure out, or give "
             f"--preset {' or '.join(with_weights)}"

@@ -127,11 +127,11 @@ def show(row: dict) -> None:
 def write_lengths(file: Path) -> None:
     """Tokens of every prompt and response of the measured iterations, from one rank that runs them."""
     from rlhf_spmd.plan.cluster import Node
-    from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.report import summarize
-    from rlhf_spmd.runtime.run.train import make_iteration, prepare, update
+    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.run.job import make_iteration, prepare
+    from rlhf_spmd.runtime.run.train import update
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -141,11 +141,11 @@ def write_lengths(file: Path) -> None:
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
-        executor = Executor(program, world, job.models, job.calls, Tracer())
-        state, lengths = State(kl_coef=config.ppo.kl_coef), {"prompts": [], "responses": []}
+        executor = Executor(program, world, job.models, job.calls, Recorder())
+        state, lengths = State(config.algorithm.start(config.options)), {"prompts": [], "responses": []}
         for number in range(config.iterations):
             answers = executor.iteration(make_iteration(job, number), state)
-            update(state, config, summarize(job, answers, state.kl_coef), answers)
+            update(state, config, answers)
             for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:
                 lengths["prompts"].append(len(job.prompts.prompts[prompt]))
                 lengths["responses"].append(length)

@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.forecast.validate_systems import SYSTEMS, fastest
 from bench.rows import write
-from rlhf_spmd.algorithms.ppo import PPO, workflow
+from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
@@ -46,8 +46,9 @@ def workload_of(row: Mapping[str, str]) -> Workload:
     shapes = {model: SHAPES[row[column]] for model, column in MODELS.items()}
     for model in ("critic", "reward"):
         shapes[model] = replace(shapes[model], scalar_head=True)
+    ppo = load_algorithm("ppo")
     return Workload(
-        workflow=workflow(PPO(epochs=1, old_logprobs="recompute" if recomputes else "generator")),
+        workflow=ppo.workflow(ppo.options(epochs=1, old_logprobs="recompute" if recomputes else "generator")),
         models=shapes,
         rollout_batch=batch,
         samples_per_prompt=1,

@@ -101,10 +101,10 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     import numpy as np
 
     from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
-    from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.train import Job, make_iteration
+    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.run.job import Job, make_iteration
 
     workload = program.workload
     moves = {number for number, transfer in enumerate(program.transfers) if transfer.model}
@@ -126,7 +126,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
         with Clock() as made:
             data = make_iteration(job, number)
         with Clock() as executed:
-            answers = executor.iteration(data, State(kl_coef=0.1))
+            answers = executor.iteration(data, State(None))
         grown = peak_bytes() - began_bytes
         assert sum(len(answer["rows"]) for answer in answers) == workload.num_sequences
         del data, answers
@@ -171,7 +171,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
         world.barrier("the prompts")
         words = [f"data.prompts={path}", "data.long_prompts=truncate", "data.max_prompt=512"]
         config = presets.load("tiny", [*SIZES, *words])
-        tokenizer, rows = load_tokenizer(config.models.actor), []
+        tokenizer, rows = load_tokenizer(config.main_folder), []
 
         def alone():
             return read_prompts(config, tokenizer, 2**31)

@@ -98,10 +98,10 @@ def measure(
     folder: where `write_models` wrote; with_groups(program): the world with the groups of a program. extra_s: seconds
     that a Run of each call takes besides its sleep; None: what is measured here. scale: of all times in SLOW_S.
     """
-    from rlhf_spmd.runtime.execute.call_handlers import State
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.train import make_iteration, prepare
+    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.run.job import make_iteration, prepare
 
     config = small(folder)
     workload, cluster = make_workload(config), Cluster((Node(world.size),))
@@ -115,8 +115,9 @@ def measure(
         time.sleep(slow_s(program, step, scale))
 
     job.calls.run = slowed
-    recorder = Tracer()
-    executor, state, mine = Executor(program, world, job.models, job.calls, recorder), State(kl_coef=0.05), []
+    recorder = Recorder()
+    executor, mine = Executor(program, world, job.models, job.calls, recorder), []
+    state = State(config.algorithm.start(config.options))
     for number in range(iterations):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")

@@ -14,6 +14,8 @@ from bench import options_page
 from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
+from rlhf_spmd.algorithm import Algorithm, load_algorithm
+from rlhf_spmd.algorithm import names as algorithms
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.offline import options as offline_options
 from rlhf_spmd.strategy import names
@@ -88,6 +90,8 @@ def test_options_are_those_of_the_code():
 def test_every_option_has_a_meaning():
     groups = [(cls, cls.__name__) for cls in (configs.Config, offline_options.Options)]
     groups += [(field.type, field.name) for cls, _ in groups for field in dataclasses.fields(cls)]
+    groups += [(load_algorithm(name).options, name) for name in algorithms()]
+    groups = [(cls, name) for cls, name in groups if cls is not Algorithm]  # a page, whose options are among these
     options = [
         (f"{group}.{name}", meaning)
         for cls, group in groups
