@@ -31,7 +31,7 @@ class Replay(RunOf):
         self.job.calls.run = noted
 
     def _distances(self, data: Iteration, call: str) -> dict[tuple[int, int], list[float]]:
-        sampling, model = self.job.calls.sampling, self.job.models.engines["actor"].model
+        sampling, model = self.job.calls.context.sampling, self.job.models.engines["actor"].model
         prompts_BP, responses_BG = (data.store[key].flatten(0, 1) for key in ("prompts", "responses"))
         batch = Sequences.join(prompts_BP, responses_BG)
         eos_ids, least = sampling["eos_ids"], sampling["min_new_tokens"]

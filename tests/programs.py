@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
-from rlhf_spmd.algorithms.ppo import PPO, workflow
+from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
@@ -31,10 +31,10 @@ def make_workload(
     **options,
 ) -> Workload:
     """PPO with four models of one shape, but for their heads; `options` are PPO's."""
-    ppo = PPO(epochs=epochs, **options)
+    ppo = load_algorithm("ppo")
     scalar = shape and replace(shape, scalar_head=True)
     return Workload(
-        workflow=workflow(ppo, replay=replay),
+        workflow=ppo.workflow(ppo.options(epochs=epochs, **options), replay=replay),
         models={"actor": shape, "critic": scalar, "reference": shape, "reward": scalar},
         rollout_batch=mini_batch * num_mini_batches,
         samples_per_prompt=1,
@@ -44,7 +44,6 @@ def make_workload(
         max_prompt=5,
         max_response=7,
         param_bytes=2,
-        whiten=ppo.whiten,
         max_kept=3 if replay else 0,
     )
 

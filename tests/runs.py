@@ -12,14 +12,15 @@ from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.execute.call_handlers import State
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
+from rlhf_spmd.runtime.execute.handlers.context import State
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.observe.meter import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run import report
-from rlhf_spmd.runtime.run.train import make_iteration, prepare, update
-from rlhf_spmd.runtime.world.devices import RankDevice
+from rlhf_spmd.runtime.run.job import make_iteration, prepare
+from rlhf_spmd.runtime.run.train import update
+from rlhf_spmd.runtime.world.devices import Device
 from rlhf_spmd.strategies import flattening
 
 
@@ -95,8 +96,8 @@ class RunOf:
         self.config, self.world = config, world or OneRank()
         self.program = program or compiled(config)
         self.job = prepare(config, self.program, self.world)
-        self.state = State(kl_coef=config.ppo.kl_coef)
-        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Tracer())
+        self.state = State(config.algorithm.start(config.options))
+        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Recorder())
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration
         self.meter = StepMeter()  # of the last iteration
@@ -108,14 +109,15 @@ class RunOf:
         self.data.meter = self.meter
         answers = self.executor.iteration(self.data, self.state)
         self.responses.append(self._responses())
-        metrics = report.summarize(self.job, answers, self.state.kl_coef)
-        update(self.state, self.config, metrics, answers)
+        metrics = report.summarize(self.job, answers, self.state.of_algorithm)
+        update(self.state, self.config, answers)
         self.number += 1
         return metrics
 
     def _responses(self) -> dict[tuple[int, int], list[int]]:
         """The responses of the last iteration, gathered from the ranks that generated them."""
-        columns, mine = reported_columns(self.program, self.world.rank), []
+        call = self.program.workload.workflow.generate_calls[0]
+        columns, mine = reported_columns(self.program, call, self.world.rank), []
         if columns.start < columns.stop:
             rows = self.data.store.at("responses", (ALL, columns)).flatten(0, 1).tolist()
             places = (matrix[:, columns].flatten().tolist() for matrix in (self.data.prompt_MC, self.data.sample_MC))

@@ -4,13 +4,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_type_hints
+from typing import Annotated, get_origin
 
 import pytest
 import torch
 
 from rlhf_spmd import presets
-from rlhf_spmd.config import Config, make_workload, parse_value, resolved
+from rlhf_spmd.config import Config, make_workload, options_of, parse_value, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.folders import shape_of_folder
 from rlhf_spmd.model.config import ModelConfig, to_hf
@@ -41,9 +41,7 @@ def test_every_preset_builds_and_is_sound(preset):
 
 
 def value_of(config: Config, key: str):
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return options_of(config)[key][1]
 
 
 def text_of(config: Config, key: str) -> str:
@@ -69,8 +67,8 @@ def test_an_unknown_preset_suggests_one(preset, hint):
 
 def test_a_model_folder_replaces_actor_and_reference_and_any_shape():
     config = load("llama-7b", model="some/folder")
-    assert (config.models.actor, config.models.reference, config.shape) == ("some/folder", "", "")
-    assert load("tiny", model="some/folder").models.reward == load("tiny").models.reward
+    assert (config.models["actor"], config.models["reference"], config.shape) == ("some/folder", "", "")
+    assert load("tiny", model="some/folder").models["reward"] == load("tiny").models["reward"]
 
 
 # ---- overrides -----------------------------------------------------------------------------------------------------
@@ -113,8 +111,8 @@ def test_every_key_can_be_overridden():
     for key in presets.all_keys():
         if key in ("preset", "strategy", "shape", "rollout_batch", "mini_batch", "samples_per_prompt"):
             continue
-        owner = value_of(usual, key.rpartition(".")[0]) if "." in key else usual
-        hint = get_type_hints(type(owner))[key.rpartition(".")[2]]
+        hint = options_of(usual)[key][0]
+        hint = hint.__origin__ if get_origin(hint) is Annotated else hint
         choices = getattr(hint, "__args__", ())
         others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
         kind = next((t for t in (*choices, hint) if t in samples), None)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_spmd.config import Config, critic_folder
+from rlhf_spmd.config import Config
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
 
@@ -63,7 +63,7 @@ def body_of(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("overrides", "source", "has_head"), CASES.values(), ids=CASES)
 def test_first_weights(root, overrides, source, has_head):
     config = config_of(root, *overrides)
-    assert Path(critic_folder(config)) == root / source
+    assert Path(config.folder("critic")) == root / source
     run = RunOf(config)
     weights = run.weights("critic")
     score_1D = weights.pop("score.weight")

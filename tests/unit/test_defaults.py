@@ -3,14 +3,14 @@
 That a run obeys these options, whatever their values, is shown in test_slow_twin.py and test_invariants.py.
 """
 
-import dataclasses
 import inspect
 
 import pytest
 
-from rlhf_spmd.algorithms import ppo_math
-from rlhf_spmd.algorithms.ppo import PPO
+from rlhf_spmd.algorithms import advantages, controllers, losses
+from rlhf_spmd.algorithms.ppo import Options
 from rlhf_spmd.config import Config, Generation, Optimizer
+from rlhf_spmd.config import options_of as config_options
 from rlhf_spmd.presets import PRESETS, load
 from rlhf_spmd.runtime.execute.optimizer_step import PARITY_TOLERANCE
 
@@ -46,45 +46,45 @@ TABLE = NO_RULE | {option: default for row in RULES.values() for option, default
 ITS_OWN = {"ppo.epochs", "ppo.kl_coef", "ppo.truncation", "optimizer.actor_lr", "optimizer.critic_lr"}
 
 
-def options_of(ppo: PPO, optimizer: Optimizer, generation: Generation) -> dict:
-    groups = {"ppo": ppo, "optimizer": optimizer, "generation": generation}
-    return {
-        f"{name}.{key}": value for name, group in groups.items() for key, value in dataclasses.asdict(group).items()
-    }
+def options_of(config: Config) -> dict:
+    """Every option of these groups."""
+    groups = ("ppo", "optimizer", "generation")
+    return {key: value for key, (_, value) in config_options(config).items() if key.partition(".")[0] in groups}
 
 
 def test_defaults_are_the_rules():
     """All options of PPO and the optimizer; a new one needs a line here."""
-    found = options_of(PPO(), Optimizer(), Generation())
+    config = Config(preset="none")
+    found = options_of(config)
     assert found.pop("generation.max_new_tokens") > 0  # no rule
     for name in ("max_sequences", "block_size", "cache_fraction"):  # they change no number
         found.pop(f"generation.{name}")
     assert found == TABLE
-    config = Config(preset="none")
-    assert (config.ppo, config.optimizer, config.generation) == (PPO(), Optimizer(), Generation())
+    assert (config.options, config.generation) == (Options(), Generation())
+    assert config.optimizer == Optimizer(lr={"actor": 1e-6, "critic": 5e-6})
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_keep_them(preset):
     config = load(preset)
-    found = options_of(config.ppo, config.optimizer, config.generation)
+    found = options_of(config)
     assert {key for key, default in TABLE.items() if found[key] != default} <= ITS_OWN
     assert config.parity_tolerance is None
 
 
 def test_the_math_has_the_same_defaults():
-    """And the numbers that are no options: the clip's 0.2 of the KL controller is in test_ppo_math.py."""
+    """And the numbers that are no options: the clip's 0.2 of the KL controller is in test_controllers.py."""
     names = {
-        ppo_math.next_kl_coef: {"target": "kl_target", "horizon": "kl_horizon"},
-        ppo_math.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},
-        ppo_math.gae: {"gamma": "gamma", "lam": "lam"},
-        ppo_math.policy_loss_sum: {"clip_ratio": "clip_ratio"},
-        ppo_math.value_loss_sum: {"clip_value": "clip_value"},
+        controllers.next_kl_coef: {"target": "kl_target", "horizon": "kl_horizon"},
+        advantages.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},
+        advantages.gae: {"gamma": "gamma", "lam": "lam"},
+        losses.policy_loss: {name: name for name in ("clip_ratio", "entropy_coef")},
+        losses.value_loss: {"clip_value": "clip_value"},
     }
     for function, parameters in names.items():
         for name, option in parameters.items():
             default = inspect.signature(function).parameters[name].default
             assert default == TABLE[f"ppo.{option}"], f"{function.__name__}({name})"
-    assert inspect.signature(ppo_math.value_loss_sum).parameters["value_coef"].default == 0.5
-    assert ppo_math.WHITEN_EPS == 1e-8
+    assert inspect.signature(losses.value_loss).parameters["value_coef"].default == 0.5
+    assert advantages.WHITEN_EPS == 1e-8
     assert PARITY_TOLERANCE == {"float32": 1e-4, "bfloat16": 2.0}

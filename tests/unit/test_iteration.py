@@ -115,7 +115,7 @@ def test_the_hash_is_that_of_hashes_in_order():
     [
         (separation.place, ["mini_batch=16"], "has nothing to overlap, because an iteration is one mini-batch"),
         (separation.place, ["mini_batch=8"], None),
-        (separation.place, ["mini_batch=8", "ppo.whiten=batch"], "is off, because ppo.whiten=batch"),
+        (separation.place, ["mini_batch=8", "ppo.whiten=batch"], "is off, because estimate_advantages needs all rows"),
         (interleaving1.place, ["mini_batch=16"], None),
     ],
 )

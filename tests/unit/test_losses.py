@@ -1,15 +1,25 @@
-"""The numeric rules of PPO that concern logprobs, losses and the optimizer's schedule: one test or more per row.
+"""The numeric rules of PPO that concern losses: one test or more per row.
 
-The other rows are in test_ppo_math.py; whole training steps are in test_slow_ppo.py.
+The other rows are in test_advantages.py, test_masks.py and test_controllers.py; whole training steps in
+test_slow_ppo.py.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-import rlhf_spmd.algorithms.ppo_math as pm
+from rlhf_spmd import presets
+from rlhf_spmd.algorithms import advantages
+from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.optimizer_step import Training
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -30,6 +40,11 @@ def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
     return torch.rand(num_rows, num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
+def with_one_more(x_BG: Tensor) -> Tensor:
+    """Values have a column after the last token, which no loss reads."""
+    return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), NAN)], 1)
+
+
 # ---- losses (rows 9, 10, 11) ----------------------------------------------------------------------------------------
 
 
@@ -46,12 +61,12 @@ def random_mask(num_rows: int, num_tokens: int, seed: int = 0) -> Tensor:
 def test_row_09_policy_loss(ratio, advantage, loss, slope, clipped):
     """Values and slopes in the new logprob, d loss / d logprob = -A ratio or 0."""
     new_BG = tensor([math.log(ratio) - 1.0]).requires_grad_()
-    loss_sum, sums = pm.policy_loss_sum(new_BG, tensor([-1.0]), tensor([advantage]), torch.tensor([[True]]))
+    loss_sum, sums = policy_loss(new_BG, tensor([-1.0]), tensor([advantage]), torch.tensor([[True]]))
     loss_sum.backward()
     assert loss_sum.item() == pytest.approx(loss)
     assert float(new_BG.grad) == pytest.approx(slope)
-    assert float(sums["clip_fraction"]) == clipped
-    assert not any(value.requires_grad for value in sums.values())
+    assert float(sums["clip_fraction"][0]) == clipped
+    assert not any(number.requires_grad for pair in sums.values() for number in pair)
 
 
 def test_row_09_sign():
@@ -63,7 +78,7 @@ def test_row_09_sign():
         return logits_BGV.log_softmax(2).gather(2, tokens_BG[..., None])[..., 0]
 
     logprobs_BG = logprobs_of(logits_BGV)
-    loss_sum, _ = pm.policy_loss_sum(
+    loss_sum, _ = policy_loss(
         logprobs_BG, logprobs_BG.detach(), tensor([1.0, -1.0]), torch.ones(1, 2, dtype=torch.bool)
     )
     loss_sum.backward()
@@ -82,14 +97,13 @@ def test_row_09_sign():
 )
 def test_row_10_value_loss(value, old, target, loss, slope):
     value_BG = tensor([value]).requires_grad_()
-    loss_sum, sums = pm.value_loss_sum(value_BG, tensor([old]), tensor([target]), torch.tensor([[True]]))
+    columns = with_one_more(value_BG), with_one_more(tensor([old])), tensor([target]), torch.tensor([[True]])
+    loss_sum, sums = value_loss(*columns)
     loss_sum.backward()
     assert loss_sum.item() == pytest.approx(loss)
     assert float(value_BG.grad) == pytest.approx(slope)
-    assert float(sums["value_error_sq"]) == pytest.approx((value - target) ** 2)
-    doubled, _ = pm.value_loss_sum(
-        value_BG, tensor([old]), tensor([target]), torch.tensor([[True]]), value_coef=1.0, clip_value=0.2
-    )
+    assert float(sums["value_error_sq"][0]) == pytest.approx((value - target) ** 2)
+    doubled, _ = value_loss(*columns, value_coef=1.0, clip_value=0.2)
     assert doubled.item() == pytest.approx(2 * loss)
 
 
@@ -98,16 +112,21 @@ def test_row_11_sums_over_the_mask_only():
     mask_BG = random_mask(6, 5, seed=4)
     new_BG, old_BG, target_BG = (torch.where(mask_BG, randn(6, 5, seed=s) * 0.3, NAN) for s in range(3))
     new_BG.requires_grad_()
-    for loss in (pm.policy_loss_sum, pm.value_loss_sum):
+
+    def loss_of_values(new_BG, old_BG, target_BG, mask_BG):
+        return value_loss(with_one_more(new_BG), with_one_more(old_BG), target_BG, mask_BG)
+
+    for loss in (policy_loss, loss_of_values):
         whole, sums = loss(new_BG, old_BG, target_BG, mask_BG)
         (gradient_BG,) = torch.autograd.grad(whole, new_BG)
         assert whole.isfinite() and (gradient_BG[~mask_BG] == 0).all() and gradient_BG.isfinite().all()
-        assert float(sums["num_tokens"]) == int(mask_BG.sum())
+        assert all(float(weight) == int(mask_BG.sum()) for _, weight in sums.values())
         shares = slice(0, 1), slice(1, 1), slice(1, 6)
         parts = [loss(new_BG[own], old_BG[own], target_BG[own], mask_BG[own]) for own in shares]
         torch.testing.assert_close(sum(part for part, _ in parts), whole)
         for name in sums:
-            torch.testing.assert_close(sum(part[name] for _, part in parts), sums[name])
+            for place in (0, 1):  # the sum, and over how many
+                torch.testing.assert_close(sum(part[name][place] for _, part in parts), sums[name][place])
 
 
 def test_entropy_bonus():
@@ -117,10 +136,14 @@ def test_entropy_bonus():
     entropy_BG = -(logprobs_BGV.exp() * logprobs_BGV).sum(-1)
     mask_BG = torch.tensor([[True, False, True]])
     entropy_BG = torch.where(mask_BG, entropy_BG, NAN)
-    bonus, sums = pm.entropy_bonus_sum(entropy_BG, mask_BG, coef=0.3)
-    assert float(sums["entropy"]) == pytest.approx(entropy_BG[mask_BG].sum().item())
-    assert bonus.item() == pytest.approx(0.3 * sums["entropy"].item()) and not sums["entropy"].requires_grad
-    (slope_BGV,) = torch.autograd.grad(-bonus, logits_BGV)
+    columns = tensor([-1.0, -2.0, -3.0]), tensor([-1.5, -2.0, -2.5]), tensor([1.0, NAN, -2.0]), mask_BG
+    plain, without = policy_loss(*columns)
+    loss, sums = policy_loss(*columns, entropy_BG, entropy_coef=0.3)
+    entropy, num_tokens = sums.pop("entropy")
+    assert sums == without  # the bonus is logged as entropy alone
+    assert (entropy.item(), num_tokens.item()) == (pytest.approx(entropy_BG[mask_BG].sum().item()), 2)
+    assert (plain - loss).item() == pytest.approx(0.3 * entropy.item()) and not entropy.requires_grad
+    (slope_BGV,) = torch.autograd.grad(loss, logits_BGV)
     assert not slope_BGV[0, 1].any()
     after_BGV = (logits_BGV - slope_BGV).softmax(-1)
     after_BG = -(after_BGV * after_BGV.log()).sum(-1)
@@ -140,35 +163,77 @@ def test_entropy_in_a_run(sampling, tmp_path):
     assert metrics[0][0]["policy_loss"] == pytest.approx(metrics[1e-9][0]["policy_loss"], abs=1e-6)
 
 
-# ---- logprobs (row 12; rows 13 and 14 are in test_token_logprobs.py and test_batch.py) -------------------------------
+# ---- whitening before the loss (row 8) ------------------------------------------------------------------------------
 
 
-def test_row_12_parity():
-    """The guard of generator logprobs: how far, on average and at worst, and where."""
-    generated_BG = tensor([-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0])
-    forced_BG = tensor([-1.0, -2.5, 9.0], [-3.0, -4.0, -5.25])
-    mask_BG = torch.tensor([[True, True, False], [True, True, True]])
-    assert pm.parity(generated_BG, forced_BG, mask_BG) == pm.Parity(5, 0.75, 0.5, row=0, position=1)
-    assert pm.parity(generated_BG, forced_BG, mask_BG).mean_abs == 0.15
-    forced_BG[1, 1] = NAN
-    worst = pm.parity(generated_BG, forced_BG, mask_BG)
-    assert (worst.max_abs, worst.row, worst.position) == (math.inf, 1, 1)
-    for mask in (torch.zeros_like(mask_BG), mask_BG[:0]):
-        empty = pm.parity(generated_BG[: len(mask)], forced_BG[: len(mask)], mask)
-        assert (empty.num_tokens, empty.mean_abs, empty.max_abs, empty.row) == (0, 0.0, 0.0, -1)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_row_08_advantages_are_whitened_by_the_sums_of_the_mini_batch(num_ranks):
+    """Each rank prepares its rows from what was added over all of them; the whole batch was whitened already."""
+    mask_BG = random_mask(6, 4)
+    advantages_BG = torch.where(mask_BG, randn(6, 4) * 2 + 3, NAN)
+    shares = list(zip(advantages_BG.chunk(num_ranks), mask_BG.chunk(num_ranks), strict=True))
+    sums = sum(policy_loss_sums(*share) for share in shares)
+    assert sums.dtype == torch.float64 and sums.shape == (2,)
+    expected_BG = advantages.whitened(advantages_BG, mask_BG, advantages.moments(advantages_BG, mask_BG))
+    divisor = mask_BG.sum().double()
+    parts = [policy_loss_prepare(*share, sums, divisor, whiten="mini_batch") for share in shares]
+    assert all(list(part) == ["advantages"] for part in parts)
+    torch.testing.assert_close(torch.cat([part["advantages"] for part in parts]), expected_BG)
+    assert policy_loss_prepare(advantages_BG, mask_BG, sums, divisor, whiten="batch") == {}
 
 
-# ---- learning rate (row 20) and the file itself ---------------------------------------------------------------------
+# ---- the change of the policy (rows 18, 19) -------------------------------------------------------------------------
 
 
-def test_row_20_learning_rate():
-    def rates(**options):
-        return [pm.learning_rate(step, peak=1.0, **options) for step in range(10)]
+def test_row_18_approx_kl_sign_and_value():
+    """E_old[exp(d) - 1 - d] = KL(old || new) with d = new - old; with old - new it would be another number."""
+    old_logits, new_logits = randn(5, seed=1), randn(5, seed=2)
+    old_V, new_V = old_logits.log_softmax(0), new_logits.log_softmax(0)
+    kl = float((old_V.exp() * (old_V - new_V)).sum())
+    tokens = torch.multinomial(old_V.exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(1, len(tokens), dtype=torch.bool)
+    _, sums = policy_loss(new_V[tokens][None], old_V[tokens][None], torch.ones(1, len(tokens)).double(), mask)
+    mean = {name: float(value / weight) for name, (value, weight) in sums.items()}
+    assert mean["approx_kl"] == pytest.approx(kl, rel=0.03)
+    assert mean["ratio"] == pytest.approx(1.0, abs=0.02)
+    # Both forms, by hand, on one token that became twice as likely: d = log 2.
+    _, sums = policy_loss(tensor([-1.0]), tensor([-1.0 - math.log(2)]), tensor([1.0]), mask[:, :1])
+    assert float(sums["approx_kl"][0]) == pytest.approx(2 - 1 - math.log(2))
+    assert float(sums["approx_kl_sq"][0]) == pytest.approx(math.log(2) ** 2 / 2)
+    assert float(sums["ratio"][0]) == pytest.approx(2.0)
 
-    assert rates() == [1.0] * 10
-    assert rates(num_warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 7
-    linear = rates(num_warmup_steps=2, num_steps=6, decay="linear")
-    assert linear == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
-    cosine = rates(num_warmup_steps=2, num_steps=6, decay="cosine")
-    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[4] == pytest.approx(0.5) and cosine[6:] == pytest.approx([0.0] * 4)
-    assert cosine == sorted(cosine[:2]) + sorted(cosine[2:], reverse=True)
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_row_18_approx_kl_is_never_negative(differences):
+    d_BG = tensor(differences)
+    _, sums = policy_loss(d_BG - 1, torch.full_like(d_BG, -1.0), d_BG, torch.ones_like(d_BG, dtype=torch.bool))
+    assert sums["approx_kl"][0] >= 0 and sums["approx_kl_sq"][0] >= 0
+
+
+def stops(*local: tuple[float, int], limit: float | None, monkeypatch) -> list[bool]:
+    """What each rank decides after a step in which it counted a sum of approx_kl over so many tokens."""
+    layout = Layout.data_parallel(range(len(local)))
+    total = torch.tensor(local, dtype=torch.float64).sum(0)
+    monkeypatch.setattr(optimizer_step, "summed", lambda own, *, group: own + (total - own))
+    config = presets.load("tiny")
+    found = []
+    for rank, (of_rank, tokens) in enumerate(local):
+        halves = [{"approx_kl": (torch.tensor(of_rank / 2).double(), torch.tensor(tokens / 2))}] * 2  # micro-batches
+        call = SimpleNamespace(stop=("approx_kl", limit) if limit else None, function="policy_loss")
+        training = Training(config, make_workload(config), rank, {}, None)
+        step = SimpleNamespace(call=call, stats=halves, layout=layout)
+        found.append(training.should_stop(step, group=None, device=torch.device("cpu")))
+    return found
+
+
+def test_row_19_early_stop_is_decided_on_global_sums(monkeypatch):
+    """Two ranks that would disagree by themselves."""
+    local = [(0.5, 10), (0.1, 30)]  # sums of approx_kl and tokens: means 0.05 and 0.0033
+    alone = [stops(rank, limit=0.02, monkeypatch=monkeypatch) for rank in local]
+    assert alone == [[True], [False]]
+    assert stops(*local, limit=0.02, monkeypatch=monkeypatch) == [False, False]
+    assert stops(*local, limit=0.01, monkeypatch=monkeypatch) == [True, True]
+    assert stops((99.0, 1), limit=None, monkeypatch=monkeypatch) == [False]
+    assert stops((0.0, 0), limit=0.1, monkeypatch=monkeypatch) == [False]
+    assert stops((NAN, 40), limit=0.1, monkeypatch=monkeypatch) == [True]

@@ -85,14 +85,14 @@ def test_padded_embeddings_are_fine_until_such_a_token_is_drawn(folder):
 
 def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
     run = RunOf(config_of(folder, reward="other small reward"))
-    with pytest.raises(UserError, match="the tokenizer of the reward model made token .* the model has 40 tokens"):
+    with pytest.raises(UserError, match="the tokenizer of the reward made token .* the model knows 40 tokens"):
         run.iteration()
 
 
 def test_a_reward_that_is_only_a_function_has_no_vocabulary(folder, tmp_path):
     (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [0.0] * len(prompts)\n")
     config = config_of(folder, f"reward_function={tmp_path}/r.py:f", actor="large", reward="other small reward")
-    assert shared_vocabulary(config, load_tokenizer(config.models.actor)) == 70
+    assert shared_vocabulary(config, load_tokenizer(config.main_folder)) == 70
 
 
 def test_the_same_tokenizer_in_other_words(folder, tmp_path):
@@ -101,9 +101,9 @@ def test_the_same_tokenizer_in_other_words(folder, tmp_path):
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=7))
     config = config_of(folder, reference=str(tmp_path))
-    shared_vocabulary(config, load_tokenizer(config.models.actor))
+    shared_vocabulary(config, load_tokenizer(config.main_folder))
     (tmp_path / "tokenizer.json").unlink()  # and a folder of weights alone says nothing about tokens
-    shared_vocabulary(config, load_tokenizer(config.models.actor))
+    shared_vocabulary(config, load_tokenizer(config.main_folder))
 
 
 def test_a_reward_model_without_a_head_is_none_but_a_critic_may_start_at_zero(folder):

@@ -53,9 +53,9 @@ def world_of(num_ranks: int, name: str, num_bytes: int, wanted: str = "auto", nu
 def test_a_model_without_a_preset_gets_options_of_a_real_one(folder):
     path = folder(SEVEN)
     config = presets.load(None, [], path, on_gpu=True)
-    assert (config.preset, config.dtype, config.models.actor) == ("model", "bfloat16", path)
-    assert config.models.reward == config.reward_function == config.data.prompts == ""
-    assert config.optimizer == configs.Optimizer() and config.ppo.epochs == 1
+    assert (config.preset, config.dtype, config.main_folder) == ("model", "bfloat16", path)
+    assert config.models["reward"] == config.reward_function == config.data.prompts == ""
+    assert config.optimizer == configs.Config(preset="").optimizer and config.options.epochs == 1
     assert (config.data.max_prompt, config.generation.max_new_tokens) == (1024, 1024)
     assert presets.load(None, [], path).dtype == "float32"  # of a CPU
     short = presets.load(None, ["dtype=float32"], folder(ONE, "short", context=512), on_gpu=True)

@@ -15,10 +15,15 @@ import threading
 
 import pytest
 
+from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.run.console import Console, Result
-from rlhf_spmd.runtime.run.run_folder import METRICS, RunFolder, Sample, format_samples
+from rlhf_spmd.runtime.run.metrics import metrics_of
+from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, format_samples
 
+PPO = load_algorithm("ppo")
+METRICS = metrics_of(PPO, PPO.workflow(PPO.options()))
+GROUPS = {name: metric.group for name, metric in METRICS.items()}
 SAMPLES = [
     Sample(3, "The film was", " bad\x1b[2J\n" + "so bad " * 30, -0.5, " good", 0.75),
     Sample(8, "", "", 0.0),
@@ -27,9 +32,10 @@ SAMPLES = [
 
 def result(**changes):
     values = {
-        "strategy": "flattening", "ranks": 4, "iterations": 2, "reward_first": -0.5, "reward_last": 0.25,
-        "kl_last": 0.01, "gen_tokens_per_s": 1234.5, "parity_max_abs": 1e-6, "iteration_s": 0.5,
-        "forecast_s": 0.4, "scaled_by": 1.2, "wall_s": 7.5, "run_dir": "runs/a",
+        "strategy": "flattening", "ranks": 4, "iterations": 2,
+        "headlines": {"reward": (-0.5, 0.25), "kl": (0.0, 0.01)}, "gen_tokens_per_s": 1234.5,
+        "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "wall_s": 7.5,
+        "run_dir": "runs/a", "saved": ("actor",),
     }  # fmt: skip
     return Result(**values | changes)
 
@@ -117,15 +123,15 @@ def test_files(tmp_path):
         "samples.jsonl",
         "samples.txt",
     }  # nothing half written
-    assert folder.actor == folder.path / "actor"
+    assert folder.model("actor") == folder.path / "actor"
 
 
 def test_metrics_are_on_disk_after_every_iteration(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.write_metrics(1, {"reward": 0.5, "policy_loss": math.nan, "mine": 3, "hash": "abc"})
+    folder.write_metrics(1, {"reward": 0.5, "policy_loss": math.nan, "mine": 3, "hash": "abc"}, GROUPS)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == {"iteration": 1, "reward": 0.5, "policy_loss": None, "mine": 3, "hash": "abc"}
-    folder.write_metrics(2, {"reward": 0.75, "kl": math.inf})
+    folder.write_metrics(2, {"reward": 0.75, "kl": math.inf}, GROUPS)
     folder.close()
     folder.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -248,6 +254,21 @@ def test_metric_names_are_words():
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in METRICS)
 
 
+def test_the_metrics_of_ppo_keep_their_names_and_curves():
+    """Whoever compares runs finds the same curves in all of them."""
+    by_group = {
+        "reward": "reward reward_std score score_std kl kl_per_token kl_coef",
+        "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq",
+        "value": "value_loss value_clip_fraction value_error_sq value return",
+        "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr",
+        "generation": "response_length ended_fraction parity_max_abs parity_mean_abs gen_tokens",
+        "speed": "gen_tokens_per_s moved_bytes moved_messages generate_s iteration_s",
+    }
+    assert {name: group for group, names in by_group.items() for name in names.split()} == GROUPS
+    columns = [metric.column for metric in METRICS.values() if metric.column]
+    assert columns == ["reward", "kl", "length", "policy", "clipped", "value", "gen tok/s", "seconds"]
+
+
 # ---- samples
 
 
@@ -269,10 +290,9 @@ class Terminal(io.StringIO):
 
 def test_console_of_rank_0(tmp_path):
     stream = io.StringIO()
-    console = Console(stream=stream)
+    console = Console(METRICS, stream=stream)
     folder = RunFolder(tmp_path)
     folder.notes.append("no picture")
-    folder.actor.mkdir()
     console.heading("rlhf_spmd", {"actor": "tiny", "prompts": 512})
     console.iteration(1, 10, {"reward": -0.5, "kl": 0.001, "gen_tokens_per_s": 12345.6})
     console.iteration(10, 10, {"reward": 0.25, "gen_tokens_per_s": 1.0, "unknown": 3})
@@ -292,15 +312,20 @@ def test_console_of_rank_0(tmp_path):
         "timeline.png",
         "tensorboard --logdir",
         "python chat.py",
-        "/actor",
+        f"  trained actor  {tmp_path / 'actor'} (a Hugging Face folder)",
+        "  reward         -0.5000 -> +0.2500\n",
+        "  kl             0.0000 -> 0.0100 nats per response\n",
     ):
         assert expected in text
     machine = json.loads(lines[-1])
     assert list(machine) == [
-        "strategy", "ranks", "iterations", "reward_first", "reward_last", "kl_last", "gen_tokens_per_s",
-        "parity_max_abs", "iteration_s", "forecast_s", "scaled_by", "wall_s", "run_dir",
+        "strategy", "ranks", "iterations", "gen_tokens_per_s", "parity_max_abs", "iteration_s", "forecast_s",
+        "scaled_by", "wall_s", "run_dir", "saved", "reward_first", "reward_last", "kl_first", "kl_last",
     ]  # fmt: skip
-    assert machine["reward_last"] == 0.25
+    assert (machine["reward_first"], machine["reward_last"], machine["kl_last"]) == (-0.5, 0.25, 0.01)
+    assert machine["saved"] == ["actor"]
+    Console(METRICS, stream=stream).closing(result(saved=()), RunFolder(tmp_path))
+    assert "Hugging Face" not in stream.getvalue().removeprefix(text)
 
 
 def test_what_was_not_measured_is_null():
@@ -308,7 +333,7 @@ def test_what_was_not_measured_is_null():
 
 
 def test_other_ranks_are_silent(capsys, tmp_path):
-    console = Console(enabled=False)
+    console = Console(METRICS, enabled=False)
     console.heading("t", {})
     console.iteration(1, 2, {"reward": 1.0})
     console.note("n")
@@ -320,18 +345,18 @@ def test_other_ranks_are_silent(capsys, tmp_path):
 def test_colour_only_in_a_terminal_that_wants_it(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
-    Console(stream=stream).heading("title", {})
+    Console(METRICS, stream=stream).heading("title", {})
     assert stream.getvalue() == "\x1b[1mtitle\x1b[0m\n"
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
-    Console(stream=stream).heading("title", {})
+    Console(METRICS, stream=stream).heading("title", {})
     assert stream.getvalue() == "title\n"
 
 
 def test_a_log_that_only_knows_ascii_does_not_end_the_run():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    Console(stream=stream).note("naïve \U0001f600")
+    Console(METRICS, stream=stream).note("naïve \U0001f600")
     assert raw.getvalue() == b"na\\xefve \\U0001f600\n"
 
 

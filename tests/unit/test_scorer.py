@@ -23,9 +23,11 @@ def score(tmp_path):
     @torch.no_grad()
     def score(*more: str) -> torch.Tensor:
         config = load(overrides, *(word.format(folder=tmp_path) for word in more))
-        model = load_model(config.models.reward, head="scalar") if config.reward_function_mode == "add" else None
-        model = model if config.reward_function else load_model(config.models.reward, head="scalar")
-        scorer = Scorer(config, model and model.config, load_tokenizer(config.models.actor))
+        folder = config.models["reward"]
+        model = load_model(folder, head="scalar") if config.reward_function_mode == "add" else None
+        model = model if config.reward_function else load_model(folder, head="scalar")
+        scorer = Scorer(config, "reward", load_tokenizer(config.main_folder))
+        assert scorer.shape == (model and model.config)
         scores_B = torch.zeros(3)
         if model is not None:
             batch = scorer.batch(PROMPTS_BP, RESPONSES_BG)

@@ -1,4 +1,4 @@
-"""ppo_math against the second, slow implementation: losses, gradients and whole runs agree to 1e-10 in float64.
+"""The math of PPO against the second, slow implementation: losses, gradients and whole runs agree to 1e-10 in float64.
 
 The fast side of these tests is what a rank does: padded batches, shares and micro-batches whose sums are added, and
 division by the global token count.
@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import rlhf_spmd.algorithms.ppo_math as pm
+from rlhf_spmd.algorithms.advantages import gae, moments, shaped_scores, token_kl, token_rewards, whitened
+from rlhf_spmd.algorithms.controllers import learning_rate
+from rlhf_spmd.algorithms.losses import policy_loss, value_loss
+from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.algorithms.order import epoch_order
 from tests import slow_ppo
 
@@ -85,7 +88,7 @@ class Batch:
     logprobs_BG: Tensor
     advantages_BG: Tensor
     returns_BG: Tensor
-    values_BG: Tensor
+    values_BG1: Tensor
     white_BG: Tensor | None = None
 
     def rows(self, index) -> "Batch":
@@ -104,8 +107,8 @@ def make_batch(rollouts: list, o: slow_ppo.Options, *, extra: int = 0, pad_id: i
     responses_BG = pad([r.response for r in rollouts], width, -1, torch.int64)
     logprobs_BG, ref_BG = (pad([getattr(r, n) for r in rollouts], width, junk) for n in ("logprobs", "ref_logprobs"))
     values_BG1 = pad([r.values for r in rollouts], width + 1, junk)
-    mask_BG, ended_B = pm.response_mask(responses_BG), pm.ended(responses_BG, o.eos_ids)
-    scores_B = pm.shaped_scores(
+    mask_BG, ended_B = response_mask(responses_BG), ended(responses_BG, o.eos_ids)
+    scores_B = shaped_scores(
         torch.tensor([r.score for r in rollouts], dtype=torch.float64),
         ended_B,
         truncation=o.truncation,
@@ -114,20 +117,18 @@ def make_batch(rollouts: list, o: slow_ppo.Options, *, extra: int = 0, pad_id: i
         mean=o.score_mean,
         std=o.score_std,
     )
-    rewards_BG = pm.token_rewards(scores_B, pm.token_kl(logprobs_BG, ref_BG, mask_BG), mask_BG, o.kl_coef)
+    rewards_BG = token_rewards(scores_B, token_kl(logprobs_BG, ref_BG, mask_BG), mask_BG, o.kl_coef)
     bootstrap_B = ~ended_B if o.truncation == "bootstrap" else None
-    advantages_BG, returns_BG = pm.gae(
-        rewards_BG, values_BG1, mask_BG, gamma=o.gamma, lam=o.lam, bootstrap_B=bootstrap_B
-    )
+    advantages_BG, returns_BG = gae(rewards_BG, values_BG1, mask_BG, gamma=o.gamma, lam=o.lam, bootstrap_B=bootstrap_B)
     prompt_len_B = torch.tensor([len(r.prompt) for r in rollouts])
-    return Batch(tokens_BT, prompt_len_B, responses_BG, logprobs_BG, advantages_BG, returns_BG, values_BG1[:, :-1])
+    return Batch(tokens_BT, prompt_len_B, responses_BG, logprobs_BG, advantages_BG, returns_BG, values_BG1)
 
 
 def whiten(batch: Batch, shares: list[list[int]]) -> Batch:
     """Moments of every share, added; then the same mean and variance for all."""
-    mask_BG = pm.response_mask(batch.responses_BG)
-    total = sum(pm.moments(batch.advantages_BG[rows], mask_BG[rows]) for rows in shares)
-    return dataclasses.replace(batch, white_BG=pm.whiten(batch.advantages_BG, mask_BG, total))
+    mask_BG = response_mask(batch.responses_BG)
+    total = sum(moments(batch.advantages_BG[rows], mask_BG[rows]) for rows in shares)
+    return dataclasses.replace(batch, white_BG=whitened(batch.advantages_BG, mask_BG, total))
 
 
 def at_responses(x_BT: Tensor, batch: Batch) -> Tensor:
@@ -136,24 +137,29 @@ def at_responses(x_BT: Tensor, batch: Batch) -> Tensor:
     return x_BT[torch.arange(len(x_BT))[:, None], offset_BG.clamp(max=x_BT.shape[1] - 1)]
 
 
+def with_one_more(x_BG: Tensor) -> Tensor:
+    """Values have a column after the last token, which the loss does not read."""
+    return torch.cat([x_BG, x_BG.new_full((len(x_BG), 1), math.nan)], 1)
+
+
 def losses(actor, critic, batch: Batch, o: slow_ppo.Options):
     """Sums over one share or micro-batch of a whitened mini-batch."""
-    mask_BG = pm.response_mask(batch.responses_BG)
+    mask_BG = response_mask(batch.responses_BG)
     logits_BGV = at_responses(actor(batch.tokens_BT), batch) / o.temperature
     logits_BGV[:, : o.min_new_tokens, list(o.eos_ids)] = -torch.inf
     index_BG1 = batch.responses_BG.clamp(min=0)[..., None]
     logprobs_BG = torch.where(mask_BG, logits_BGV.log_softmax(2).gather(2, index_BG1)[..., 0], 0.0)
-    values_BG = at_responses(critic(batch.tokens_BT)[..., 0], batch)
-    policy = pm.policy_loss_sum(logprobs_BG, batch.logprobs_BG, batch.white_BG, mask_BG, clip_ratio=o.clip_ratio)
-    critic_loss = pm.value_loss_sum(
-        values_BG, batch.values_BG, batch.returns_BG, mask_BG, clip_value=o.clip_value, value_coef=o.value_coef
+    values_BG1 = with_one_more(at_responses(critic(batch.tokens_BT)[..., 0], batch))
+    policy = policy_loss(logprobs_BG, batch.logprobs_BG, batch.white_BG, mask_BG, clip_ratio=o.clip_ratio)
+    critic_loss = value_loss(
+        values_BG1, batch.values_BG1, batch.returns_BG, mask_BG, clip_value=o.clip_value, value_coef=o.value_coef
     )
     return policy, critic_loss
 
 
 def fast_step(actor, critic, batch: Batch, shares: list[list[int]], o: slow_ppo.Options) -> slow_ppo.Step:
     """Losses and gradients of one (whitened) mini-batch, one share after the other."""
-    num_tokens = pm.response_mask(batch.responses_BG).sum()
+    num_tokens = response_mask(batch.responses_BG).sum()
     actor.zero_grad()
     critic.zero_grad()
     totals: dict[str, float] = {}
@@ -163,7 +169,7 @@ def fast_step(actor, critic, batch: Batch, shares: list[list[int]], o: slow_ppo.
             own = dataclasses.replace(batch.rows([0]), responses_BG=torch.full_like(batch.responses_BG[:1], -1))
         for loss_sum, sums in losses(actor, critic, own, o):
             (loss_sum / num_tokens).backward()
-            for name, x in sums.items():
+            for name, (x, _) in sums.items():
                 totals[name] = totals.get(name, 0.0) + float(x / num_tokens)
     grads = [{n: p.grad.clone() for n, p in model.named_parameters()} for model in (actor, critic)]
     norms = [math.sqrt(sum(float(g.square().sum()) for g in grad.values())) for grad in grads]
@@ -195,7 +201,7 @@ def fast_train(actor, critic, rollouts, order, o: slow_ppo.Options, shares) -> l
             if o.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), o.max_grad_norm)
             for group in optimizer.param_groups:
-                group["lr"] = pm.learning_rate(len(steps) - 1, peak=peak, num_warmup_steps=o.num_warmup_steps)
+                group["lr"] = learning_rate(len(steps) - 1, peak=peak, num_warmup_steps=o.num_warmup_steps)
             optimizer.step()
     return steps
 
@@ -258,7 +264,7 @@ def test_invariant_2_mean_of_means_would_be_wrong():
     rollouts, expected = seven_rollouts()
     batch = whiten(make_batch(rollouts, OPTIONS), [list(range(7))])
     policy = [losses(*models(), batch.rows(rows), OPTIONS)[0] for rows in ([0], [1, 2, 3, 4, 5, 6])]
-    mean_of_means = sum(float(sums["policy_loss"] / sums["num_tokens"]) for _, sums in policy) / 2
+    mean_of_means = sum(float(total / weight) for total, weight in (sums["policy_loss"] for _, sums in policy)) / 2
     assert abs(mean_of_means - expected.policy_loss) > 1e-3
 
 
@@ -294,13 +300,13 @@ def test_invariant_3_inserted_masked_tokens_change_nothing(seed):
     scores_B = torch.from_numpy(rng.standard_normal(num_rows))
 
     def everything(columns: dict[str, Tensor], mask_BG: Tensor) -> list[Tensor]:
-        kl_BG = pm.token_kl(columns["old"], columns["ref"], mask_BG)
-        rewards_BG = pm.token_rewards(scores_B, kl_BG, mask_BG, kl_coef=0.2)
-        values_BG1 = torch.cat([columns["v_old"], torch.full((num_rows, 1), math.nan)], 1)
-        advantages_BG, returns_BG = pm.gae(rewards_BG, values_BG1, mask_BG, gamma=0.9, lam=0.7)
-        white_BG = pm.whiten(advantages_BG, mask_BG, pm.moments(advantages_BG, mask_BG))
-        policy, _ = pm.policy_loss_sum(columns["new"], columns["old"], white_BG, mask_BG)
-        critic, _ = pm.value_loss_sum(columns["v"], columns["v_old"], returns_BG, mask_BG)
+        kl_BG = token_kl(columns["old"], columns["ref"], mask_BG)
+        rewards_BG = token_rewards(scores_B, kl_BG, mask_BG, kl_coef=0.2)
+        values_BG1 = with_one_more(columns["v_old"])
+        advantages_BG, returns_BG = gae(rewards_BG, values_BG1, mask_BG, gamma=0.9, lam=0.7)
+        white_BG = whitened(advantages_BG, mask_BG, moments(advantages_BG, mask_BG))
+        policy, _ = policy_loss(columns["new"], columns["old"], white_BG, mask_BG)
+        critic, _ = value_loss(with_one_more(columns["v"]), values_BG1, returns_BG, mask_BG)
         return [policy, critic, rewards_BG[mask_BG], white_BG[mask_BG], returns_BG[mask_BG]]
 
     slots = np.stack([np.sort(rng.permutation(num_tokens + num_inserted)[:num_tokens]) for _ in range(num_rows)])
@@ -329,7 +335,7 @@ def test_row_08_both_whiten_alike():
     x = [1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
     x_BG = torch.tensor([x], dtype=torch.float64)
     every = torch.ones_like(x_BG, dtype=torch.bool)
-    white_BG = pm.whiten(x_BG, every, pm.moments(x_BG, every))
+    white_BG = whitened(x_BG, every, moments(x_BG, every))
     slow = [a for sequence in slow_ppo.whitened([x[:4], x[4:]]) for a in sequence]
     assert white_BG[0].tolist() == pytest.approx(slow, abs=1e-12)
     assert slow[-1] == pytest.approx(0.4 / math.sqrt(0.2 / 3), abs=1e-6)

@@ -96,7 +96,7 @@ def float64(monkeypatch) -> None:
 
 
 def options_of(config: Config) -> slow_ppo.Options:
-    ppo, optimizer, generation = config.ppo, config.optimizer, config.generation
+    ppo, optimizer, generation = config.options, config.optimizer, config.generation
     same = ("gamma", "lam", "truncation", "truncation_penalty", "clip_score", "whiten", "clip_ratio", "clip_value")
     return slow_ppo.Options(
         eos_ids=EOS_IDS,
@@ -104,8 +104,8 @@ def options_of(config: Config) -> slow_ppo.Options:
         min_new_tokens=generation.min_new_tokens,
         kl_coef=ppo.kl_coef,
         **{name: getattr(ppo, name) for name in same},
-        actor_lr=optimizer.actor_lr,
-        critic_lr=optimizer.critic_lr,
+        actor_lr=optimizer.lr["actor"],
+        critic_lr=optimizer.lr["critic"],
         num_warmup_steps=optimizer.warmup_steps,
         betas=(optimizer.beta1, optimizer.beta2),
         eps=optimizer.eps,
@@ -121,12 +121,12 @@ class SlowRun:
         self.config, self.options = config, options_of(config)
         dtype = models.DTYPES[config.dtype]
         folders = config.models
-        self.actor = load_model(folders.actor, head="lm", dtype=dtype)
-        self.critic = load_model(folders.critic or folders.reward, head="scalar", dtype=dtype)
-        self.reference = load_model(folders.reference or folders.actor, head="lm", dtype=dtype)
-        self.reward = load_model(folders.reward, head="scalar", dtype=dtype)
+        self.actor = load_model(folders["actor"], head="lm", dtype=dtype)
+        self.critic = load_model(folders["critic"] or folders["reward"], head="scalar", dtype=dtype)
+        self.reference = load_model(folders["reference"] or folders["actor"], head="lm", dtype=dtype)
+        self.reward = load_model(folders["reward"], head="scalar", dtype=dtype)
         self.optimizers = [slow_ppo.AdamW(lr, self.options) for lr in (self.options.actor_lr, self.options.critic_lr)]
-        self.kl_coef = config.ppo.kl_coef
+        self.kl_coef = config.options.kl_coef
         self.scores: list[float] = []  # all those used so far
         self.kept: dict[tuple[int, ...], list[list[int]]] = {}  # tokens of a sequence -> the sets they were drawn from
 
@@ -172,7 +172,7 @@ class SlowRun:
     def options_now(self) -> slow_ppo.Options:
         """With what changes between iterations: the KL coefficient, and mean and spread of all scores so far."""
         mean, std = 0.0, 1.0
-        if self.config.ppo.normalize_scores and self.scores:
+        if self.config.options.normalize_scores and self.scores:
             mean = math.fsum(self.scores) / len(self.scores)
             std = math.sqrt(math.fsum((score - mean) ** 2 for score in self.scores) / len(self.scores))
         return dataclasses.replace(self.options, kl_coef=self.kl_coef, score_mean=mean, score_std=std)
@@ -186,9 +186,9 @@ class SlowRun:
         )
         truncated_count = self.options.truncation == "score"
         self.scores += [r.score for r in rollouts if truncated_count or r.ended(EOS_IDS)]
-        if self.config.ppo.kl_controller == "adaptive":
-            error = max(-0.2, min(0.2, self.kl(rollouts) / len(rollouts) / self.config.ppo.kl_target - 1))
-            self.kl_coef *= 1 + error * len(rollouts) / self.config.ppo.kl_horizon
+        if self.config.options.kl_controller == "adaptive":
+            error = max(-0.2, min(0.2, self.kl(rollouts) / len(rollouts) / self.config.options.kl_target - 1))
+            self.kl_coef *= 1 + error * len(rollouts) / self.config.options.kl_horizon
         return steps
 
 
@@ -223,12 +223,12 @@ def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
 
 def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
     """One iteration of the runtime, then the same one slowly; compares what they log of it, returns the slow steps."""
-    assert run.state.kl_coef == pytest.approx(slow.kl_coef, rel=1e-5)  # it follows the KL, see below
+    assert run.state.of_algorithm.kl_coef == pytest.approx(slow.kl_coef, rel=1e-5)  # it follows the KL, see below
     metrics = run.iteration()
     rollouts, config = rollouts_of(run, slow), run.config
     order = [
         epoch_order(config.seed, run.data.number, epoch, len(rollouts), config.mini_batch)
-        for epoch in range(config.ppo.epochs)
+        for epoch in range(config.options.epochs)
     ]
     options, kl = slow.options_now(), slow.kl(rollouts)
     num = len(rollouts)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rlhf_spmd.algorithms import ppo
-from rlhf_spmd.kernels.cdf_tree import level_numbers
+from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.kernels.philox import STREAM_BITS, random_bits
-from rlhf_spmd.plan.workflow import trace
+from rlhf_spmd.kernels.tree import level_numbers
+from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.run.report import sample_responses
 from tests.folders import write_all
@@ -38,16 +38,19 @@ def test_streams_are_apart():
 
 def test_generate_calls_have_their_place_as_stream():
     for replay in (False, True):
-        workflow = ppo.workflow(ppo.PPO(), replay=replay)
+        ppo = load_algorithm("ppo")
+        workflow = ppo.workflow(ppo.options(), replay=replay)
         assert [call.name for call in workflow.generate_calls] == ["actor_generate"]
         assert random_streams.of_call(workflow, workflow.generate_calls[0]) == 0
 
     def twice(model, compute, prompts) -> None:
-        for name in ("actor", "other"):
-            model(name).recorder.record(name, "generate", "sample", (prompts,), (f"{name} responses",))
-            model(name).infer("scores", prompts, output=f"{name} scores")
+        for name, other in (("actor", ""), ("other", "other")):
+            responses, _ = model(name).generate(prompts, name=other)
+            model(name).infer("logprobs", prompts, responses, output=f"{name} logprobs")
+        model("actor").train("loss", prompts, responses)
 
-    workflow = trace(twice)
+    workflow = trace(twice, dict.fromkeys(("actor", "other"), Role("lm")), {"prompts": "prompt"})
+    assert [call.name for call in workflow.generate_calls] == ["actor_generate", "other_generate_other"]
     assert [random_streams.of_call(workflow, call) for call in workflow.generate_calls] == [0, 1]
     with pytest.raises(ValueError):
         random_streams.of_call(workflow, workflow.call("actor_infer"))

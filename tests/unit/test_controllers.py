@@ -1,0 +1,60 @@
+"""What changes between iterations and steps by global numbers: rows 2, 5 and 20."""
+
+import pytest
+import torch
+
+from rlhf_spmd.algorithms import controllers, ppo
+from rlhf_spmd.algorithms.advantages import moments
+
+
+def test_row_02_kl_coef():
+    assert controllers.next_kl_coef(0.1, 99.0, 512, target=None) == 0.1
+    assert controllers.next_kl_coef(0.1, 6.0, 512) == 0.1
+    assert controllers.next_kl_coef(0.1, 6.6, 500) == pytest.approx(0.1 * (1 + 0.1 * 0.05))
+    assert controllers.next_kl_coef(0.1, 60.0, 500) == pytest.approx(0.1 * (1 + 0.2 * 0.05))
+    assert controllers.next_kl_coef(0.1, -60.0, 500) == pytest.approx(0.1 * (1 - 0.2 * 0.05))
+    assert controllers.next_kl_coef(0.1, 4.0, 10, target=2.0, horizon=100) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+
+
+def test_row_05_running_moments():
+    x = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3 + 100
+    every = torch.ones(50, dtype=torch.bool)
+    running = controllers.RunningMoments()
+    assert (running.mean, running.std) == (0.0, 1.0)
+    for part in (x[:7], x[7:8], x[8:8], x[8:]):
+        running = running.updated(*moments(part, every[: len(part)]).tolist())
+    assert running.count == 50
+    assert running.mean == pytest.approx(float(x.mean()), rel=1e-13)
+    assert running.std == pytest.approx(float(x.std(correction=0)), rel=1e-10)
+    # Scores that are all alike so far say nothing about their scale.
+    constant = controllers.RunningMoments().updated(*moments(torch.full((9,), 0.1), every[:9]).tolist())
+    assert (round(constant.mean, 6), constant.std) == (0.1, 1.0)
+
+
+def test_row_20_learning_rate():
+    def rates(**options):
+        return [controllers.learning_rate(step, peak=1.0, **options) for step in range(10)]
+
+    assert rates() == [1.0] * 10
+    assert rates(num_warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 7
+    linear = rates(num_warmup_steps=2, num_steps=6, decay="linear")
+    assert linear == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
+    cosine = rates(num_warmup_steps=2, num_steps=6, decay="cosine")
+    assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[4] == pytest.approx(0.5) and cosine[6:] == pytest.approx([0.0] * 4)
+    assert cosine == sorted(cosine[:2]) + sorted(cosine[2:], reverse=True)
+
+
+def test_they_change_between_the_iterations_of_ppo():
+    """By the global means of an iteration and what they are means over, and only where an option asks for it."""
+    means = {"kl": 6.6, "used_score": 2.0, "used_score_sq": 5.0}
+    weights = {"kl": 500.0, "used_score": 4.0, "used_score_sq": 4.0}
+    options = ppo.Options(kl_coef=0.1)
+    before = ppo.start(options)
+    assert before == ppo.State(0.1, controllers.RunningMoments())
+    after = ppo.after_iteration(before, options, means, weights, 500)
+    assert after == ppo.State(0.1, controllers.RunningMoments(4.0, 2.0, 4.0))
+    adaptive = ppo.Options(kl_coef=0.1, kl_controller="adaptive", kl_target=6.0, kl_horizon=10_000)
+    after = ppo.after_iteration(before, adaptive, means, weights, 500)
+    assert after.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 0.05))
+    all_cut = {"kl": 6.6}, {"kl": 500.0}  # no response ended: combine() leaves out what is a mean of nothing
+    assert ppo.after_iteration(before, options, *all_cut, 500) == before
