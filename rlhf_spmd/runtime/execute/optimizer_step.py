@@ -225,10 +225,14 @@ class Training:
         if step.call.stop is None:
             return False
         name, limit = step.call.stop
-        own = sum((sums[name][0] for sums in step.stats), torch.zeros((), dtype=torch.float64, device=device))
-        counted = own if step.layout.reports(self.rank) else torch.zeros_like(own)
-        total = float(summed(counted, group=group))
-        return step.divisor > 0 and not total / step.divisor <= limit
+        own = torch.zeros(2, dtype=torch.float64, device=device)  # the sum, and over how many
+        for sums in step.stats if step.layout.reports(self.rank) else ():
+            if name not in sums:
+                known = ", ".join(sums) or "nothing"
+                raise UserError(f"{step.call.function} is to stop by the mean {name}, but what it counts is {known}")
+            own += torch.stack([torch.as_tensor(part, dtype=own.dtype, device=device) for part in sums[name]])
+        total, weight = summed(own, group=group).tolist()
+        return weight > 0 and not total / weight <= limit
 
     # ---- losses -----------------------------------------------------------------------------------------------------
 
