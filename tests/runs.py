@@ -20,7 +20,7 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run import report
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.run.train import update
-from rlhf_spmd.runtime.world.devices import Device
+from rlhf_spmd.runtime.world.devices import RankDevice
 from rlhf_spmd.strategies import flattening
 
 
@@ -97,7 +97,7 @@ class RunOf:
         self.program = program or compiled(config)
         self.job = prepare(config, self.program, self.world)
         self.state = State(config.algorithm.start(config.options))
-        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Recorder())
+        self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Tracer())
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration
         self.meter = StepMeter()  # of the last iteration

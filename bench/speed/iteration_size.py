@@ -103,7 +103,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import State
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.job import Job, make_iteration
 
     workload = program.workload

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.checkpoint import store
 from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint
 from rlhf_spmd.runtime.execute.handlers.context import State
-from rlhf_spmd.runtime.guard.failures import in_words
+from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import report
 from tests.runs import OneRank
 

@@ -29,7 +29,7 @@ from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job
 from rlhf_spmd.runtime.run.metrics import metrics_of
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample
-from rlhf_spmd.runtime.world.devices import describe
+from rlhf_spmd.runtime.world.devices import describe_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         **judged,
-        "device": describe(job.world.computes, job.world.size),
+        "device": describe_device(job.world.computes, job.world.size),
         "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
         f"mini-batches of {config.mini_batch}, {config.options.epochs} epochs, "
