@@ -56,6 +56,7 @@ ELSEWHERE = {
     "model_name_or_path": ("--model",),
     "gpus": ("device",),
 }
+NOT_KEYS = ("--", "strategy.")  # options that are no keys of a config
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -69,7 +70,8 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
     leaf = name.rpartition(".")[2].lower()
     same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
-    names = same_leaf or ELSEWHERE.get(leaf) or (with_word if len(with_word) <= 3 else ())
+    known = [key for key in ELSEWHERE.get(leaf, ()) if key in every or key.startswith(NOT_KEYS)]
+    names = same_leaf or known or (with_word if len(with_word) <= 3 else ())
     if names:
         return _suggestion(names)
     close = difflib.get_close_matches(name, list(group), n=1) or difflib.get_close_matches(name, list(every), n=1)
