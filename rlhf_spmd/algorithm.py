@@ -86,19 +86,26 @@ class Algorithm:
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
-    def function(self, name: str, *, optional: bool = False) -> Callable | None:
+    def function(self, name: str) -> Callable:
         """The function that a call names: of the page, or of `FUNCTIONS`. Raises UserError if there is none."""
         for module in (self.module, *map(importlib.import_module, FUNCTIONS)):
             if callable(found := getattr(module, name, None)):
                 return found
-        if optional:
-            return None
         places = ", ".join(module.rpartition(".")[2] + ".py" for module in FUNCTIONS)
         raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
         """Why the page refuses a model of which nothing can end a response; empty if it does not."""
         return self.module.refused(options, can_end=can_end) if hasattr(self.module, "refused") else ""
+
+    def companion(self, name: str, suffix: str) -> Callable | None:
+        """NAME_sums, NAME_prepare or NAME_finish of the function that a call names: it stands beside that function, so
+        a page's own function has none of another one that is called alike."""
+        function = self.function(name)
+        for module in (self.module, *map(importlib.import_module, FUNCTIONS)):
+            if getattr(module, name, None) is function and callable(found := getattr(module, name + suffix, None)):
+                return found
+        return None
 
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
@@ -138,7 +145,10 @@ def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
             found[parameter.name] = available[word]
         elif parameter.default is parameter.empty:
             known = ", ".join(sorted(available))
-            raise UserError(f"{function.__name__}() asks for {parameter.name}, and there is no {word} here: {known}")
+            raise UserError(
+                f"{function.__name__}() asks for {parameter.name}, and there is no {word} here: {known}; give it where "
+                "the workflow names the function, or make it an option"
+            )
     return found
 
 
@@ -164,27 +174,38 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
     """Raises UserError where a call gives a function what it does not take, or does not give what it needs."""
     numbers = algorithm.numbers(options, algorithm.start(options))
     for call in workflow.calls:
-        if call.kind not in ("compute", "train"):
-            continue
-        given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
-        own = readout_words(workflow, call) if call.kind == "train" else {}
-        function = algorithm.function(call.function)
-        bound(function, numbers | given | own)
-        taken = {word_of(name) for name in inspect.signature(function).parameters}
-        prepare = algorithm.function(f"{call.function}_prepare", optional=True)
-        taken |= {word_of(name) for name in inspect.signature(prepare).parameters} if prepare else set()
-        unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
-        if unused:
-            raise UserError(f"algorithm {algorithm.name}: {call.function}() does not take {', '.join(unused)}")
-        for suffix in ("_sums", "_prepare", "_finish"):
-            companion = algorithm.function(call.function + suffix, optional=True)
-            if companion is None and call.sums and suffix != "_prepare":
-                raise UserError(
-                    f"algorithm {algorithm.name}: {call.function} has sums=True, and no {call.function}{suffix}"
-                )
-            if companion is not None:
-                made = dict.fromkeys(call.outputs)
-                bound(companion, numbers | given | made | {SUMS: None, "divisor": None})
+        if call.kind in ("compute", "train"):
+            try:
+                _check_call(algorithm, workflow, call, numbers)
+            except UserError as error:
+                text = str(error).removeprefix(f"algorithm {algorithm.name}: ")
+                raise UserError(f"algorithm {algorithm.name}: {text}") from None
+
+
+def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: Mapping[str, Any]) -> None:
+    """One call of a function."""
+    given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
+    own = readout_words(workflow, call) if call.kind == "train" else {}
+    function = algorithm.function(call.function)
+    bound(function, numbers | given | own)
+    taken = {word_of(name) for name in inspect.signature(function).parameters}
+    prepare = algorithm.companion(call.function, "_prepare")
+    taken |= {word_of(name) for name in inspect.signature(prepare).parameters} if prepare else set()
+    unused = [name for name, key in call.arguments if name not in taken and workflow.shapes[key] != "response"]
+    if unused:
+        raise UserError(
+            f"{call.function}() does not take {', '.join(unused)}; give it such a parameter, or leave it out of the "
+            "workflow"
+        )
+    made = dict.fromkeys(call.outputs)
+    for suffix in ("_sums", "_prepare", "_finish"):
+        companion = algorithm.companion(call.function, suffix)
+        if companion is None and call.sums and suffix != "_prepare":
+            raise UserError(
+                f"{call.function} has sums=True, and no {call.function}{suffix} stands beside it; write it there"
+            )
+        if companion is not None:
+            bound(companion, numbers | given | made | {SUMS: None, "divisor": None})
 
 
 def names() -> list[str]:
@@ -225,8 +246,20 @@ def _problem(module: ModuleType) -> str:
     lacking = [name for name in NEEDED if not hasattr(module, name)]
     if lacking:
         return f"it has no {', '.join(lacking)}"
-    if not (dataclasses.is_dataclass(module.Options) and issubclass(module.Options, page.Options)):
+    options = module.Options
+    is_own = isinstance(options, type) and "__dataclass_fields__" in vars(options)  # @dataclass is not inherited
+    if not is_own or not issubclass(options, page.Options):
         return "Options is no dataclass that derives from page.Options"
+    without = [
+        part.name
+        for part in dataclasses.fields(options)
+        if part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING
+    ]
+    if without:
+        return f"the option {without[0]} has no default"
+    for name in ("ROLES", "DATA", "METRICS"):
+        if not isinstance(getattr(module, name), Mapping):
+            return f"{name} is no dict"
     if PROMPTS not in module.DATA:
         return f"DATA has no {PROMPTS}"
     stateful = [name for name in STATEFUL if hasattr(module, name)]

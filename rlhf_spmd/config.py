@@ -102,10 +102,12 @@ class Config:
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
     def __post_init__(self) -> None:
-        roles = self.algorithm.roles
+        roles, name = self.algorithm.roles, self.algorithm.name
+        if name in {part.name for part in dataclasses.fields(self)}:
+            raise UserError(f"algorithm {name}: {name} is an option of every run; give the file another name")
         options = self.options or self.algorithm.options()
         trained = dict.fromkeys((*self.algorithm.trained_roles, *self.algorithm.workflow(options).trained_models))
-        rates = {name: self.optimizer.lr.get(name, roles[name].lr) for name in trained}
+        rates = {role: self.optimizer.lr.get(role, roles[role].lr) for role in trained}
         object.__setattr__(self, "options", options)
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))

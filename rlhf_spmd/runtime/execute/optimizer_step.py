@@ -93,15 +93,15 @@ class Training:
         """rows: this rank's part of the mini-batch, of the keys that it reads. numbers: options and state of the
         algorithm. micro_batch: rows, if no budget of tokens counts. mini_batch: rows of all ranks. group: of the
         layout; None for one rank."""
-        reports, function = layout.reports(self.rank), self.config.algorithm.function
-        count = function(f"{call.function}_sums", optional=True)
+        reports, algorithm = layout.reports(self.rank), self.config.algorithm
+        count = algorithm.companion(call.function, "_sums")
         counted_rows = rows if reports else self._no_rows(call, rows[call.prompts].device)
         counted = [divisor_of(call, counted_rows)[None]]
         if count is not None:
             counted.append(count(**bound(count, self._arguments(call, counted_rows) | numbers)))
         sums = summed(torch.cat(counted), group=group)
         prepared: dict[str, Tensor] = {}
-        prepare = function(f"{call.function}_prepare", optional=True)
+        prepare = algorithm.companion(call.function, "_prepare")
         if prepare is not None and all(key in rows for key in call.inputs):  # an early stage has the tokens alone
             given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
             prepared = prepare(**bound(prepare, given))

@@ -57,7 +57,7 @@ def _finished(
 ) -> dict[str, Tensor]:
     """The results of a compute that ends with sums over the batch. Collective over the Run's group."""
     algorithm = context.config.algorithm
-    count, finish = (algorithm.function(call.function + suffix) for suffix in ("_sums", "_finish"))
+    count, finish = (algorithm.companion(call.function, suffix) for suffix in ("_sums", "_finish"))
     sums = count(**bound(count, given | results))
     sums = sums if reports else torch.zeros_like(sums)
     if (group := context.group(step)) is not None:

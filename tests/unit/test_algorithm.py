@@ -1,0 +1,387 @@
+"""Pages of algorithms: those that come with the package, and those that a user writes, with all that can be wrong."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from rlhf_spmd import config as configs
+from rlhf_spmd import presets
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.algorithm import bound, check_functions, load_algorithm, names, word_of
+from rlhf_spmd.algorithms import losses, page, ppo
+from rlhf_spmd.algorithms.controllers import RunningMoments
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.checkpoint.resume import config_of as resumed_config
+from tests.folders import write_all
+from tests.pages import checked, run_of, write_page
+from tests.runs import RunOf
+
+
+def refused(path: Path | str, **options) -> str:
+    with pytest.raises(UserError) as error:
+        checked(path, **options)
+    return str(error.value)
+
+
+# ---- the pages of the package ---------------------------------------------------------------------------------------
+
+
+def variants(options: type[page.Options]) -> list[dict]:
+    """Every value of options that have a choice, one changed at a time; of other options one that is not the default,
+    and a few of both together."""
+    choices = {}
+    hints = get_type_hints(options)
+    for part in dataclasses.fields(options):
+        hint = hints[part.name]
+        if get_origin(hint) is Literal:
+            choices[part.name] = list(get_args(hint))
+        elif hint is bool:
+            choices[part.name] = [False, True]
+        elif part.default is None or part.default == 0:
+            choices[part.name] = [part.default, 0.5]
+    single = [{name: value} for name, values in choices.items() for value in values]
+    pairs = [one | other for one, other in itertools.combinations(single, 2) if not one.keys() & other.keys()]
+    return [{}, *single, *pairs]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("name", names())
+def test_every_page_gives_its_functions_what_they_ask_for(name, replay):
+    """The page compared with the signatures, under all options that may change its workflow."""
+    algorithm = load_algorithm(name)
+    found = variants(algorithm.options)
+    assert len(found) > 1
+    for changes in found:
+        options = algorithm.options(**changes)
+        check_functions(algorithm, algorithm.workflow(options, replay=replay), options)
+    assert algorithm.name == name and algorithm.title and not algorithm.from_file
+    assert algorithm.trained_roles and algorithm.source == Path(algorithm.module.__file__).read_text()
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_functions_count_has_a_place_in_the_log(name):
+    """Metrics with a standard deviation or a headline are of metrics that there are."""
+    algorithm = load_algorithm(name)
+    for metric in algorithm.metrics.values():
+        assert metric.std_of == "" or metric.std_of in algorithm.metrics
+        assert (metric.floor is None and metric.limits is None) or metric.advice
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_page_survives_its_options_and_its_state(name):
+    algorithm = load_algorithm(name)
+    config = configs.Config(preset="none", algorithm=algorithm)
+    assert resumed_config(json.loads(json.dumps(configs.resolved(config))), "x.json") == config
+    state = algorithm.start(config.options)
+    if algorithm.has_state:
+        assert algorithm.read_state(json.loads(json.dumps(dataclasses.asdict(state)))) == state
+    else:
+        assert state is None and algorithm.read_state({}) is None
+
+
+def test_the_verb_lists_them(capsys):
+    assert main(["algorithms"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert found["ok"] and set(found["algorithms"]) == set(names()) and "ppo" in names()
+    assert text[0] == (
+        "ppo: PPO; actor (lm head), reference (lm head), reward (scalar head), critic (scalar head); data prompt"
+    )
+    assert any("compute(estimate_advantages)" in line and line.endswith("-> advantages, returns") for line in text)
+
+
+# ---- what functions get ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameter", "word"),
+    [
+        ("logprobs_BG", "logprobs"),
+        ("values_BG1", "values"),
+        ("scores_B", "scores"),
+        ("old_values_BG1", "old_values"),
+        ("kl_coef", "kl_coef"),
+        ("mask", "mask"),
+        ("moments_3", "moments_3"),  # no letter of a shape
+        ("x_bG", "x_bG"),
+        ("chosen_logprobs_BG", "chosen_logprobs"),
+    ],
+)
+def test_word_of(parameter, word):
+    assert word_of(parameter) == word
+
+
+def test_numbers_are_options_and_the_state():
+    algorithm, moments = load_algorithm("ppo"), RunningMoments(2.0, 1.0, 3.0)
+    found = algorithm.numbers(ppo.Options(kl_coef=0.1, gamma=0.5), ppo.State(0.7, moments))
+    assert found["kl_coef"] == 0.7  # as it is now, not as it was at the start
+    assert found["gamma"] == 0.5 and found["epochs"] == 4 and found["score_moments"] is moments
+    assert algorithm.numbers(ppo.Options(), None)["kl_coef"] == 0.05
+
+
+def test_arguments_are_bound_by_name():
+    def function(scores_B, mask, *, scale, eps=1e-8):
+        """Of four things."""
+
+    assert bound(function, {"scores": 1, "mask": 2, "scale": 3, "other": 4}) == {"scores_B": 1, "mask": 2, "scale": 3}
+    with pytest.raises(UserError, match=r"function\(\) asks for scale, and there is no scale here: mask, scores; give"):
+        bound(function, {"scores": 1, "mask": 2})
+
+
+# ---- a page of a user -----------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_a_file(tmp_path):
+    path = write_page(tmp_path)
+    algorithm = checked(path, sign="down")
+    assert (algorithm.name, algorithm.title, algorithm.from_file) == ("mine", "REINFORCE", True)
+    assert algorithm.source == path.read_text() and not algorithm.has_state
+    assert algorithm.trained_roles == ("policy",) and algorithm.given() == {"prompts": "prompt"}
+    assert not list(tmp_path.glob("__pycache__"))
+
+
+LOSS = "def surrogate(logprobs_BG, weights_BG, mask_BG):\n"
+TRAIN = '    policy.train("surrogate", prompts, responses, weights=weights)\n'
+OPTIONS = "@dataclass(frozen=True, slots=True)\nclass Options(page.Options):\n"
+STATE = "\nclass State:\n    pass\n"
+WRONG = {
+    "a function lacks an argument": (
+        (LOSS, "def surrogate(logprobs_BG, mask_BG, weights_BG=None, *, rate):\n"),
+        ["surrogate() asks for rate", "no rate here", "make it an option"],
+    ),
+    "a readout of another head": (
+        (LOSS, "def surrogate(values_BG1, weights_BG, mask_BG):\n"),
+        ["surrogate() asks for values_BG1", "no values here", "logprobs"],
+    ),
+    "a compute lacks an argument": (
+        ("def token_weights(scores_B, mask_BG,", "def token_weights(scores_B, mask_BG, values_BG1,"),
+        ["token_weights() asks for values_BG1", "no values here", "give it where the workflow names the function"],
+    ),
+    "a function does not take what it is given": (
+        (LOSS, "def surrogate(logprobs_BG, mask_BG):\n"),
+        ["surrogate() does not take weights", "give it such a parameter, or leave it out"],
+    ),
+    "no such function": (
+        ("def surrogate(", "def surrogates("),
+        ["no function surrogate is in the page or in advantages.py, losses.py; write it there"],
+    ),
+    "sums without the functions of it": (
+        ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),
+        ["token_weights has sums=True, and no token_weights_sums", "write it there"],
+    ),
+    "an unknown role": (
+        ('model("judge")', 'model("jugde")'),
+        ["the model 'jugde'", "ROLES has policy, judge"],
+    ),
+    "an unknown readout": (
+        ('judge.infer("scores"', 'judge.infer("points"'),
+        ["judge.infer('points')", "head 'scalar' can infer is values, scores"],
+    ),
+    "a readout that the head has not": (
+        ('judge.infer("scores"', 'judge.infer("logprobs"'),
+        ["judge.infer('logprobs')", "head 'scalar' can infer is values, scores"],
+    ),
+    "a key twice": (
+        ('makes={"weights": "token"}', 'makes={"scores": "token"}'),
+        ["makes scores twice", "another name (output=)"],
+    ),
+    "a model that trains twice": (
+        (TRAIN, TRAIN + TRAIN),
+        ["trains policy in two calls", "put both losses into one function"],
+    ),
+    "a call behind training": (
+        (TRAIN, TRAIN + '    judge.infer("values", prompts, responses)\n'),
+        ["judge_infer_values stands behind training", "everything else comes before it"],
+    ),
+    "nothing trains": ((TRAIN, ""), ["the workflow trains no model"]),
+    "a number where data belong": (
+        ("weights=weights)", "weights=0.5)"),
+        ["surrogate(weights=0.5)", "numbers are options of the algorithm"],
+    ),
+    "three responses": (
+        (TRAIN, '    policy.train("surrogate", prompts, responses, responses, responses, weights=weights)\n'),
+        ["policy.train('surrogate') reads prompts and one key of responses or two"],
+    ),
+    "an error in the workflow": (
+        (TRAIN, TRAIN + "    1 / 0\n"),
+        ["workflow() raised ZeroDivisionError: division by zero"],
+    ),
+    "state without a start": (
+        ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + STATE),
+        ["it has State and not all of State, start, read_state, after_iteration"],
+    ),
+    "no prompts": (('DATA = {"prompts": "prompt"}', 'DATA = {"texts": "text"}'), ["DATA has no prompts"]),
+    "data that are none": (('DATA = {"prompts": "prompt"}', "DATA = None"), ["DATA is no dict"]),
+    "no options": (("class Options(page.Options)", "class Choices(page.Options)"), ["it has no Options"]),
+    "other options": (
+        ("class Options(page.Options)", "class Options"),
+        ["Options is no dataclass that derives from page.Options"],
+    ),
+    "options that are no dataclass of their own": (
+        (OPTIONS, "class Options(page.Options):\n"),
+        ["Options is no dataclass that derives from page.Options"],
+    ),
+    "options that are a function": ((OPTIONS, "def Options():\n"), ["Options is no dataclass"]),
+    "an option without a default": (
+        (
+            "slots=True)\nclass Options(page.Options):\n",
+            "kw_only=True)\nclass Options(page.Options):\n    rate: float\n",
+        ),
+        ["the option rate has no default"],
+    ),
+    "no roles": (('ROLES = {"policy"', 'MODELS = {"policy"'), ["it has no ROLES"]),
+    "a role that is none": (('Role("scalar", judge=True)', '"scalar"'), ["ROLES does not give each model a Role"]),
+    "a start that is no role": (
+        ('Role("scalar", judge=True)', 'Role("scalar", judge=True, starts_from=("critic",))'),
+        ["judge starts from critic, which is no role"],
+    ),
+    "an import of nothing": (
+        ("from typing import Literal\n", "from typing import Literal\nimport nothing_of_that_name\n"),
+        ["cannot be imported: ModuleNotFoundError", "nothing_of_that_name"],
+    ),
+    "a syntax error": ((LOSS, "def surrogate(:\n"), ["cannot be imported: SyntaxError"]),
+    "an exit": (('TITLE = "REINFORCE"\n', "raise SystemExit(3)\n"), ["cannot be imported: SystemExit: 3"]),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_with_a_page_is_one_error_that_names_the_mend(change, words, tmp_path):
+    text = refused(write_page(tmp_path, change))
+    assert text.startswith(("algorithm mine", f"algorithm {tmp_path}", f"algorithm file {tmp_path}")), text
+    assert all(word in text for word in words), text
+    assert text.count("algorithm mine: ") <= 1, text
+
+
+def test_a_page_that_is_not_there(tmp_path):
+    assert "algorithm file nowhere.py does not exist" in refused("nowhere.py")
+    text = refused("pppo")
+    assert "unknown algorithm 'pppo' (did you mean 'ppo'?)" in text and "path/to/mine.py" in text
+    assert "unknown algorithm 'losses'" in refused("losses"), "a module that is no page"
+    assert "give it a name of letters" in refused(write_page(tmp_path, name="my-own"))
+
+
+@pytest.mark.parametrize("name", ["data", "optimizer", "models", "strategy", "iterations"])
+def test_a_page_called_like_an_option_of_every_run(name, tmp_path):
+    with pytest.raises(UserError, match=f"algorithm {name}: .*give the file another name"):
+        presets.load("tiny", algorithm=str(write_page(tmp_path, name=name)))
+
+
+OWN_LOSS = '''
+def policy_loss(logprobs_BG, advantages_BG, mask_BG):
+    """Called like that of PPO, which has its advantages whitened before."""
+    return -(logprobs_BG * advantages_BG)[mask_BG].sum(), {}
+'''
+
+
+def test_a_function_called_like_one_of_the_package_has_only_its_own_companions(tmp_path):
+    changes = ('"surrogate", prompts, responses, weights=', '"policy_loss", prompts, responses, advantages=')
+    path = write_page(tmp_path, changes, ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + OWN_LOSS))
+    algorithm = checked(path)
+    assert algorithm.function("policy_loss") is not losses.policy_loss
+    assert algorithm.companion("policy_loss", "_sums") is None is algorithm.companion("policy_loss", "_prepare")
+    theirs = load_algorithm("ppo")
+    assert theirs.companion("policy_loss", "_prepare") is losses.policy_loss_prepare
+    importing = ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\nfrom rlhf_spmd.algorithms.losses import policy_loss\n')
+    again = load_algorithm(str(write_page(tmp_path, importing)))
+    assert again.companion("policy_loss", "_sums") is losses.policy_loss_sums
+
+
+# ---- on the command line --------------------------------------------------------------------------------------------
+
+
+def test_check_with_a_page_of_a_file(tmp_path):
+    """Two models and four calls, without torch."""
+    path = write_page(tmp_path)
+    code = "import sys; from rlhf_spmd.__main__ import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    words = ["separation", "--algorithm", str(path), "--layout", "1x4", "--preset", "llama-7b", "mine.scale=2"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", *words, "--device-type", "cpu"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *text, last, heavy = done.stdout.splitlines()
+    assert json.loads(last)["ok"] and heavy == "False"
+    assert any("policy_generate" in line for line in text) and any("judge_infer" in line for line in text)
+    assert not any("critic" in line or "actor" in line for line in text)
+
+
+def test_check_says_what_is_wrong_with_a_page(tmp_path, capsys):
+    path = write_page(tmp_path, ('model("judge")', 'model("jugde")'))
+    assert main(["check", "flattening", "--algorithm", str(path)]) != 0
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err and "the workflow uses the model 'jugde'" in shown.err
+    assert shown.err.count("error") <= 1
+
+
+def test_options_of_a_page_are_typed(tmp_path):
+    path = str(write_page(tmp_path))
+    config = presets.load("tiny", ["mine.scale=0.25", "mine.sign=down", "mine.epochs=3"], algorithm=path)
+    assert dataclasses.asdict(config.options) == {"epochs": 3, "scale": 0.25, "sign": "down"}
+    assert config.optimizer.lr == {"policy": 3e-4} and list(config.models) == ["policy", "judge"]
+    assert presets.load("tiny", ["optimizer.policy_lr=0.5"], algorithm=path).optimizer.lr == {"policy": 0.5}
+    for override, words in (
+        ("mine.scale=much", ["mine.scale=much", "valid number"]),
+        ("mine.sign=left", ["mine.sign=left", "'up' or 'down'"]),
+        ("mine.epochs=0", ["mine.epochs=0", "greater than 0"]),
+        ("mine.scal=1", ["'mine.scal'", "did you mean 'mine.scale'"]),
+        ("mine=3", ["'mine' is a group of options", "mine.scale"]),
+        ("ppo.kl_coef=1", ["unknown config key 'ppo.kl_coef'"]),
+        ("optimizer.critic_lr=1", ["unknown config key 'optimizer.critic_lr'", "optimizer.policy_lr"]),
+        ("models.actor=x", ["unknown config key 'models.actor'", "models.policy"]),
+        ("beta=1", ["unknown config key 'beta'"]),
+        ("algorithm=ppo", ["--algorithm ppo"]),
+    ):
+        with pytest.raises(UserError) as error:
+            presets.load("tiny", [override], algorithm=path)
+        assert all(word in str(error.value) for word in words), str(error.value)
+        assert override.startswith("ppo.") or "ppo." not in str(error.value), "options of another algorithm are no help"
+
+
+# ---- in a run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_page(tmp_path):
+    """Two iterations; the loss is minus the score-weighted mean of the logprobs, as written."""
+    overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
+    run = run_of(write_page(tmp_path), overrides, "mine.scale=2", "micro_batch=100")
+    start = run.weights("policy")
+    metrics, store = run.iteration(), run.data.store
+    scores_MC, mask_MCG = store["scores"], store["responses"] >= 0
+    assert metrics["return"] == pytest.approx(2 * float(scores_MC.double().mean()), rel=1e-5)
+    assert torch.equal(store["weights"], torch.where(mask_MCG, 2 * scores_MC[..., None], 0.0))
+    assert "kl" not in metrics and "critic_lr" not in metrics and metrics["policy_lr"] == 3e-4
+    assert metrics["score_std"] > 0 and metrics["parity_max_abs"] < 1e-4
+    assert all(not torch.equal(weight, start[name]) for name, weight in run.weights("policy").items())
+    assert run.state.of_algorithm is None
+    assert run.iteration()["tokens_sha256"] != metrics["tokens_sha256"]
+
+
+def test_the_sign_of_a_page_s_option_reaches_its_function(tmp_path):
+    overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
+    losses_of = {}
+    for sign in ("up", "down"):
+        run = run_of(write_page(tmp_path), overrides, f"mine.sign={sign}")
+        losses_of[sign] = run.iteration()["return"]
+    assert losses_of["up"] == -losses_of["down"] != 0
+
+
+def test_a_page_without_a_rule_for_truncated_responses_may_have_no_end(tmp_path):
+    """It takes responses as they come; that of PPO is refused where it would call each of them truncated."""
+    overrides = write_all(tmp_path, eos_token_ids=())
+    for folder in ("actor", "reward"):
+        names_path = tmp_path / folder / "tokenizer_config.json"
+        values = json.loads(names_path.read_text())
+        del values["eos_token"]
+        names_path.write_text(json.dumps(values))
+    run = run_of(write_page(tmp_path), overrides)
+    assert run.iteration()["ended_fraction"] == 0.0
+    with pytest.raises(UserError, match=r"choose ppo\.truncation=score"):
+        RunOf(presets.load("tiny", overrides))
