@@ -95,7 +95,10 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda run: edit_manifest(run, lambda values: values.update(iteration=7)),
         ["manifest.json is of iteration 7", OLDER],
     ),
-    "no controller": (lambda run: change(run, "state.json", lambda state: state.pop("kl_coef")), ["state.json", OLDER]),
+    "no controller": (
+        lambda run: change(run, "state.json", lambda state: state["state"].pop("kl_coef")),
+        ["state.json", OLDER],
+    ),
     "an option of a later version": (
         lambda run: change(run, "config.json", lambda config: config.update(novelty=1)),
         ["config.json has the option novelty, which this version does not know"],

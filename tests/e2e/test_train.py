@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ RESULT_KEYS = {
     "iterations",
     "reward_first",
     "reward_last",
+    "kl_first",
     "kl_last",
     "gen_tokens_per_s",
     "parity_max_abs",
@@ -26,6 +28,7 @@ RESULT_KEYS = {
     "scaled_by",
     "wall_s",
     "run_dir",
+    "saved",
 }
 
 
@@ -65,6 +68,10 @@ def test_a_person_sees_progress_samples_and_next_commands(finished):
     stdout, _, folder = finished
     for words in ("1/3", "3/3", "gen tok/s", "before", "after", "timeline.png", "tensorboard", str(folder)):
         assert words in stdout
+    assert stdout.startswith("rlhf_spmd: PPO by flattening on 4 ranks\n")
+    for line in (r"reward +[+-][\d.]+ -> [+-][\d.]+", r"kl +-?[\d.]+ -> -?[\d.]+ nats per response"):
+        assert re.search(rf"^  {line}$", stdout, re.MULTILINE), line
+    assert re.search(rf"^  trained actor +{folder}/actor \(a Hugging Face folder\)$", stdout, re.MULTILINE)
 
 
 def test_run_folder(finished):
@@ -77,7 +84,10 @@ def test_run_folder(finished):
     for row in rows:
         assert len(row["tokens_sha256"]) == 64
         assert {"reward", "kl", "kl_coef", "policy_loss", "value_loss", "clip_fraction", "actor_grad_norm"} <= set(row)
-    assert result["reward_last"] == rows[-1]["reward"] and result["kl_last"] == rows[-1]["kl"]
+    for name in ("reward", "kl"):
+        assert (result[f"{name}_first"], result[f"{name}_last"]) == (rows[0][name], rows[-1][name])
+    assert result["saved"] == ["actor"] and (folder / "actor" / "config.json").is_file()
+    assert not (folder / "critic").exists()
     assert list(folder.glob("events.out.tfevents.*"))
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 3
     assert (folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
