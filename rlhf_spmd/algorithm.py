@@ -62,8 +62,8 @@ class Algorithm:
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
-        """Roles that some call trains, with the options' defaults."""
-        return self.workflow(self.options()).trained_models
+        """Roles that may train: those with a learning rate."""
+        return tuple(name for name, role in self.roles.items() if role.lr is not None)
 
     @property
     def has_state(self) -> bool:

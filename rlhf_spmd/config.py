@@ -105,10 +105,8 @@ class Config:
         roles, name = self.algorithm.roles, self.algorithm.name
         if name in {part.name for part in dataclasses.fields(self)}:
             raise UserError(f"algorithm {name}: {name} is an option of every run; give the file another name")
-        options = self.options or self.algorithm.options()
-        trained = dict.fromkeys((*self.algorithm.trained_roles, *self.algorithm.workflow(options).trained_models))
-        rates = {role: self.optimizer.lr.get(role, roles[role].lr) for role in trained}
-        object.__setattr__(self, "options", options)
+        rates = {role: self.optimizer.lr.get(role, roles[role].lr) for role in self.algorithm.trained_roles}
+        object.__setattr__(self, "options", self.options or self.algorithm.options())
         object.__setattr__(self, "models", {role: self.models.get(role, "") for role in roles})
         object.__setattr__(self, "optimizer", dataclasses.replace(self.optimizer, lr=rates))
 
@@ -146,8 +144,9 @@ def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
             group = config.algorithm.name if part.name == "options" else part.name
             of_group = get_type_hints(type(value), include_extras=True)
             leaves = {leaf.name: (of_group[leaf.name], getattr(value, leaf.name)) for leaf in dataclasses.fields(value)}
-            rates = leaves.pop("lr")[1] if part.name == "optimizer" else {}
-            found |= {f"optimizer.{role}{LR}": (PositiveFloat, rate) for role, rate in rates.items()}
+            if part.name == "optimizer":
+                rates = leaves.pop("lr")[1]
+                found |= {f"optimizer.{role}{LR}": (PositiveFloat, rate) for role, rate in rates.items()}
             found |= {f"{group}.{name}": leaf for name, leaf in leaves.items()}
         else:
             found[part.name] = hints[part.name], value
@@ -168,7 +167,7 @@ def overridden(config: Config, overrides: Iterable[str]) -> Config:
 
 def _override(config: Config, key: str, text: str) -> Config:
     """A copy with one option set from text."""
-    group, _, name = key.partition(".")
+    group, dot, name = key.partition(".")
     known = options_of(config)
     if group == "strategy":
         if not name or "." in name:
@@ -182,7 +181,7 @@ def _override(config: Config, key: str, text: str) -> Config:
     if key in known:
         return with_value(config, key, parse_value(known[key][0], text, key))
     of_group = [one for one in known if one.startswith(f"{group}.")]
-    if of_group and not name:
+    if of_group and not dot:
         raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
     if group in known:
         raise UserError(f"unknown config key {key!r}: {group} has no parts; set {group}=value")

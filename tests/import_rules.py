@@ -22,7 +22,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "folders", "model", "python_file"),
+    "data": ("config", "plan.words", "folders", "model", "python_file"),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "folders", "model", "plan"),

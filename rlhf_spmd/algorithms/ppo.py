@@ -82,7 +82,7 @@ def refused(options: Options, *, can_end: bool) -> str:
     """Why these options make no sense for a model of which nothing can end a response; empty if they do."""
     if can_end or options.truncation == "score":
         return ""
-    return "every response would be cut off and get the penalty for that (unless ppo.truncation=score)"
+    return "every response would be cut off and get the penalty for that: choose ppo.truncation=score"
 
 
 # ---- what changes between iterations --------------------------------------------------------------------------------

@@ -20,14 +20,15 @@ class Role:
     """A model of an algorithm.
 
     head: what the model puts out, logits (`lm`) or a number for each token (`scalar`; zeros at first where it trains
-    and its folder has none). lr: the learning rate where none is given. starts_from: the roles whose folder it is read
+    and its folder has none). lr: the learning rate where none is
+    given; None: the model never trains. starts_from: the roles whose folder it is read
     from if it has none of its own, the first one that has a folder with the first role's tokenizer. judge: it scores
     whole responses, so a reward function may stand in for it, and with another tokenizer it reads text. saved: the
     trained model is written as a Hugging Face folder at the end of a run.
     """
 
     head: Literal["lm", "scalar"]
-    lr: float = 1e-6
+    lr: float | None = None
     starts_from: tuple[str, ...] = ()
     judge: bool = False
     saved: bool = False
@@ -272,6 +273,8 @@ class Model:
         if not 1 <= len(responses) <= MAX_RESPONSES:
             raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
         is_lm = self.recorder.roles[self.name].head == "lm"
+        if self.recorder.roles[self.name].lr is None:
+            raise UserError(f"the workflow trains {self.name}, whose Role has no learning rate; give it lr=")
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         tokens = (prompts.key, *(one.key for one in responses))
         drawn = responses[0].logprobs if responses[0].model == self.name and is_lm and len(responses) == 1 else ""

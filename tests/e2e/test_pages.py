@@ -1,4 +1,4 @@
-"""Toy pages (tests/pages/), each trained as a user would: the same numbers on 1, 3 and 4 ranks and under other layouts.
+"""Toy pages (tests/toy_pages/), each trained as a user would: the same numbers on 1, 3 and 4 ranks and under other layouts.
 
 No file but the page knows them: one has no generation, one has pairs, one has a second generating call and groups of 16
 samples, which three data-parallel ranks cut.
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tests.folders import WORDS, write_model
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
-PAGES = Path(__file__).parents[1] / "pages"
+PAGES = Path(__file__).parents[1] / "toy_pages"
 LIMIT_S = 120.0
 LR = {"given_responses": ("student",), "pairs": ("policy",), "group": ("actor",)}
 SIZES = {

@@ -108,9 +108,9 @@ def test_only_the_late_rank_is_named(ranks):
 
     everyone[0].calls.run = lost
     everyone[0].instructions = (step,)
-    with pytest.raises(UserError, match="rank 1 on here last said: iteration 0: ") as caught:
+    with pytest.raises(UserError, match="rank 1 on here last reported: iteration 0: ") as caught:
         everyone[0].iteration(iteration(), State(None))
-    assert caught.value.args[0].count("last said") == 1
+    assert caught.value.args[0].count("last reported") == 1
     assert f"gave up waiting in iteration 0, instruction 0: {step}" in str(caught.value)
 
 

@@ -85,7 +85,7 @@ def test_padded_embeddings_are_fine_until_such_a_token_is_drawn(folder):
 
 def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
     run = RunOf(config_of(folder, reward="other small reward"))
-    with pytest.raises(UserError, match="the tokenizer of the reward made token .* the model knows 40 tokens"):
+    with pytest.raises(UserError, match="the tokenizer of the reward made token .* the model has 40 tokens"):
         run.iteration()
 
 

@@ -196,12 +196,13 @@ def test_the_options_of_an_older_run_folder_are_read(tmp_path):
     folders = {name: folder for name, folder in presets.load("tiny").models.items() if folder}
     values["models"] |= folders  # where the package lies here
     values["data"]["prompts"] = presets.load("tiny").data.prompts
-    assert config_of(values, "x.json") == presets.load("tiny")
+    assert config_of(values, "x.json") == presets.load("tiny", ["data.key=prompt"])  # which was the default
     values["ppo"]["kl_coef"], values["optimizer"]["critic_lr"] = 0.3, 0.25
     config = config_of(values, "x.json")
     assert config.algorithm.name == "ppo" and config.options.kl_coef == 0.3
     assert config.optimizer.lr == {"actor": 3e-4, "critic": 0.25}
-    folder = write_run(tmp_path, "ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", state=OLDER)
+    words = ("ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", "data.key=prompt")
+    folder = write_run(tmp_path, *words, state=OLDER)
     (folder / "config.json").write_text(json.dumps(values))
     assert resumed(folder).config == config
 

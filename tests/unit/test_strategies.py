@@ -125,7 +125,7 @@ def test_ratios_give_a_model_its_share():
     program = program_of("interleaving1", "1x8", ratios=("reference=1/4", "critic=1/4", "reward=1/2"))
     assert [len(ranks_of(program, f"{model}_infer")) for model in ("reference", "reward", "critic")] == [2, 4, 2]
     assert check(program) == []
-    everywhere = program_of("interleaving2", "1x4", ratios=())
+    everywhere = program_of("interleaving2", "1x4", ratios=("reference=1", "reward=1"))
     assert everywhere.transfers == () and check(everywhere) == []
 
 
@@ -311,7 +311,7 @@ def test_joint_calls_with_another_call_between_them_are_refused():
         ("interleaving2", "1x4", {"ratios": ("reference=1/10", "reward=9/10")}, ["no rank of 4", "at least 1/4"]),
         ("interleaving1", "1x4", {"ratios": ("reference=1/2",)}, ["reference sum to 1/2, not to 1"]),
         ("interleaving1", "1x4", {"ratios": ("reference=1/2", "reward=3/4")}, ["5/4, more than 1", "shares sum to 1"]),
-        ("interleaving2", "1x4", {"ratios": ("reference",)}, ["'reference'", "MODEL=SHARE", "reward=1/2"]),
+        ("interleaving2", "1x4", {"ratios": ("reference",)}, ["'reference'", "MODEL=SHARE", "critic=1/2"]),
         ("interleaving2", "1x4", {"ratios": ("reference=half",)}, ["'half' of reference", "write 0.5 or 1/2"]),
         ("interleaving2", "1x4", {"ratios": ("reference=",)}, ["'' of reference", "write 0.5 or 1/2"]),
         ("interleaving1", "1x4", {"ratios": ("reference=0", "reward=1")}, ["ratio 0 of reference", "not in (0, 1]"]),

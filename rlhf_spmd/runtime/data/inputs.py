@@ -16,7 +16,7 @@ def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
     if why:
         raise UserError(
             f"neither {config.main_folder} nor its tokenizer names an end of sequence (eos_token_id in config.json or "
-            f"generation_config.json), so {why}; add it there, or give generation.stop=TEXT"
+            f"generation_config.json), so {why}, add it there, or give generation.stop=TEXT"
         )
 
 

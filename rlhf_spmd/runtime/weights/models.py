@@ -42,7 +42,7 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     roles, main, folder_of_main = config.algorithm.roles, config.main_role, config.main_folder
     fewest = read_config(folder_of_main).vocab_size
     num_tokens = min(fewest, 1 + max(tokenizer.vocabulary().values(), default=-1))
-    for name in roles:
+    for name in sorted(roles, key=lambda name: not config.models[name]):  # those with a folder of their own first
         folder = config.folder(name)
         if folder in ("", folder_of_main) or (roles[name].judge and not same_tokenizer(folder, folder_of_main)):
             continue
