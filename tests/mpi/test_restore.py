@@ -102,7 +102,7 @@ class Runs:
     def resumed(self, placement: str) -> RunOf:
         run, checkpoint = self.make(placement), newest(self.folder / "checkpoints")
         restore(run.job.models, checkpoint)
-        run.state = state_after(run.job, checkpoint.iteration, _state(checkpoint))
+        run.state = state_after(run.job, checkpoint.iteration, _state(checkpoint, run.config))
         run.number = checkpoint.iteration
         return run
 
