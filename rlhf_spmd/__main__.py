@@ -1,12 +1,12 @@
-"""The one program: train, generate, profile (on MPI ranks), check, plan, algorithms, status, postmortem (no MPI, no
-torch), convert
-(GGUF files).
+"""The one program: train, generate, profile (on MPI ranks), check, plan, draw, algorithms, status, postmortem (no MPI,
+no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
+python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
 python -m rlhf_spmd status runs/NAME
 python -m rlhf_spmd postmortem runs/NAME
 mpirun -n 2 python -m rlhf_spmd profile --out mine.json
@@ -62,6 +62,10 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """The verb's options; words with `=` anywhere behind it are overrides. Raises UserError."""
     parsed, rest = _parser().parse_known_args(arguments)
+    if parsed.verb == "draw":  # its names may stand among the options
+        words = parsed.strategies + rest
+        names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
+        parsed.strategies, rest = names, [word for word in words if word not in names]
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong:
         raise UserError(
@@ -122,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     options(check)
     options(_add_plan(verbs))
+    options(_add_draw(verbs))
     profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
@@ -149,6 +154,19 @@ def _add_plan(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
     plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
     plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run the K best as well")
     return plan
+
+
+def _add_draw(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    draw = verbs.add_parser("draw", help="draw who runs which call under some strategies, and their forecasts")
+    draw.add_argument("strategies", metavar="STRATEGY", nargs="+", help="names or FILE.py")
+    draw.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    draw.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
+    draw.add_argument("--device-type", help="device type (default: the calibration's, if it has one, or the preset's)")
+    draw.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
+    draw.add_argument("--only", choices=("map", "timelines"), help="one of the two (default: both)")
+    draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
+    draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
+    return draw
 
 
 def _positive(text: str) -> int:
@@ -180,6 +198,8 @@ def _verb(parsed: argparse.Namespace) -> int:
         from rlhf_spmd.verbs.check import run
     elif parsed.verb == "plan":
         from rlhf_spmd.verbs.plan import run
+    elif parsed.verb == "draw":
+        from rlhf_spmd.verbs.draw import run
     elif parsed.verb == "convert":
         from rlhf_spmd.verbs.convert import run
     elif parsed.verb == "status":

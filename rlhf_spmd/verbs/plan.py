@@ -40,6 +40,7 @@ from rlhf_spmd.strategy import Strategy, load_strategy
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of fit.memory in a few words
 KEEP = 20  # plans that are simulated
+MOST_LANES = 16  # of a timeline; of more ranks, those that do the same share a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,15 @@ def _files(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path
 def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
     """What to plan for; layout: if none is named. Raises UserError for anything that does not exist or does not fit
     together."""
+    config, cluster, calibration = read_place(parsed, layout)
+    refuse_options(config)
+    return config, make_workload(config), cluster, need_calibration(calibration, cluster)
+
+
+def read_place(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Cluster, Calibration | None]:
+    """Which models on which devices, and the calibration of these, if there is one. Raises UserError as read() does."""
     named = load_calibration(parsed.calibration) if parsed.calibration else None
     config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
-    refuse_options(config)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     if parsed.cluster:
@@ -118,10 +125,14 @@ def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workl
         cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or only)
     if set(cluster.device_types) != {"cpu"}:
         config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
-    calibration = calibration_for(parsed.calibration, cluster)
-    if calibration is None:
+    return config, cluster, calibration_for(parsed.calibration, cluster)
+
+
+def need_calibration(found: Calibration | None, cluster: Cluster) -> Calibration:
+    """Raises UserError if there is none."""
+    if found is None:
         raise UserError(f"no calibration of {', '.join(cluster.device_types)} is shipped; give --calibration FILE.json")
-    return config, make_workload(config), cluster, calibration
+    return found
 
 
 def refuse_options(config: Config) -> None:
@@ -259,7 +270,7 @@ def records(found: Forecast) -> list[dict[str, object]]:
             elif isinstance(step, Load):
                 spans.append([f"load {step.model}", "transfer", begin_s, end_s, 0, {}])
             elif isinstance(step, Agree):
-                spans.append([step.what, "control", begin_s, end_s, 0, {}])
+                spans.append([f"agree on {step.what}", "wait", begin_s, end_s, 0, {}])  # sends next to nothing
         taken = [span for span in spans if span[2] < span[3]]
         spans_of.append({"rank": rank, "host": f"node {cluster.node_of(rank)}", "spans": taken})
     return spans_of
@@ -270,7 +281,8 @@ def draw(row: Alternative, path: str, *, title: str) -> None:
     try:
         from rlhf_spmd.runtime.run.timeline import write_png
 
-        write_png(path, records(row.forecast), title=title)
+        workflow = row.program.workload.workflow
+        write_png(path, records(row.forecast), title=title, workflow=workflow, most_lanes=MOST_LANES)
     except ImportError as error:
         raise UserError(f"--timeline needs matplotlib ({error}): pip install matplotlib") from None
 

@@ -24,6 +24,7 @@ from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, format_samples
 PPO = load_algorithm("ppo")
 METRICS = metrics_of(PPO, PPO.workflow(PPO.options()))
 GROUPS = {name: metric.group for name, metric in METRICS.items()}
+WORKFLOW = PPO.workflow(PPO.options())
 SAMPLES = [
     Sample(3, "The film was", " bad\x1b[2J\n" + "so bad " * 30, -0.5, " good", 0.75),
     Sample(8, "", "", 0.0),
@@ -204,7 +205,7 @@ def test_missing_tensorboard_and_matplotlib_are_noted_not_fatal(tmp_path, monkey
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"reward": 0.5})
     folder.write_metrics(2, {"reward": 0.5})
-    folder.write_timeline([], title="t")
+    folder.write_timeline([], title="t", workflow=WORKFLOW)
     assert len(folder.notes) == 2 and "pip install tensorboard" in folder.notes[0]
     assert "pip install matplotlib" in folder.notes[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "timeline.json"]
@@ -213,7 +214,9 @@ def test_missing_tensorboard_and_matplotlib_are_noted_not_fatal(tmp_path, monkey
 def test_timeline(tmp_path):
     folder = RunFolder(tmp_path)
     spans = [["actor_generate", "compute", 1.0, 2.0, 1, {}]]
-    folder.write_timeline([{"rank": 0, "host": "", "spans": spans}], title="flattening", about={"ranks": 1})
+    folder.write_timeline(
+        [{"rank": 0, "host": "", "spans": spans}], title="flattening", workflow=WORKFLOW, about={"ranks": 1}
+    )
     assert json.loads((tmp_path / "timeline.json").read_text())["otherData"]["title"] == "flattening"
     assert (tmp_path / "timeline.png").stat().st_size > 5000
 
@@ -225,7 +228,7 @@ def test_other_ranks_write_nothing(tmp_path):
     folder.write_program("", "", strategy="")
     folder.write_metrics(1, {"reward": 0.5})
     folder.write_samples(SAMPLES)
-    folder.write_timeline([], title="t")
+    folder.write_timeline([], title="t", workflow=WORKFLOW)
     folder.close()
     assert not list(tmp_path.iterdir())
 

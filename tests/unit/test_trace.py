@@ -7,8 +7,12 @@ import time
 import pytest
 
 from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, read_chrome, write_chrome
-from rlhf_spmd.runtime.run import timeline
-from rlhf_spmd.runtime.run.timeline import style_of, write_png
+from rlhf_spmd.runtime.run import page
+from rlhf_spmd.runtime.run.page import Page
+from rlhf_spmd.runtime.run.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png
+from tests.programs import make_workload
+
+WORKFLOW = make_workload().workflow
 
 
 def record(rank, *spans, host="n1"):
@@ -236,24 +240,6 @@ def test_busy_fraction(spans, share):
 # ---- picture
 
 
-def span(name, category="compute", **args):
-    return Span(name, category, 0.0, 1.0, 0, args)
-
-
-def test_a_model_has_one_colour_and_a_kind_one_shade():
-    def brightness(style):
-        return sum(int(style.colour[i : i + 2], 16) for i in (1, 3, 5))
-
-    for model in timeline.MODEL_COLOURS:
-        generate, infer, train = (style_of(span(f"{model}_{kind}")) for kind in ("generate", "infer", "train"))
-        assert brightness(train) < brightness(generate) < brightness(infer)
-        assert train.hatch and not infer.hatch and train.label == f"{model} train"
-        assert style_of(span(f"{model}_infer_logprobs")) == infer
-        assert style_of(span("mine", model=model, kind="infer")) == infer
-    assert style_of(span("estimate_advantages")).label == "estimate advantages"
-    assert style_of(span("actor_train", "wait")).label == "waiting"
-
-
 def drawn_texts(monkeypatch, path, records, **options):
     """Draws, and returns all text of the figure."""
     from matplotlib.figure import Figure
@@ -263,7 +249,7 @@ def drawn_texts(monkeypatch, path, records, **options):
     save = Figure.savefig
     with monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, *args, **kw: (save(figure, *args, **kw), kept.append(figure)))
-        write_png(path, records, **options)
+        write_png(path, records, workflow=WORKFLOW, **options)
     return [text.get_text() for text in kept[0].findobj(Text) if text.get_text()]
 
 
@@ -275,19 +261,19 @@ def test_picture(tmp_path, monkeypatch):
     assert path.read_bytes().startswith(b"\x89PNG")
     for expected in (
         "flattening on 2 ranks",
-        "iteration 0: 3.00 s, ranks busy 65 % of it",
+        "iteration 0: 3.00 s, ranks busy 65%",
         "seconds since the start of iteration 0",
         "rank 0",
         "rank 1",
         "iteration 0",
-        "63 %",
-        "67 %",
+        "63%",
+        "67%",
         "actor generate",
         "actor train",
         "reference infer",
         "estimate advantages",
         "transfer",
-        "waiting",
+        "waiting for other ranks",
         "idle",
     ):
         assert expected in texts, texts
@@ -296,40 +282,62 @@ def test_picture(tmp_path, monkeypatch):
 
 def test_picture_of_chosen_iterations(tmp_path, monkeypatch):
     texts = drawn_texts(monkeypatch, tmp_path / "t.png", two_ranks(), title="t", iterations=[1])
-    assert "iteration 1: 1.00 s, ranks busy 100 % of it" in texts and "actor train" not in texts
+    assert "iteration 1: 1.00 s, ranks busy 100%" in texts and "actor train" not in texts
 
 
 def test_picture_of_nothing_of_no_iteration_and_of_many_ranks(tmp_path, monkeypatch):
     from matplotlib import image
 
-    write_png(tmp_path / "a.png", [], title="nothing")
-    write_png(tmp_path / "b.png", [record(0)], title="nothing")
+    write_png(tmp_path / "a.png", [], title="nothing", workflow=WORKFLOW)
+    write_png(tmp_path / "b.png", [record(0)], title="nothing", workflow=WORKFLOW)
     texts = drawn_texts(monkeypatch, tmp_path / "c.png", [record(0, ("loading", "compute", 0, 1, None))], title="t")
     assert "seconds" in texts and "loading" in texts
     many = [record(rank, ("actor_generate", "compute", 0, 1, 0), host=f"n{rank // 8}") for rank in range(64)]
     texts = drawn_texts(monkeypatch, tmp_path / "d.png", many, title="t")
     assert len({text for text in texts if re.fullmatch(r"rank \d+", text)}) == 32
     height, width, _ = image.imread(tmp_path / "d.png").shape
-    assert width == 1800 and height < 1800
+    assert width == 1275 and height < 1800
+    texts = drawn_texts(monkeypatch, tmp_path / "e.png", many, title="t", most_lanes=16)
+    assert "ranks 0-63" in texts and "rank 1" not in texts
 
 
-def test_idle_waiting_and_work_look_different(tmp_path):
+def test_ranks_share_a_lane_only_where_they_do_the_same(tmp_path, monkeypatch):
+    calls = ("actor_generate", "actor_generate", "actor_generate", "reward_infer")
+    some = [record(rank, (name, "compute", 0, 1 + (rank == 2), 0)) for rank, name in enumerate(calls)]
+    texts = drawn_texts(monkeypatch, tmp_path / "a.png", some, title="t", most_lanes=1)
+    assert {"ranks 0-1", "rank 2", "rank 3"} < set(texts) and "rank 0" not in texts
+
+
+def test_a_stack_has_one_axis(tmp_path):
+    one = [record(0, ("actor_generate", "compute", 0, 1, 4), ("x", "wait", 1, 2, 4))]
+    other = [record(0, ("actor_generate", "compute", 0, 3, 9), ("critic_train", "compute", 3, 4, 9))]
+    stack = Page()
+    legend = add_stack(stack, [Panel("one", one, "a note"), Panel("other", other)], workflow=WORKFLOW)
+    assert [style.label for style in legend] == ["actor generate", "critic train", "waiting for other ranks", "idle"]
+    axes = stack.draw().axes
+    assert {one.get_xlim() for one in axes} == {(0.0, 4.0)} and len(axes) == 3
+    words = [text.get_text() for text in stack.draw().texts]
+    assert "2 s, ranks busy 50%, a note" in words and "4 s, ranks busy 100%" in words
+
+
+def test_idle_waiting_training_and_other_work_look_different(tmp_path):
     from matplotlib import image
 
     path = tmp_path / "t.png"
-    spans = [("actor_generate", "compute", 0, 1, 0), ("x", "wait", 2, 3, 0), ("critic_infer", "compute", 3, 4, 0)]
-    write_png(path, [record(0, *spans)], title="t")
+    spans = [("actor_generate", "compute", 0, 1, 0), ("x", "wait", 2, 3, 0), ("actor_train", "compute", 3, 4, 0)]
+    write_png(path, [record(0, *spans)], title="t", workflow=WORKFLOW)
     row = image.imread(path)[:, :, :3]
-    middle = int(row.shape[0] * 0.48)
-    left, right = int(0.075 * 1800), int(0.94 * 1800)
+    above = round((0.62 + 0.24 + LANE_INCH[1] * 0.2) * page.DPI)  # the words
+    left, right = round(LEFT * page.DPI), round((page.WIDTH - RIGHT) * page.DPI)
 
-    def pixels(number):  # of second `number`, a little above the middle of the lane
+    def pixels(number):  # of second `number`
         quarter = (right - left) // 4
-        return row[middle - 20, left + number * quarter + 10 : left + (number + 1) * quarter - 10]
+        return row[above, left + number * quarter + 10 : left + (number + 1) * quarter - 10]
 
-    def colour(number):
-        values, counts = __import__("numpy").unique(pixels(number).round(2), axis=0, return_counts=True)
-        return tuple(float(value) for value in values[counts.argmax()])
+    def colours(number):
+        return {tuple(map(float, one)) for one in pixels(number).round(2)}
 
-    assert len({colour(number) for number in range(4)}) == 4
-    assert colour(1) == pytest.approx((0.945, 0.949, 0.961), abs=0.02)  # the lane shows where nothing runs
+    (generate,), (idle,), waiting, (train,) = map(colours, range(4))
+    assert len({generate, idle, train}) == 3 and len(waiting) > 3  # hatched
+    assert (1.0, 1.0, 1.0) in waiting and not waiting & {generate, idle, train}
+    assert sum(train) < sum(generate) < sum(idle)

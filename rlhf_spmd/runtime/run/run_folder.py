@@ -30,6 +30,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.store import gone
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
@@ -196,7 +197,9 @@ class RunFolder:
         self._write("samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self._write("samples.txt", format_samples(samples))
 
-    def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, about: Mapping = {}) -> None:
+    def write_timeline(
+        self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow, about: Mapping = {}
+    ) -> None:
         """timeline.json with all that was recorded, timeline.png with the last iterations. See trace.py."""
         if not self.writes:
             return
@@ -204,7 +207,8 @@ class RunFolder:
             write_chrome(self.path / "timeline.json", records, about={"title": title, **about})
         try:
             with writing(self.path / "timeline.png"):
-                write_png(self.path / "timeline.png", records, title=title, num_iterations=PNG_ITERATIONS)
+                path = self.path / "timeline.png"
+                write_png(path, records, title=title, workflow=workflow, num_iterations=PNG_ITERATIONS)
         except ImportError as error:
             self.notes.append(
                 f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"

@@ -1,42 +1,65 @@
-"""The timeline as a picture: one lane per rank, a colour per model, a shade per kind of call, gaps where a rank idles.
+"""Timelines as a picture: one lane per rank, a hue per model, a shade per kind of call, gaps where a rank idles.
 
 It is the quickest way to see what a strategy does: which calls run at the same time, what waits for what, and how much
-of the machine is used. Measured runs and forecasts are drawn by the same function.
+of the machine is used. Measured runs and forecasts are drawn by the same functions, one alone or several on one axis.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rlhf_spmd.plan.layout import format_ranks
+from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.observe.trace import Lane, Span, busy_fraction, lanes
+from rlhf_spmd.runtime.run.page import CHARACTER, SMALL, TEXT, WIDTH, Page, Place
+from rlhf_spmd.runtime.run.palette import (
+    CONTROL,
+    FAINT_INK,
+    IDLE,
+    IDLE_STYLE,
+    INK,
+    RULE,
+    TRANSFER,
+    WAITING,
+    Style,
+    other,
+    styles_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.patches import Patch
 
-MODEL_COLOURS = {"actor": "#2f6db3", "critic": "#e0812f", "reference": "#3f9b6c", "reward": "#8d5ab5"}
-OTHER_COLOUR = "#737b87"  # computation without a model, e.g. advantages
-LANE_COLOUR = "#f1f2f5"  # what shows where nothing runs
-INK, FAINT_INK = "#22262e", "#69707c"
-KINDS = ("generate", "infer", "train", "")  # order in the legend
-LABELLED_RANKS = 16  # up to so many lanes are tall enough for words
-INCH_PER_RANK = (0.13, 0.52)  # smallest and largest height of a lane
+LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: who it is, how busy
+LANE_INCH = (0.12, 0.36)  # smallest and largest height of a lane
+ALL_LANES_INCH = 6.5  # the height that the lanes of a picture may take before they get thin
+LABELLED_INCH = 0.16  # a lane that is this high has words
+ALIKE = 0.02  # of the picture's width: by so much spans of ranks that are put together may differ
 
 
-class Style(NamedTuple):
-    """How the spans of one call look; also one entry of the legend."""
+class Panel(NamedTuple):
+    """A timeline beside others."""
 
-    label: str
-    colour: str
-    hatch: str = ""
-    edge: str = "white"
-    top: float = -0.40  # in lanes, from the middle of the lane, downwards
-    height: float = 0.80
-    layer: int = 3
-    words: tuple[str, ...] = ()  # written into the span where there is room: the first that fits
+    title: str
+    records: Sequence[Mapping[str, object]]  # what `Tracer.to_records` of every rank gave
+    note: str = ""
+
+
+class Row(NamedTuple):
+    """A lane of the picture: one rank, or several that do the same at the same time."""
+
+    ranks: tuple[int, ...]
+    host: str
+    spans: tuple[Span, ...]
+
+    @property
+    def label(self) -> str:
+        words = format_ranks(self.ranks)
+        if len(self.ranks) == 1:
+            return f"rank {words}"
+        return f"ranks {words}" if len(words) <= 7 else f"{len(self.ranks)} ranks"
 
 
 def write_png(
@@ -44,76 +67,83 @@ def write_png(
     records: Sequence[Mapping[str, object]],
     *,
     title: str,
+    workflow: Workflow,
     iterations: str | Iterable[int] = "last",
     num_iterations: int = 2,
-    width_s: float | None = None,
-    dpi: int = 150,
+    most_lanes: int | None = None,
 ) -> None:
     """Draws what every rank's `Tracer.to_records` gave. `iterations`: "first", "last" (so many), or their numbers.
-
-    width_s: seconds that the picture spans, so that several can be compared; None: what is there.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    shown = _choose(lanes(records), iterations, num_iterations)
+    most_lanes: if there are more ranks, those that do the same share a lane."""
+    shown = choose(lanes(records), iterations, num_iterations)
     spans = [span for lane in shown for span in lane.spans]
-    start_s = min((span.start_s for span in spans), default=0.0)
-    end_s = max((span.end_s for span in spans), default=1.0)
-    smallest, largest = INCH_PER_RANK
-    lanes_inch = max(1.1, len(shown) * min(largest, max(smallest, 6.0 / max(1, len(shown)))))
-    styles = _styles(spans)
-    columns = 6
-    legend_rows = -(-(len(styles) + 1) // columns)
-    top_inch, bottom_inch = 0.95, 0.62 + 0.24 * legend_rows
-    height = lanes_inch + top_inch + bottom_inch
-    figure = Figure(figsize=(12, height), dpi=dpi, facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.075, bottom_inch / height, 0.865, lanes_inch / height))
-    _draw_lanes(axes, shown, styles, start_s, end_s)
-    first = _draw_iterations(axes, spans, start_s, len(shown))
-    _finish_axes(axes, shown, width_s or end_s - start_s, first)
+    start_s, end_s = _ends(spans)
     busy = [busy_fraction(lane.spans, start_s, end_s) for lane in shown]
-    _write_busy(axes, busy)
-    mean = f", ranks busy {100 * sum(busy) / len(busy):.0f} % of it" if busy else ""
-    figure.text(0.075, 1 - 0.33 / height, title, fontsize=13, fontweight="bold", color=INK, va="center")
-    subtitle = f"{_iterations_text(spans)}{end_s - start_s:.2f} s{mean}"
-    figure.text(0.075, 1 - 0.58 / height, subtitle, fontsize=9.5, color=FAINT_INK, va="center")
-    figure.legend(
-        handles=_legend(styles), loc="lower left", bbox_to_anchor=(0.068, 0.04 / height), ncols=columns, frameon=False,
-        fontsize=9, handlelength=1.7, handleheight=1.05, columnspacing=1.6, labelcolor=INK,
-    )  # fmt: skip
-    figure.savefig(path)
+    mean = f", ranks busy {100 * sum(busy) / len(busy):.0f}%" if busy else ""
+    page = Page()
+    page.title(title, f"{_iterations_text(spans)}{end_s - start_s:.2f} s{mean}")
+    style_of = _Styles(workflow)
+    rows = _rows(shown, style_of, end_s - start_s, most_lanes is not None and len(shown) > most_lanes)
+    height = _lane_inch(len(rows))
+    marks = _starts(spans, start_s)
+    page.add(
+        0.24 + height * max(1, len(rows)),
+        lambda place: _panel(place, rows, style_of, start_s, end_s - start_s, height, top=0.24, marks=marks),
+    )
+    first = min(marks, default=None)
+    _axis(page, end_s - start_s, "seconds" if first is None else f"seconds since the start of iteration {first}")
+    page.legend(style_of.legend(spans))
+    page.save(path)
 
 
-def style_of(span: Span) -> Style:
-    """Colour by model, shade by kind; both are read from the call's name, or from the span's args `model`, `kind`."""
-    if span.category == "transfer":
-        return Style("transfer", "#1d2129", top=0.24, height=0.16, layer=5)
-    if span.category == "wait":
-        return Style("waiting", "#fbfbfc", hatch="////", edge="#c3c7cf", layer=4)
-    if span.category == "control":
-        return Style("agreeing (control messages)", "#aeb4be", layer=4)
-    words = re.split(r"[^a-z]+", span.name.lower())
-    model = span.args.get("model") or next((word for word in words if word in MODEL_COLOURS), "")
-    kind = span.args.get("kind") or next((word for word in words if word in KINDS and word), "")
-    colour = MODEL_COLOURS.get(model, OTHER_COLOUR)
-    label = f"{model} {kind}".strip() if model in MODEL_COLOURS else span.name.replace("_", " ")
-    if kind == "infer":
-        return Style(label, _mix(colour, "#ffffff", 0.48), words=(label, kind))
-    if kind == "train":
-        return Style(
-            label, _mix(colour, "#000000", 0.22), hatch="////", edge=_mix(colour, "#ffffff", 0.25), words=(label, kind)
-        )
-    return Style(label, colour, words=(label, kind or label))
+def add_stack(page: Page, panels: Sequence[Panel], *, workflow: Workflow, most_lanes: int | None = None) -> list[Style]:
+    """Several timelines, each of one iteration, below each other on one axis of seconds. Returns what the legend has
+    to explain. most_lanes: in all; if there are more ranks, those of a timeline that do the same share a lane."""
+    style_of = _Styles(workflow)
+    found = [lanes(panel.records) for panel in panels]
+    ends = [_ends([span for lane in shown for span in lane.spans]) for shown in found]
+    width = max(end_s - start_s for start_s, end_s in ends)
+    together = most_lanes is not None and sum(map(len, found)) > most_lanes
+    rows = [_rows(shown, style_of, width, together) for shown in found]
+    height = _lane_inch(sum(map(len, rows)), largest=0.26)
+    beside = LEFT + CHARACTER * TEXT * 1.2 * (max(len(panel.title) for panel in panels) + 1)
+    for number, (panel, mine, (start_s, end_s)) in enumerate(zip(panels, rows, ends, strict=True)):
+        busy = [busy_fraction(row.spans, start_s, end_s) for row in mine for _ in row.ranks]
+        share = f", ranks busy {100 * sum(busy) / max(1, len(busy)):.0f}%"
+        words = f"{end_s - start_s:.3g} s{share}{', ' if panel.note else ''}{panel.note}"
+
+        def part(place, panel=panel, mine=mine, start_s=start_s, end_s=end_s, words=words, first=not number) -> None:
+            place.text(LEFT, 0.17, panel.title, fontweight="bold")
+            place.text(beside, 0.17, words, colour=FAINT_INK)
+            _panel(place, mine, style_of, start_s, width, height, top=0.29, ends_s=end_s, first=first)
+
+        page.add(0.29 + height * max(1, len(mine)), part)
+    _axis(page, width, "seconds since the start of the iteration")
+    return style_of.legend(span for shown in found for lane in shown for span in lane.spans)
 
 
-def _mix(colour: str, other: str, share: float) -> str:
-    pairs = [(int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+class _Styles:
+    """The look of a span, by the call that it is."""
+
+    def __init__(self, workflow: Workflow):
+        self.calls = styles_of(workflow)
+
+    def __call__(self, span: Span) -> Style:
+        known = {"transfer": TRANSFER, "wait": WAITING, "control": CONTROL}.get(span.category)
+        return known or self.calls.get(span.name) or other(span.name)
+
+    def legend(self, spans: Iterable[Span]) -> list[Style]:
+        """Every style that occurs: calls in their order, then other computation, then what is not computation."""
+        found = {self(span): None for span in spans}
+        calls = [style for style in dict.fromkeys(self.calls.values()) if style in found]
+        rest = [style for style in (CONTROL, TRANSFER, WAITING) if style in found]
+        more = sorted(style for style in found if style not in calls and style not in rest)
+        return [*calls, *more, *rest, IDLE_STYLE]
 
 
-def _choose(all_lanes: Sequence[Lane], iterations: str | Iterable[int], num_iterations: int) -> list[Lane]:
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def choose(all_lanes: Sequence[Lane], iterations: str | Iterable[int], num_iterations: int = 1) -> list[Lane]:
     """The lanes cut down to some iterations; spans without an iteration stay if they fall between them."""
     known = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     if not known:
@@ -132,139 +162,157 @@ def _choose(all_lanes: Sequence[Lane], iterations: str | Iterable[int], num_iter
     return [Lane(lane.rank, lane.host, tuple(filter(belongs, lane.spans))) for lane in all_lanes]
 
 
-def _styles(spans: Iterable[Span]) -> list[Style]:
-    """Every style that occurs, in the legend's order: models, then other computation, then what is not computation."""
-    models = list(MODEL_COLOURS)
-
-    def place(style: Style) -> tuple:
-        model, _, kind = style.label.partition(" ")
-        if style.words and model in models:
-            return (0, models.index(model), KINDS.index(kind) if kind in KINDS else len(KINDS), style.label)
-        return (1 if style.words else 2, 0, 0, style.label)
-
-    return sorted({style_of(span) for span in spans}, key=place)
+def _ends(spans: Sequence[Span]) -> tuple[float, float]:
+    return min((span.start_s for span in spans), default=0.0), max((span.end_s for span in spans), default=1.0)
 
 
-def _draw_lanes(axes: Axes, shown: Sequence[Lane], styles: Sequence[Style], start_s: float, end_s: float) -> None:
-    width = end_s - start_s
-    for row, lane in enumerate(shown):
-        axes.broken_barh([(0, width)], (row - 0.40, 0.80), facecolor=LANE_COLOUR, linewidth=0, zorder=1)
-        by_style: dict[Style, list[Span]] = {style: [] for style in styles}
-        for span in lane.spans:
-            by_style[style_of(span)].append(span)
-        for style, spans in by_style.items():
-            # A white edge tells neighbours apart, but would swallow a span of a pixel or two.
-            for wide in (False, True):
-                bars = [
-                    (span.start_s - start_s, span.end_s - span.start_s)
-                    for span in spans
-                    if (span.end_s - span.start_s > 0.006 * width) == wide
-                ]
-                hatch = {"hatch": style.hatch, "edgecolor": style.edge} if style.hatch and wide else {}
-                axes.broken_barh(
-                    bars,
-                    (row + style.top, style.height),
-                    facecolor=style.colour,
-                    linewidth=0,
-                    zorder=style.layer,
-                    **hatch,
-                )
-                if wide and style.layer == 3:
-                    axes.broken_barh(
-                        bars,
-                        (row + style.top, style.height),
-                        facecolor="none",
-                        edgecolor="white",
-                        linewidth=0.8,
-                        zorder=3.5,
-                    )
-            if style.words and len(shown) <= LABELLED_RANKS:
-                _write_words(axes, row, style, spans, start_s, width)
-
-
-def _write_words(axes: Axes, row: int, style: Style, spans: Sequence[Span], start_s: float, width: float) -> None:
-    """Writes what a span is into it; neighbours of one style (mini-batches) share a word."""
-    runs: list[list[float]] = []
-    for span in spans:
-        if runs and span.start_s - runs[-1][1] < 0.001 * width:
-            runs[-1][1] = max(runs[-1][1], span.end_s)
+def _rows(shown: Sequence[Lane], style_of: _Styles, width_s: float, together: bool) -> list[Row]:
+    """A row for each lane, or one for all lanes that do the same at the same time."""
+    if not together:
+        return [Row((lane.rank,), lane.host, lane.spans) for lane in shown]
+    groups: dict[tuple, list[tuple[list[float], list[Lane]]]] = {}  # by what they do, then by when
+    for lane in shown:
+        looks = frozenset(map(style_of, lane.spans)) - {WAITING}
+        runs = [run for run in _runs(lane.spans, style_of, width_s) if run[2] - run[1] > ALIKE * width_s]
+        times = [s for _, *ends in runs for s in ends]
+        alike = groups.setdefault((looks, *(style for style, *_ in runs)), [])
+        for theirs, group in alike:
+            if all(abs(a - b) <= ALIKE * width_s for a, b in zip(times, theirs, strict=True)):
+                group.append(lane)
+                break
         else:
-            runs.append([span.start_s, span.end_s])
-    light = "infer" in style.label
-    for start, end in runs:
-        room = (end - start) / width / 0.0066 - 1.2  # characters
-        word = next((word for word in style.words if len(word) <= room), None)
-        if word is None:
-            continue
-        axes.text(
-            (start + end) / 2 - start_s, row, word, ha="center", va="center", fontsize=8.5, zorder=6, clip_on=True,
-            color=INK if light else "white",
-            bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.2},
-        )  # fmt: skip
+            alike.append((times, [lane]))
+    found = sorted((group for alike in groups.values() for _, group in alike), key=lambda group: group[0].rank)
+    return [Row(tuple(lane.rank for lane in group), "", group[0].spans) for group in found]
 
 
-def _draw_iterations(axes: Axes, spans: Iterable[Span], start_s: float, num_lanes: int) -> int | None:
-    """Marks where each iteration starts (on the first rank to start it); returns the first one's number."""
+def _runs(spans: Sequence[Span], style_of: _Styles, width_s: float) -> list[tuple[Style, float, float]]:
+    """Neighbours that look alike (mini-batches) as one: what, from when to when."""
+    runs: list[tuple[Style, float, float]] = []
+    for span in spans:
+        style = style_of(span)
+        if runs and runs[-1][0] == style and span.start_s - runs[-1][2] < 0.002 * width_s:
+            runs[-1] = style, runs[-1][1], max(runs[-1][2], span.end_s)
+        else:
+            runs.append((style, span.start_s, span.end_s))
+    return runs
+
+
+def _lane_inch(num_lanes: int, largest: float = LANE_INCH[1]) -> float:
+    return min(largest, max(LANE_INCH[0], ALL_LANES_INCH / max(1, num_lanes)))
+
+
+def _starts(spans: Iterable[Span], start_s: float) -> dict[int, float]:
+    """Iteration -> when its first rank began it."""
     starts: dict[int, float] = {}
     for span in spans:
         if span.iteration is not None:
-            starts[span.iteration] = min(span.start_s, starts.get(span.iteration, span.start_s))
-    for number, moment in sorted(starts.items()):
-        x = moment - start_s
-        axes.plot([x, x], [-0.62, num_lanes - 0.5], color=FAINT_INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7)
-        axes.annotate(
-            f"iteration {number}", (x, -0.62), (3, 1), textcoords="offset points", fontsize=8.5, color=FAINT_INK,
-            va="bottom", annotation_clip=False,
-        )  # fmt: skip
-    return min(starts, default=None)
-
-
-def _finish_axes(axes: Axes, shown: Sequence[Lane], width: float, first: int | None) -> None:
-    axes.set_xlim(0, width)
-    axes.set_ylim(max(1, len(shown)) - 0.5, -0.62)
-    step = -(-len(shown) // 32) if shown else 1
-    axes.set_yticks(range(0, len(shown), step), [lane.label for lane in shown[::step]])
-    axes.tick_params(length=0, labelsize=9 if len(shown) <= LABELLED_RANKS else 7.5, labelcolor=INK)
-    axes.tick_params(axis="x", length=3, labelsize=9, color=FAINT_INK)
-    axes.grid(axis="x", color="white", linewidth=0.8, zorder=2)
-    axes.set_axisbelow(False)
-    axes.set_xlabel(
-        "seconds" if first is None else f"seconds since the start of iteration {first}", fontsize=9.5, color=INK
-    )
-    for name, spine in axes.spines.items():
-        spine.set_visible(name == "bottom")
-        spine.set_color(FAINT_INK)
-    for row in range(1, len(shown)):
-        if shown[row].host != shown[row - 1].host:  # another node starts here
-            axes.axhline(row - 0.5, color=FAINT_INK, linewidth=0.8, zorder=7)
-
-
-def _write_busy(axes: Axes, busy: Sequence[float]) -> None:
-    place = axes.get_yaxis_transform()
-    step = -(-len(busy) // 32) if busy else 1
-    size = 9 if len(busy) <= LABELLED_RANKS else 7.5
-    for row in range(0, len(busy), step):
-        axes.text(1.008, row, f"{100 * busy[row]:.0f} %", transform=place, fontsize=size, color=FAINT_INK, va="center")
-    axes.annotate(
-        "busy", (1.008, -0.62), (0, 1), xycoords=place, textcoords="offset points", fontsize=8.5, color=FAINT_INK,
-        va="bottom", annotation_clip=False,
-    )  # fmt: skip
+            starts[span.iteration] = min(span.start_s - start_s, starts.get(span.iteration, span.start_s - start_s))
+    return starts
 
 
 def _iterations_text(spans: Iterable[Span]) -> str:
     numbers = sorted({span.iteration for span in spans if span.iteration is not None})
     if not numbers:
         return ""
-    if len(numbers) == 1:
-        return f"iteration {numbers[0]}: "
-    return f"iterations {numbers[0]} to {numbers[-1]}: "
+    words = f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"
+    return f"{words}: "
 
 
-def _legend(styles: Sequence[Style]) -> list[Patch]:
-    from matplotlib.patches import Patch
+# ---- drawing ---------------------------------------------------------------------------------------------------------
 
-    patches = [
-        Patch(facecolor=style.colour, hatch=style.hatch, edgecolor=style.edge, linewidth=0, label=style.label)
-        for style in styles
-    ]
-    return [*patches, Patch(facecolor=LANE_COLOUR, edgecolor="#d5d8de", linewidth=0.6, label="idle")]
+
+def _panel(
+    place: Place,
+    rows: Sequence[Row],
+    style_of: _Styles,
+    start_s: float,
+    width: float,
+    lane_inch: float,
+    *,
+    top: float,
+    marks: Mapping[int, float] = {},
+    ends_s: float | None = None,
+    first: bool = True,
+) -> None:
+    """Lanes on an axis of `width` seconds. marks: where iterations begin; ends_s: where this timeline ends; first: it
+    says what the shares at the right are."""
+    inches = WIDTH - LEFT - RIGHT
+    length = width if ends_s is None else ends_s - start_s
+    axes = place.axes(LEFT, top, inches, lane_inch * max(1, len(rows)))
+    axes.set_xlim(0, width)
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
+    axes.set_xticks([])
+    axes.spines[:].set_visible(False)
+    for row, lane in enumerate(rows):
+        axes.broken_barh([(0, length)], (row - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=1)
+        _draw_spans(axes, row, lane.spans, style_of, start_s, width)
+        if lane_inch >= LABELLED_INCH:
+            _write_words(axes, row, lane.spans, style_of, start_s, width, inches)
+    step = max(1, ceil(LABELLED_INCH / lane_inch))
+    axes.set_yticks(range(0, len(rows), step), [row.label for row in rows[::step]])
+    axes.tick_params(length=0, labelsize=SMALL, labelcolor=INK)
+    right = axes.get_yaxis_transform()
+    for row in range(0, len(rows), step):
+        share = busy_fraction(rows[row].spans, start_s, start_s + length)
+        axes.text(1.008, row, f"{100 * share:.0f}%", transform=right, fontsize=SMALL, color=FAINT_INK, va="center")
+    if first:
+        axes.annotate("busy", (1.008, -0.5), (0, 2), xycoords=right, textcoords="offset points", fontsize=SMALL,
+                      color=FAINT_INK, va="bottom", annotation_clip=False)  # fmt: skip
+    for row in range(1, len(rows)):
+        if rows[row].host != rows[row - 1].host:  # another node starts here
+            axes.axhline(row - 0.5, color=FAINT_INK, linewidth=0.8, zorder=7)
+    for number, x in sorted(marks.items()):
+        axes.axvline(x, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=7, clip_on=False)
+        axes.annotate(f"iteration {number}", (x, -0.5), (2, 2), textcoords="offset points", fontsize=SMALL,
+                      color=FAINT_INK, va="bottom", annotation_clip=False)  # fmt: skip
+
+
+def _draw_spans(axes: Axes, row: int, spans: Sequence[Span], style_of: _Styles, start_s: float, width: float) -> None:
+    by_style: dict[Style, list[Span]] = {}
+    for span in spans:
+        by_style.setdefault(style_of(span), []).append(span)
+    for style, mine in by_style.items():
+        bottom, height, layer = (row - 0.42, 0.84, 3)
+        if style == TRANSFER:  # may run beside a call
+            bottom, height, layer = (row + 0.24, 0.18, 5)
+        elif style in (WAITING, CONTROL):
+            layer = 4
+        for wide in (False, True):  # a white edge tells neighbours apart, but would swallow a span of a pixel or two
+            bars = [(one.start_s - start_s, one.end_s - one.start_s) for one in mine]
+            bars = [bar for bar in bars if (bar[1] > 0.006 * width) == wide]
+            looks = {"facecolor": style.colour, "linewidth": 0}
+            if style.hatch and wide:
+                looks |= {"hatch": style.hatch, "edgecolor": style.edge}
+            elif layer == 3 and wide:
+                looks |= {"edgecolor": "white", "linewidth": 0.6}
+            axes.broken_barh(bars, (bottom, height), zorder=layer, **looks)
+
+
+def _write_words(
+    axes: Axes, row: int, spans: Sequence[Span], style_of: _Styles, start_s: float, width: float, inches: float
+) -> None:
+    """Writes what a span is into it; neighbours that look alike share the words."""
+    for style, start, end in _runs([span for span in spans if style_of(span).words], style_of, width):
+        room = (end - start) / width * inches / (CHARACTER * SMALL) - 1.5  # characters
+        word = next((word for word in style.words if len(word) <= room), None)
+        if word is not None:
+            axes.text(
+                (start + end) / 2 - start_s, row, word, ha="center", va="center_baseline", fontsize=SMALL, zorder=6,
+                clip_on=True, color=style.ink, bbox={"facecolor": style.colour, "edgecolor": "none", "pad": 1.0},
+            )  # fmt: skip
+
+
+def _axis(page: Page, width: float, label: str) -> None:
+    """The axis of seconds below all lanes."""
+
+    def part(place: Place) -> None:
+        axes = place.axes(LEFT, 0.03, WIDTH - LEFT - RIGHT, 0.001)
+        axes.set_xlim(0, width)
+        axes.set_yticks([])
+        axes.spines[["top", "left", "right"]].set_visible(False)
+        axes.spines["bottom"].set_color(RULE)
+        axes.tick_params(length=3, labelsize=SMALL, color=FAINT_INK, labelcolor=INK)
+        axes.set_xlabel(label, fontsize=TEXT, color=INK)
+
+    page.add(0.5, part)

@@ -246,7 +246,7 @@ def _write_timeline(
         return None
     recent = range(job.config.iterations - TIMELINE_ITERATIONS, job.config.iterations)
     records = job.world.allgather(recorder.to_records(recent), "gathering the timeline")
-    folder.write_timeline(records, title=title)
+    folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
     if calibration is None:
         return None
     trained_s = sum(metrics["iteration_s"] for metrics in history)

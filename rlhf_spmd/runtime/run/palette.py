@@ -1,0 +1,83 @@
+"""The colours of all pictures: one palette per meaning. No model, call or strategy is named here.
+
+A model has a hue, by its place among the models of the workflow; the kind of a call is a shade of it. What is not
+computation has no hue. Strategies, systems, ranks and phases have palettes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from rlhf_spmd.plan.workflow import Call, Workflow
+
+INK, FAINT_INK, RULE, PAPER = "#22262e", "#69707c", "#d3d7de", "#ffffff"
+MODELS = ("#3576bd", "#3f9b6c", "#8d5ab5", "#e0812f", "#1f9aa8", "#cf5f8c", "#8c6a4a", "#9c9a2e")
+STRATEGIES = ("#8b93a1", "#45b8c4", "#0f6577", "#c2407e", "#8aa02c", "#22262e", "#7a4a2b", "#d9b43c")
+SYSTEMS = ("#0f6577", "#c2407e", "#b08a1e")  # whose published measurements are shown
+RANKS = ("#fde0a6", "#f3a683", "#b6688e", "#5d4a83", "#c9d6a3", "#7fb3a5", "#3d7f93", "#2c4a6e")
+PROMISE = "#b3372f"  # limits and promises
+IDLE = "#e7e9ed"  # what shows where nothing runs
+KINDS = ("generate", "infer", "train")  # from the first to the last in an iteration
+NEUTRAL = "#5f6c84"  # the hue of calls without a model, and of kinds where no model is meant
+
+
+class Style(NamedTuple):
+    """How one thing looks, and what the legend calls it."""
+
+    label: str
+    colour: str
+    hatch: str = ""
+    edge: str = PAPER
+    ink: str = PAPER  # of words on it
+    words: tuple[str, ...] = ()  # written on it where there is room: the first that fits
+
+
+WAITING = Style("waiting for other ranks", PAPER, hatch="/////", edge="#aab0bb")
+CONTROL = Style("control messages", "#b3b9c4")
+TRANSFER = Style("transfer", INK)
+IDLE_STYLE = Style("idle", IDLE)
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """A colour with this share of another one."""
+    pairs = [(int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def shade(hue: str, kind: str) -> str:
+    """The hue of a model as the kind of a call shows it: inference is light, training dark."""
+    if kind == "infer":
+        return mix(hue, "#ffffff", 0.56)
+    return mix(hue, "#000000", 0.42) if kind == "train" else hue
+
+
+def styles_of(workflow: Workflow) -> dict[str, Style]:
+    """Call -> how it looks: calls of one model and one kind look alike. In the legend's order: model by model, and
+    each from generation to training; then what has no model."""
+    order = {model: number for number, model in enumerate(workflow.models)}
+
+    def place(call: Call) -> tuple[int, int]:
+        kind = KINDS.index(call.kind) if call.kind in KINDS else len(KINDS)
+        return order.get(call.model, len(order)), kind
+
+    return {call.name: _style_of(call, order) for call in sorted(workflow.calls, key=place)}
+
+
+def _style_of(call: Call, order: dict[str, int]) -> Style:
+    if call.model is None:
+        return other(call.name)
+    label = f"{call.model} {call.kind}"
+    ink = INK if call.kind == "infer" else PAPER
+    return Style(label, shade(MODELS[order[call.model] % len(MODELS)], call.kind), ink=ink, words=(label, call.model))
+
+
+def other(name: str) -> Style:
+    """A computation without a model."""
+    label = name.replace("_", " ")
+    return Style(label, NEUTRAL, words=(label,))
+
+
+def strategy_colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each strategy, by its place in the list."""
+    return {name: STRATEGIES[number % len(STRATEGIES)] for number, name in enumerate(names)}

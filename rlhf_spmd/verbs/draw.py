@@ -1,0 +1,138 @@
+"""The draw verb: who runs which call under some strategies, as maps side by side, and their forecasts on one axis.
+
+One process; needs neither torch nor MPI.
+"""
+
+import argparse
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.fitting import missing_bytes
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.simulate import Forecast
+from rlhf_spmd.plan.cost.summary import bubble
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.text.listing import format_bytes, table
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategy import Strategy, load_strategy
+from rlhf_spmd.verbs.plan import need_calibration, read_place, records
+
+if TYPE_CHECKING:
+    from rlhf_spmd.runtime.run.page import Page
+
+MOST_LANES = 16  # of all timelines; of more ranks, those that do the same share a lane
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """The verb. Returns the exit status: 0, because whatever goes wrong is a UserError."""
+    out = _file(parsed)
+    config, cluster, calibration = read_place(parsed)
+    forecasts: dict[str, Forecast] = {}
+    programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
+    if parsed.only != "map":
+        calibration = need_calibration(calibration, cluster)
+        forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
+    where = f"preset {config.preset} on {cluster}"
+    by = f"forecast with calibration {calibration.name}" if forecasts else ""
+    try:
+        page = page_of(programs, forecasts, title=_title(programs, where), maps=parsed.only != "timelines", by=by)
+        _save(page, out)
+    except ImportError as error:
+        raise UserError(f"draw needs matplotlib ({error}): pip install matplotlib") from None
+    print(show(programs, forecasts))
+    seconds = {name: found.makespan_s for name, found in forecasts.items()}
+    print(json.dumps({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}))
+    return 0
+
+
+def compile_all(
+    names: Sequence[str], workload: Workload, cluster: Cluster, options: Mapping[str, Any]
+) -> dict[str, Program]:
+    """The program of each strategy, with those of the options that it has. Raises UserError for an option that none
+    has, and for a program that `check` has an error about; one that does not fit its devices is drawn."""
+    strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
+    for option in options:
+        if not any(option in _options(strategy) for strategy in strategies.values()):
+            next(iter(strategies.values())).typed({option: options[option]})  # raises
+    programs = {}
+    for name, strategy in strategies.items():
+        mine = {option: value for option, value in options.items() if option in _options(strategy)}
+        program = strategy.compile(workload, cluster, mine)
+        too_large = {str(finding) for finding in memory(program)}
+        wrong = [one for one in check(program) if one.severity == "error" and str(one) not in too_large]
+        if wrong:
+            raise UserError(f"strategy {name}: {wrong[0]}; python -m rlhf_spmd check {name} shows all of it")
+        programs[name] = program
+    return programs
+
+
+def page_of(
+    programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
+) -> "Page":
+    """The picture: maps, if they are wanted, above the forecasts, if there are any. by: where these come from."""
+    from rlhf_spmd.runtime.run.page import Page
+    from rlhf_spmd.runtime.run.placement_map import Map, add_maps
+    from rlhf_spmd.runtime.run.timeline import Panel, add_stack
+
+    workflow = next(iter(programs.values())).workload.workflow
+    page = Page()
+    what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []
+    what += [f"Timelines: {by}."] if forecasts else []
+    page.title(title, " ".join(what))
+    if maps:
+        add_maps(page, [Map(Path(name).stem, program) for name, program in programs.items()])
+    if forecasts:
+        panels = [Panel(Path(name).stem, records(one), note(one.program)) for name, one in forecasts.items()]
+        page.legend(add_stack(page, panels, workflow=workflow, most_lanes=MOST_LANES))
+    return page
+
+
+def note(program: Program) -> str:
+    """What has to be known of a forecast: that the program does not fit its devices."""
+    missing = missing_bytes(program)
+    return f"does not fit: a device lacks {format_bytes(missing)}" if missing > 0 else ""
+
+
+def show(programs: Mapping[str, Program], forecasts: Mapping[str, Forecast]) -> str:
+    """The same in numbers."""
+    rows = [("strategy", "seconds", "bubble", "about it")]
+    for name, program in programs.items():
+        found = forecasts.get(name)
+        seconds = (f"{found.makespan_s:.4g}", f"{abs(bubble(found)):.0%}") if found else ("-", "-")
+        rows.append((name, *seconds, note(program)))
+    return table(rows)
+
+
+def _options(strategy: Strategy) -> set[str]:
+    return set(list(inspect.signature(strategy.place).parameters)[2:])  # behind workload and cluster
+
+
+def _title(programs: Mapping[str, Program], where: str) -> str:
+    names = list(programs)
+    return f"{Path(names[0]).stem}, {where}" if len(names) == 1 else f"{len(names)} strategies, {where}"
+
+
+def _file(parsed: argparse.Namespace) -> Path:
+    """Where the picture goes. Raises UserError if it is no PNG file, or would replace a file untold."""
+    out = Path(parsed.out)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
+    if out.exists() and not parsed.overwrite:
+        raise UserError(f"{out} exists already; pass --overwrite, or name another file (--out)")
+    return out
+
+
+def _save(page: "Page", out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        page.save(out)
+    except OSError as error:
+        raise UserError(f"{out} can't be written: {error.strerror}; give another --out FILE.png") from None
