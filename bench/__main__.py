@@ -6,7 +6,7 @@ import sys
 ROOMS = {
     "speed": {
         "overlap": "two ranks with slowed calls: iterations under each strategy against the critical path",
-        "strategies": "where an iteration goes under each strategy, the control plane's share, timelines to one scale",
+        "strategies": "where an iteration goes under each strategy, the control plane's share, timelines on one axis",
         "reallocation": "weights from one layout to another against gather and broadcast: seconds, bytes, memory",
         "generate": "generation against transformers on the same weights, to the limit and with realistic lengths; "
         "floors",
@@ -27,7 +27,7 @@ ROOMS = {
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
         "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
         "unchanged": "does the working tree compute, to the bit, what an earlier commit computed? for refactorings",
-        "convergence": "reward and KL under five strategies on top of each other: does the placement change them?",
+        "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
     },
     "faults": {
         "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
@@ -38,6 +38,7 @@ ROOMS = {
         "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
     },
     "": {
+        "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",
         "report": "all rows and pictures of bench/results/ on one page, report.html",
         "tables": "the tables of README.md and RESULTS.md, written anew from bench/results/, and docs/options.md",
     },

@@ -1,158 +1,215 @@
-"""Pictures of the scan, one per question; each says in its title what is asked and marks what does not fit."""
+"""Pictures of rows, one per question; each says in its title what is asked and in its subtitle what kind of number it
+shows. `python -m bench pictures` draws them from bench/results/."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.rows import RESULTS
-from rlhf_spmd.plan.cluster import DEVICE_BYTES
+from bench.rows import RESULTS, STRATEGIES
+from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.runtime.run.page import MARGIN, SMALL, TEXT, WIDTH, Page, Place, plain
+from rlhf_spmd.runtime.run.palette import (
+    FAINT_INK,
+    INK,
+    NEUTRAL,
+    PROMISE,
+    RULE,
+    SYSTEMS,
+    WAITING,
+    Style,
+    shade,
+    strategy_colours,
+)
+from rlhf_spmd.runtime.run.timeline import Panel as Timeline
+from rlhf_spmd.runtime.run.timeline import add_stack, write_png
 
-COLOURS = {
-    "flattening": "#8a919e",
-    "interleaving1": "#7fb3e0",
-    "interleaving2": "#2f6fb0",
-    "separation": "#d9822b",
-    "reallocation": "#4c9a5f",
-    "planner": "#1d2129",
+COLOURS = strategy_colours(STRATEGIES)
+PHASES = {
+    "generation": Style("generation", shade(NEUTRAL, "generate")),
+    "inference": Style("inference", shade(NEUTRAL, "infer")),
+    "training": Style("training", shade(NEUTRAL, "train")),
+    "rest": WAITING._replace(label="waiting"),
 }
-PHASE_COLOURS = {"generation": "#2f6fb0", "inference": "#9cc6ea", "training": "#d9822b", "rest": "#e6e8ec"}
-FAINT = "#8a919e"
+DRAWN_LAYOUT = {"llama-7b": "1x8", "llama-13b": "2x8", "llama-33b": "4x8", "llama-65b": "8x8"}  # where most fit
+FORECAST = "Forecast by calibration a100-80g; nothing has validated its network between nodes."
+MARKERS = "os^"
+TIMELINES = RESULTS / "timelines.json"  # what was recorded of the runs that are drawn
+LEAST = 1e-8  # of differences: what is less counts as equal
 Panel = Callable[[Axes, Sequence[Mapping]], None]
 
 
 def draw(rows: Sequence[Mapping], folder: Path = RESULTS) -> list[Path]:
-    """All pictures of a scan's rows, as folder/scan_*.png."""
-    pictures = {
-        "throughput": ("Which strategy is fastest? Samples per second, forecast", _throughput),
-        "speed_up": ("What is gained over flattening? Times as many samples per second", _speed_up),
-        "phases": (
-            "Where does an iteration go? Seconds, mean over devices (rest: they wait; letters: strategies)",
-            _phases,
-        ),
-        "memory": ("What does the fullest device hold? GiB at the peak", _memory),
-    }
-    return [_draw(folder / f"scan_{name}.png", title, rows, panel) for name, (title, panel) in pictures.items()]
-
-
-def curves(rows: Sequence[Mapping], path: Path) -> Path:
-    """Reward and KL of each row's run over its iterations, on top of each other: earlier ones are drawn wider."""
-    figure = _figure("Does the placement change what is learned? The embedded model, float32", 11, 4.4)
-    for index, (key, name) in enumerate((("rewards", "mean reward"), ("kls", "KL to the reference, nats"))):
-        axes = figure.add_axes((0.07 + 0.49 * index, 0.22, 0.42, 0.62))
-        for order, row in enumerate(rows):
-            width = 1.2 + 1.6 * (len(rows) - 1 - order)
-            colour = COLOURS.get(row["strategy"], FAINT)
-            axes.plot(range(1, len(row[key]) + 1), row[key], color=colour, lw=width, label=row["strategy"])
-        axes.set_title(name, fontsize=10, loc="left")
-        axes.set_xlabel("iteration", fontsize=9)
-        _plain(axes)
-    _legend(figure, [row["strategy"] for row in rows], COLOURS)
-    figure.savefig(path)
-    return path
-
-
-def _draw(path: Path, title: str, rows: Sequence[Mapping], panel: Panel) -> Path:
-    """A panel per model."""
-    presets = list(dict.fromkeys(row["preset"] for row in rows))
-    across = min(2, len(presets))
-    down = -(-len(presets) // across)
-    height = 1.1 + 3.1 * down
-    figure = _figure(title, 12, height)
-    for index, preset in enumerate(presets):
-        axes = figure.add_subplot(down, across, index + 1)
-        axes.set_title(preset, fontsize=10, loc="left", fontweight="bold")
-        panel(axes, [row for row in rows if row["preset"] == preset])
-        _plain(axes)
-    phases = panel is _phases
+    """The pictures of a scan's rows, as folder/scan_*.png."""
     found = list(dict.fromkeys(row["strategy"] for row in rows))
-    _legend(figure, list(PHASE_COLOURS) if phases else found, PHASE_COLOURS if phases else COLOURS)
-    figure.subplots_adjust(left=0.07, right=0.98, top=1 - 0.8 / height, bottom=0.9 / height, hspace=0.38, wspace=0.16)
-    figure.savefig(path)
-    return path
+    by_strategy = [Style(name, COLOURS.get(name, FAINT_INK)) for name in found]
+    some = [row for row in rows if DRAWN_LAYOUT.get(row["preset"], row["layout"]) == row["layout"]]
+    throughput = _panels("Which strategy is fastest?", FORECAST, rows, _throughput, by_strategy, height=1.75)
+    phases = _panels(
+        "Where does an iteration go?", f"Mean over devices. {FORECAST}", some, _phases, list(PHASES.values()),
+        height=1.55, left=1.15,
+    )  # fmt: skip
+    pages = {"throughput": throughput, "phases": phases}
+    paths = [folder / f"scan_{name}.png" for name in pages]
+    for page, path in zip(pages.values(), paths, strict=True):
+        page.save(path)
+    return paths
 
 
-def _figure(title: str, width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.text(0.03, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", va="center")
-    return figure
+def _panels(
+    title: str, subtitle: str, rows: Sequence[Mapping], panel: Panel, legend: Sequence[Style], *, height: float,
+    left: float = 0.6,
+) -> Page:  # fmt: skip
+    """A panel per model, two side by side."""
+    presets = list(dict.fromkeys(row["preset"] for row in rows))
+    page = Page()
+    page.title(title, subtitle)
+    width = (WIDTH - 2 * (left + MARGIN)) / 2
+    for start in range(0, len(presets), 2):
+
+        def part(place: Place, shown=presets[start : start + 2]) -> None:
+            for index, preset in enumerate(shown):
+                mine = [row for row in rows if row["preset"] == preset]
+                layouts = list(dict.fromkeys(row["layout"] for row in mine))
+                where = f" on {layouts[0]} GPUs" if len(layouts) == 1 else ""
+                at = left + index * (width + left + MARGIN)
+                place.text(at, 0.12, f"{preset}{where}", fontweight="bold")
+                panel(place.axes(at, 0.27, width, height), mine)
+
+        page.add(0.27 + height + 0.5, part)
+    page.legend(legend)
+    return page
 
 
-def _legend(figure: Figure, names: Sequence[str], colours: Mapping[str, str]) -> None:
-    handles = [Patch(color=colours.get(name, FAINT), label=name) for name in names]
-    figure.legend(handles=handles, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-
-
-def _bars(axes: Axes, rows: Sequence[Mapping], height_of: Callable[[Mapping], float | None]) -> None:
-    """Groups of bars, one per layout; a cross where there is nothing to draw."""
+def _throughput(axes: Axes, rows: Sequence[Mapping]) -> None:
+    """Groups of bars, one per layout; a cross for what does not fit."""
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     width = 0.84 / len(strategies)
     for row in rows:
         at = layouts.index(row["layout"]) - 0.42 + (strategies.index(row["strategy"]) + 0.5) * width
-        height = height_of(row)
-        if height is None:
-            axes.text(at, 0, "×", ha="center", va="bottom", fontsize=9, color=COLOURS.get(row["strategy"], FAINT))
+        colour = COLOURS.get(row["strategy"], FAINT_INK)
+        if row["samples_per_s"]:
+            axes.bar(at, row["samples_per_s"], width * 0.9, color=colour)
         else:
-            axes.bar(at, height, width * 0.92, color=COLOURS.get(row["strategy"], FAINT))
+            axes.text(at, 0, "×", ha="center", va="bottom", fontsize=TEXT, color=colour)
+    plain(axes, xlabel="nodes x GPUs", ylabel="samples per second")
     axes.set_xticks(range(len(layouts)), layouts)
     axes.set_xlim(-0.6, len(layouts) - 0.4)
     axes.set_ylim(bottom=0)
-    if any(height_of(row) is None for row in rows):
-        axes.text(0.01, 0.97, "×: does not fit", transform=axes.transAxes, fontsize=8, color=FAINT, va="top")
-
-
-def _throughput(axes: Axes, rows: Sequence[Mapping]) -> None:
-    _bars(axes, rows, lambda row: row["samples_per_s"])
-
-
-def _memory(axes: Axes, rows: Sequence[Mapping]) -> None:
-    _bars(axes, rows, lambda row: row["peak_bytes"] / 2**30 if row["samples_per_s"] else None)
-    limit = DEVICE_BYTES["a100-80g"] / 2**30
-    axes.axhline(limit, color="#b03030", lw=1, ls="--")
-    axes.set_ylim(0, 1.12 * limit)
-
-
-def _speed_up(axes: Axes, rows: Sequence[Mapping]) -> None:
-    """Lines over layouts; where flattening does not fit there is nothing to compare with."""
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    if not any(row["speed_up"] for row in rows):
-        axes.text(0.5, 0.5, "flattening fits no layout", transform=axes.transAxes, ha="center", color=FAINT)
-        axes.set_axis_off()
-        return
-    for strategy in dict.fromkeys(row["strategy"] for row in rows):
-        points = [
-            (layouts.index(r["layout"]), r["speed_up"]) for r in rows if r["strategy"] == strategy and r["speed_up"]
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", ms=4, lw=1.6, color=COLOURS.get(strategy, FAINT))
-    axes.axhline(1, color=FAINT, lw=0.8, ls=":")
-    axes.set_xticks(range(len(layouts)), layouts)
-    axes.set_xlim(-0.4, len(layouts) - 0.6)
+    if not all(row["samples_per_s"] for row in rows):
+        axes.text(0.01, 0.97, "×: does not fit", transform=axes.transAxes, fontsize=SMALL, color=FAINT_INK, va="top")
 
 
 def _phases(axes: Axes, rows: Sequence[Mapping]) -> None:
-    """Stacked bars, a group per layout; strategies in the order of COLOURS, by their first letters."""
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
-    width, most = 0.84 / len(strategies), max((row["iteration_s"] or 0.0 for row in rows), default=0.0)
-    for row in rows:
-        at = layouts.index(row["layout"]) - 0.42 + (strategies.index(row["strategy"]) + 0.5) * width
-        below = 0.0
-        for phase, colour in PHASE_COLOURS.items() if row["iteration_s"] else ():
-            axes.bar(at, row["device_s"][phase], width * 0.92, bottom=below, color=colour)
-            below += row["device_s"][phase]
-        name = row["strategy"][0] + (row["strategy"][-1] if row["strategy"][-1].isdigit() else "")
-        axes.text(at, below + 0.01 * most, name if below else "×", ha="center", va="bottom", fontsize=7, color=FAINT)
-    axes.set_ylim(0, 1.12 * most or 1.0)
-    axes.set_xticks(range(len(layouts)), layouts)
-    axes.set_xlim(-0.6, len(layouts) - 0.4)
+    """A bar of seconds for each strategy, phase by phase."""
+    for index, row in enumerate(rows):
+        start = 0.0
+        for phase, style in PHASES.items() if row["iteration_s"] else ():
+            seconds = row["device_s"][phase]
+            looks = {"hatch": style.hatch, "edgecolor": style.edge} if style.hatch else {}
+            axes.barh(index, seconds, 0.72, left=start, color=style.colour, linewidth=0, **looks)
+            start += seconds
+        words = f" {start:.1f}" if row["iteration_s"] else " does not fit"
+        axes.text(start, index, words, va="center_baseline", fontsize=SMALL, color=FAINT_INK)
+    plain(axes, xlabel="seconds of an iteration")
+    most = max((row["iteration_s"] or 0.0 for row in rows), default=0.0)
+    axes.set_xlim(0, 1.14 * most or 1.0)
+    axes.set_yticks(range(len(rows)), [row["strategy"] for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def published(rows: Sequence[Mapping], path: Path) -> Path:
+    """Seconds of an iteration, forecast against published: a point per run, with the line on which they are equal."""
+    page = Page()
+    page.title(
+        "How near are forecasts to published runs?",
+        "One point for each run that ReaL's authors published: LLaMA 7B to 70B on 8 to 64 GPUs.",
+    )
+
+    def part(place: Place) -> None:
+        axes = place.axes(0.75, 0.1, 4.3, 3.6)
+        seconds = [value for row in rows for value in (float(row["sec_per_iter"]), row["forecast_s"])]
+        low, high = 0.85 * min(seconds), 1.18 * max(seconds)
+        axes.fill_between([low, high], [0.75 * low, 0.75 * high], [1.25 * low, 1.25 * high], color="#eef0f3", lw=0)
+        axes.plot([low, high], [low, high], color=FAINT_INK, lw=1)
+        for index, system in enumerate(dict.fromkeys(row["system"] for row in rows)):
+            mine = [row for row in rows if row["system"] == system]
+            fitted = system == "ReaL-Heuristic"
+            error = sum(abs(row["error"]) for row in mine) / len(mine)
+            words = "fitted to these runs" if fitted else "forecast"
+            axes.plot(
+                [float(row["sec_per_iter"]) for row in mine], [row["forecast_s"] for row in mine], ls="", ms=6,
+                marker=MARKERS[index % 3], color=SYSTEMS[index % 3], mec="white", mew=0.6,
+                label=f"{system}: {words},\n{error:.0%} mean error" if error > 0.1 else
+                f"{system}: {words},\n{error:.1%} mean error",
+            )  # fmt: skip
+        plain(axes, xlabel="published, seconds per iteration", ylabel="forecast, seconds per iteration")
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(FixedLocator((30, 50, 100, 200, 400)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
+        axes.text(0.985 * high, 0.985 * high, "equal ", fontsize=SMALL, color=FAINT_INK, ha="right", va="bottom")
+        axes.legend(
+            fontsize=SMALL, frameon=False, loc="upper left", bbox_to_anchor=(1.04, 1.0), labelcolor=INK,
+            labelspacing=1.0, handletextpad=0.3,
+        )  # fmt: skip
+        place.text(5.42, 1.5, "Grey: within 25%.", size=SMALL, colour=FAINT_INK)
+
+    page.add(4.25, part)
+    page.save(path)
+    return path
+
+
+def differences(rows: Sequence[Mapping], path: Path, *, promise: float) -> Path:
+    """By how much reward and KL differ from those of the first row, iteration by iteration."""
+    base, *others = rows
+    ranks = f"{base['ranks']} ranks, embedded model, float32. Measured on CPUs."
+    page = Page()
+    page.title("Does the placement change what is learned?", f"Difference from {base['strategy']}; {ranks}")
+
+    def part(place: Place) -> None:
+        for index, (key, name) in enumerate((("rewards", "mean reward"), ("kls", "KL to the reference, nats"))):
+            axes = place.axes(0.75 + index * 4.05, 0.3, 3.4, 2.2)
+            place.text(0.75 + index * 4.05, 0.14, name, fontweight="bold")
+            for row in others:
+                found = [max(LEAST, abs(a - b)) for a, b in zip(row[key], base[key], strict=True)]
+                colour = COLOURS.get(row["strategy"], FAINT_INK)
+                axes.plot(range(1, len(found) + 1), found, color=colour, lw=1.4, marker="o", ms=3)
+            axes.axhline(promise, color=PROMISE, lw=1.2, ls=(0, (4, 2)))
+            axes.text(1, 1.25 * promise, f"promise: at most {promise:g}", fontsize=SMALL, color=PROMISE, va="bottom")
+            plain(axes, xlabel="iteration", ylabel="difference" if not index else "")
+            axes.set_yscale("log")
+            axes.set_ylim(0.6 * LEAST, 20 * promise)
+            axes.grid(axis="y", color=RULE, lw=0.5)
+            axes.set_xticks(range(1, len(base[key]) + 1))
+            ticks = [10.0**power for power in range(-8, -2)]
+            axes.set_yticks(ticks, ["≤ 1e-8", *(f"{tick:.0e}".replace("e-0", "e-") for tick in ticks[1:])])
+            axes.tick_params(which="minor", length=0)
+
+    page.add(3.0, part)
+    page.legend([Style(row["strategy"], COLOURS.get(row["strategy"], FAINT_INK)) for row in others])
+    page.save(path)
+    return path
+
+
+def timelines(folder: Path = RESULTS) -> list[Path]:
+    """The measured runs of `bench strategies`: one iteration of each strategy on one axis, and two of the demo's."""
+    found = json.loads(TIMELINES.read_text())
+    workflow = make_workload(load("tiny")).workflow
+    panels = [Timeline(name, records, f"median of all {found['median_s'][name]:.2f} s")
+              for name, records in found["strategies"].items()]  # fmt: skip
+    paths = [folder / "strategies.png", folder / "timeline_demo.png"]
+    page = Page()
+    page.title(
+        f"One iteration under each strategy, on {len(panels[0].records)} ranks",
+        f"The embedded model; measured on CPUs ({found['hardware']}), the median iteration of each run.",
+    )
+    page.legend(add_stack(page, panels, workflow=workflow))
+    page.save(paths[0])
+    write_png(paths[1], found["demo"], title="The demo: separation on 4 ranks", workflow=workflow)
+    return paths

@@ -1,4 +1,4 @@
-"""Does the placement change what is learned? Reward and KL of the embedded model under every strategy, overlaid.
+"""Does the placement change what is learned? Reward and KL of the embedded model under every strategy, compared.
 
 Four ranks, float32, ten iterations with one seed; the curves must be those of flattening to 1e-4.
 
@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from bench.plots import curves
+from bench.plots import differences
 from bench.rows import RESULTS, train, write
 from bench.tables import text_table
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     rows = rows_of(runs)
     print(text_table("convergence", rows))
     write("convergence", rows)
-    curves(rows, RESULTS / "convergence.png")
+    differences(rows, RESULTS / "convergence.png", promise=TOLERANCE)
     ok = all(row["ok"] for row in rows)
     largest = max(row["difference"] for row in rows)
     print(json.dumps({"bench": "convergence", "strategies": len(rows), "largest_difference": largest, "ok": ok}))

@@ -1,8 +1,9 @@
 """The embedded model under each strategy: seconds per iteration, bytes that move and that a rank holds, how busy the
 ranks are, the control plane's share.
 
-At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on two cores. Draws one iteration of some
-at 2 ranks to one scale.
+At 4 ranks, as the demo runs, and at 2, where each rank has a core to itself on two cores. Of the runs at 2 ranks the
+median iterations are drawn below each other on one axis; of the demo's strategy at 4, two iterations. What is drawn is
+kept in bench/results/timelines.json. Run it on a machine with nothing else to do.
 
 Cost: eight minutes on two cores; half a minute with --quick (three short cases, which judge and write nothing).
 Command: python -m bench strategies [--quick]
@@ -14,7 +15,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.rows import RESULTS, train, write
+from bench import plots
+from bench.rows import provenance, train, write
 from bench.speed.shares import shares
 from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
@@ -25,6 +27,7 @@ from rlhf_spmd.strategy import load_strategy
 
 DRAWN = ("flattening", "interleaving1", "interleaving2", "separation")
 DRAWN_RANKS = 2
+DEMO = (4, "separation", ())
 TWO_TYPES = """[[nodes]]
 devices = 2
 device = "cpu"
@@ -34,6 +37,7 @@ device = "other-cpu"
 [types.other-cpu]
 """  # a cluster file: one machine stands in for two nodes
 CASES = [(2, name, ()) for name in DRAWN]
+CASES += [(2, "reallocation", ("training_tp=2",))]
 CASES += [(4, name, ()) for name in DRAWN]
 CASES += [
     (4, "separation", ("generation_tp=2", "training_tp=2")),
@@ -49,18 +53,18 @@ ITERATIONS, NUM_QUICK = 8, 4
 
 
 def main(arguments: list[str]) -> int:
-    from rlhf_spmd.runtime.run.timeline import write_png
-
     parser = argparse.ArgumentParser(prog="bench strategies", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
     quick = parser.parse_args(arguments).quick
-    rows, drawn = [], {}
+    rows, drawn, medians, demo = [], {}, {}, []
     print("ranks  strategy        iteration s  computing  waiting  control")
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks, name, options in QUICK if quick else CASES:
-            row, records = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
+            row, records, median = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
             if num_ranks == DRAWN_RANKS:
-                drawn[name] = records
+                drawn[name], medians[name] = of_iterations(records, [median]), row["iteration_s"]
+            elif (num_ranks, name, options) == DEMO:
+                demo = of_iterations(records, sorted({span[4] for span in records[0]["spans"]})[-2:])
             rows.append(row)
             parts = (row[f"{kind}_share"] for kind in KINDS)
             words = "  ".join("       -" if share is None else f"{100 * share:7.1f}%" for share in parts)
@@ -68,10 +72,9 @@ def main(arguments: list[str]) -> int:
     if quick:
         print(json.dumps({"bench": "strategies", "ok": True}))
         return 0
-    width_s = max(_length_s(records) for records in drawn.values())
-    for name, records in drawn.items():
-        title = f"{name} on {DRAWN_RANKS} ranks"
-        write_png(RESULTS / f"timeline_{name}.png", records, title=title, num_iterations=1, width_s=width_s)
+    about = {"hardware": provenance()["hardware"], "median_s": medians}
+    plots.TIMELINES.write_text(json.dumps({**about, "strategies": drawn, "demo": demo}) + "\n")
+    plots.timelines()
     write("strategies", rows)
     ok = all(row["ok"] for row in rows)
     print(json.dumps({"bench": "strategies", "ok": ok}))
@@ -83,8 +86,8 @@ KINDS = ("compute", "waiting", "control")
 
 def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
-) -> tuple[dict, list[dict]]:
-    """The row of one run of the program, and what its timeline recorded."""
+) -> tuple[dict, list[dict], int]:
+    """The row of one run of the program, what its timeline recorded, and the number of its median iteration."""
     from rlhf_spmd.runtime.observe.trace import lanes, read_chrome
 
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
@@ -117,11 +120,21 @@ def run_case(
         **{f"{kind}_share": share for kind, share in parts.items()},
         "ok": split or parts["control"] <= LARGEST_CONTROL,
     }
-    return row, records
+    return row, records, median_iteration(records, [one["iteration_s"] for one in metrics])
 
 
-def _length_s(records: list[dict]) -> float:
-    """Seconds of the last iteration."""
-    last = max(span[4] for record in records for span in record["spans"])
-    spans = [span for record in records for span in record["spans"] if span[4] == last]
-    return max(span[3] for span in spans) - min(span[2] for span in spans)
+def median_iteration(records: list[dict], seconds: list[float]) -> int:
+    """Of the iterations that a timeline has, the one nearest to the median of all; seconds: of each iteration."""
+    recorded = {span[4] for record in records for span in record["spans"]}
+    middle = statistics.median(seconds[1:])
+    return min(sorted(recorded), key=lambda number: abs(seconds[number] - middle))
+
+
+def of_iterations(records: list[dict], numbers: list[int]) -> list[dict]:
+    """The spans of some iterations; seconds since the first, to a microsecond."""
+    chosen = [[span for span in record["spans"] if span[4] in numbers] for record in records]
+    first_s = min(span[2] for spans in chosen for span in spans)
+    return [
+        {**record, "spans": [[*span[:2], *(round(s - first_s, 6) for s in span[2:4]), span[4], {}] for span in spans]}
+        for record, spans in zip(records, chosen, strict=True)
+    ]

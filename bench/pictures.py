@@ -1,0 +1,40 @@
+"""All pictures of the documents, drawn from bench/results/ and from what the code computes; nothing is measured.
+
+Cost: seconds. Command: python -m bench pictures
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from bench import diagrams, plots
+from bench.numbers.convergence import TOLERANCE
+from bench.rows import RESULTS, read_rows
+from rlhf_spmd.__main__ import main as run
+
+MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
+MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
+
+
+def draw(folder: Path = RESULTS) -> list[Path]:
+    """Writes all of them."""
+    rows = {name: read_rows(RESULTS / f"{name}.jsonl") for name in ("scan", "validate", "convergence", "faults")}
+    maps = folder / "maps.png"
+    assert run([*MAP_COMMAND, str(maps)]) == 0, "draw failed"
+    return [
+        maps,
+        diagrams.program_picture(folder / "program.png"),
+        diagrams.weights_picture(folder / "weights.png"),
+        diagrams.resume_picture(folder / "resume.png", rows["faults"]),
+        plots.published(rows["validate"], folder / "validate.png"),
+        plots.differences(rows["convergence"], folder / "convergence.png", promise=TOLERANCE),
+        *plots.draw(rows["scan"], folder),
+        *plots.timelines(folder),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    argparse.ArgumentParser(prog="bench pictures", description=__doc__.partition("\n")[0]).parse_args(arguments)
+    drawn = draw()
+    print(json.dumps({"bench": "pictures", "files": [path.name for path in drawn], "ok": True}))
+    return 0
