@@ -198,18 +198,15 @@ def differences(rows: Sequence[Mapping], path: Path, *, promise: float) -> Path:
 
 
 def timelines(folder: Path = RESULTS) -> list[Path]:
-    """The measured runs of `bench strategies`: one iteration of each strategy on one axis, and two of the demo's."""
+    """What `bench strategies` keeps: one iteration of each strategy on one axis, and the demo's. Both say whether they
+    were measured."""
     found = json.loads(TIMELINES.read_text())
     workflow = make_workload(load("tiny")).workflow
-    panels = [Timeline(name, records, f"median of all {found['median_s'][name]:.2f} s")
-              for name, records in found["strategies"].items()]  # fmt: skip
+    panels = [Timeline(name, one["records"], one["note"]) for name, one in found["strategies"].items()]
     paths = [folder / "strategies.png", folder / "timeline_demo.png"]
     page = Page()
-    page.title(
-        f"One iteration under each strategy, on {len(panels[0].records)} ranks",
-        f"The embedded model; measured on CPUs ({found['hardware']}), the median iteration of each run.",
-    )
+    page.title(f"One iteration under each strategy, on {len(panels[0].records)} ranks", found["about"])
     page.legend(add_stack(page, panels, workflow=workflow))
     page.save(paths[0])
-    write_png(paths[1], found["demo"], title="The demo: separation on 4 ranks", workflow=workflow)
+    write_png(paths[1], found["demo"], title=f"Separation on 4 ranks, {found['kind']}", workflow=workflow)
     return paths

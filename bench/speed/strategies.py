@@ -56,13 +56,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench strategies", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three short cases; judges and writes nothing")
     quick = parser.parse_args(arguments).quick
-    rows, drawn, medians, demo = [], {}, {}, []
+    rows, drawn, demo = [], {}, []
     print("ranks  strategy        iteration s  computing  waiting  control")
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks, name, options in QUICK if quick else CASES:
             row, records, median = run_case(Path(folder), num_ranks, name, options, NUM_QUICK if quick else ITERATIONS)
             if num_ranks == DRAWN_RANKS:
-                drawn[name], medians[name] = of_iterations(records, [median]), row["iteration_s"]
+                note = f"median of all {row['iteration_s']:.2f} s"
+                drawn[name] = {"note": note, "records": of_iterations(records, [median])}
             elif (num_ranks, name, options) == DEMO:
                 demo = of_iterations(records, sorted({span[4] for span in records[0]["spans"]})[-2:])
             rows.append(row)
@@ -72,8 +73,9 @@ def main(arguments: list[str]) -> int:
     if quick:
         print(json.dumps({"bench": "strategies", "ok": True}))
         return 0
-    about = {"hardware": provenance()["hardware"], "median_s": medians}
-    plots.TIMELINES.write_text(json.dumps({**about, "strategies": drawn, "demo": demo}) + "\n")
+    about = f"Measured ({provenance()['hardware']}): the embedded model, the median iteration of each run."
+    found = {"kind": "measured", "about": about, "strategies": drawn, "demo": demo}
+    plots.TIMELINES.write_text(json.dumps(found) + "\n")
     plots.timelines()
     write("strategies", rows)
     ok = all(row["ok"] for row in rows)

@@ -40,7 +40,7 @@ from rlhf_spmd.strategy import Strategy, load_strategy
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of fit.memory in a few words
 KEEP = 20  # plans that are simulated
-MOST_LANES = 16  # of a timeline; of more ranks, those that do the same share a lane
+MOST_LANES = 8  # of a timeline; of more ranks, those that do the same share a lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """The pictures of the documents: what they are drawn from, and that every one of them is shown somewhere."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import diagrams
+from bench.plots import TIMELINES
 from bench.rows import RESULTS, read_rows
 from bench.speed.strategies import median_iteration, of_iterations
 from tests.programs import make_workload
@@ -35,6 +38,14 @@ def test_calls_stand_below_what_they_read():
     depths = diagrams.depths(make_workload().workflow)
     assert depths["actor_generate"] == 0 and depths["reference_infer"] == depths["critic_infer"] == 1
     assert depths["actor_train"] == depths["critic_train"] == depths["estimate_advantages"] + 1 == 3
+
+
+def test_pages_say_whether_timelines_were_measured():
+    kind = json.loads(TIMELINES.read_text())["kind"]
+    assert kind in ("measured", "forecast")
+    for name in ("strategies.png", "timeline_demo.png"):
+        alts = [re.findall(rf"!\[([^]]*)\]\([^)]*results/{name}\)", page.read_text()) for page in PAGES]
+        assert any(alts) and all(alt.lower().startswith(kind) for found in alts for alt in found)
 
 
 @pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.png")), ids=lambda path: path.name)

@@ -53,7 +53,8 @@ def add_maps(page: Page, maps: Sequence[Map]) -> None:
             place.text(LEFT - 0.1, 0.33 + len(calls) * ROW + 0.085, "rank", size=SMALL, colour=FAINT_INK, ha="right")
 
         page.add(0.33 + ROW * len(calls) + 0.3, part)
-    page.add(0.22, lambda place: place.text(LEFT, 0.08, KEY, size=SMALL, colour=FAINT_INK))
+    key = KEY + ("; dashed: nodes" if any(len(one.program.cluster.nodes) > 1 for one in maps) else "")
+    page.add(0.22, lambda place: place.text(LEFT, 0.08, key, size=SMALL, colour=FAINT_INK))
 
 
 def _draw(axes: Axes, program: Program, calls: Sequence[tuple[str, Style]], inches: float) -> None:
