@@ -1,4 +1,4 @@
-"""Toy pages (tests/toy_pages/), each trained as a user would: the same numbers on 1, 3 and 4 ranks and under other layouts.
+"""Toy pages (tests/toy_pages/), trained as a user would: the same numbers on 1, 3 and 4 ranks and in other layouts.
 
 No file but the page knows them: one has no generation, one has pairs, one has a second generating call and groups of 16
 samples, which three data-parallel ranks cut.
