@@ -9,13 +9,14 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Post, Program, Run
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.tensors import Box
 from rlhf_spmd.plan.workflow import Workflow
+from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.run.page import SMALL, TEXT, WIDTH, Page, Place
 from rlhf_spmd.runtime.run.palette import (
     FAINT_INK,

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.rows import RESULTS, STRATEGIES
-from rlhf_spmd.config import load, make_workload
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.run.page import MARGIN, SMALL, TEXT, WIDTH, Page, Place, plain
 from rlhf_spmd.runtime.run.palette import (
     FAINT_INK,

@@ -8,13 +8,13 @@ from itertools import combinations
 import pytest
 
 from rlhf_spmd.__main__ import _parse, main
-from rlhf_spmd.config import load
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
-from rlhf_spmd.plan.workflow import trace
+from rlhf_spmd.plan.workflow import Role, trace
+from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.run import palette
 from rlhf_spmd.verbs.draw import compile_all, page_of
 from tests.programs import SHAPE, make_workload
@@ -80,10 +80,12 @@ def named(actor: str, others: tuple[str, ...]):
     def algorithm(model, compute, prompts) -> None:
         responses, _ = model(actor).generate(prompts)
         made = [model(name).infer("scores", prompts, responses, output=f"{name}_scores") for name in others]
-        (advantages,) = compute("add", (responses, *made), ("advantages",))
-        model(actor).train("loss", prompts, responses, advantages)
+        scores = {f"scores_{number}": one for number, one in enumerate(made)}
+        advantages = compute("add", responses=responses, **scores, makes={"advantages": "row"})
+        model(actor).train("loss", prompts, responses, advantages=advantages)
 
-    return trace(algorithm)
+    roles = {actor: Role("lm", lr=1e-6)} | {name: Role("scalar") for name in others}
+    return trace(algorithm, roles, {"prompts": "prompt"})
 
 
 def test_any_workflow_is_drawn_with_a_hue_for_each_model():

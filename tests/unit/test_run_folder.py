@@ -22,9 +22,9 @@ from rlhf_spmd.runtime.run.metrics import metrics_of
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, format_samples
 
 PPO = load_algorithm("ppo")
-METRICS = metrics_of(PPO, PPO.workflow(PPO.options()))
-GROUPS = {name: metric.group for name, metric in METRICS.items()}
 WORKFLOW = PPO.workflow(PPO.options())
+METRICS = metrics_of(PPO, WORKFLOW)
+GROUPS = {name: metric.group for name, metric in METRICS.items()}
 SAMPLES = [
     Sample(3, "The film was", " bad\x1b[2J\n" + "so bad " * 30, -0.5, " good", 0.75),
     Sample(8, "", "", 0.0),
@@ -33,10 +33,9 @@ SAMPLES = [
 
 def result(**changes):
     values = {
-        "strategy": "flattening", "ranks": 4, "iterations": 2,
+        "strategy": "flattening", "ranks": 4, "iterations": 2, "saved": ("actor",),
         "headlines": {"reward": (-0.5, 0.25), "kl": (0.0, 0.01)}, "gen_tokens_per_s": 1234.5,
-        "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "wall_s": 7.5,
-        "run_dir": "runs/a", "saved": ("actor",),
+        "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "wall_s": 7.5, "run_dir": "runs/a",
     }  # fmt: skip
     return Result(**values | changes)
 
