@@ -33,9 +33,9 @@ SAMPLES = [
 
 def result(**changes):
     values = {
-        "strategy": "flattening", "ranks": 4, "iterations": 2, "saved": ("actor",),
+        "strategy": "flattening", "ranks": 4, "iterations": 2, "saved": ("actor",), "wall_s": 7.5,
         "headlines": {"reward": (-0.5, 0.25), "kl": (0.0, 0.01)}, "gen_tokens_per_s": 1234.5,
-        "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "wall_s": 7.5, "run_dir": "runs/a",
+        "parity_max_abs": 1e-6, "iteration_s": 0.5, "forecast_s": 0.4, "scaled_by": 1.2, "run_dir": "runs/a",
     }  # fmt: skip
     return Result(**values | changes)
 
