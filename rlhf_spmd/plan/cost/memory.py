@@ -39,57 +39,88 @@ def reduce_numel(shape: ModelShape, shard: Shard) -> int:
     return max(*sizes, min(num_params(shape, shard), REDUCE_NUMEL))
 
 
+def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
+    """Bytes of a rank that follow from the ZeRO stage of a layout: what stays ("weights", "gradients", "optimizer") and
+    what a call takes besides ("gathered", "reduced").
+
+    params: of the rank's shard; numel: `reduce_numel` of it; trains: the call trains the model.
+    """
+    zero, part = layout.zero if layout.dp > 1 else 0, -(-params // layout.dp)
+    weights = number_bytes * (part if zero == 3 else params)
+    if not trains:
+        return {"weights": weights, "gathered": number_bytes * params if zero == 3 else 0}
+    gradients = {2: 0, 3: part + numel}.get(zero, params)
+    moments = 12 if number_bytes < 4 or zero >= 2 else 8  # two, and float32 master weights
+    return {
+        "weights": weights,
+        "gradients": 4 * gradients,
+        "optimizer": moments * (part if zero else params),
+        "gathered": number_bytes * min(params, LIVE_NUMEL) if zero == 3 else 0,
+        "reduced": 4 * (part + numel) if zero == 2 else 0,
+    }
+
+
 def static_bytes(program: Program, rank: int) -> dict[str, int]:
     """What a rank holds all the time; "offloaded" lies in host memory."""
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
-    c = workload.param_bytes
     for model in program.trained(rank):
         home = layouts[workload.workflow.train_call(model).name]
-        params = num_params(workload.models[model], home.shard(rank))
-        part, zero = -(-params // home.dp), home.zero if home.dp > 1 else 0
-        total["weights"] += c * (part if zero == 3 else params)
-        if zero < 2:
-            total["gradients"] += 4 * params
-        elif zero == 3:
-            total["gradients"] += 4 * (part + reduce_numel(workload.models[model], home.shard(rank)))
-        total["optimizer"] += (12 if c < 4 or zero >= 2 else 8) * (part if zero >= 1 else params)
+        stays = _zero_bytes(workload, model, home, home.shard(rank), trains=True)
+        for kind in ("weights", "gradients", "optimizer"):
+            total[kind] += stays[kind]
     for (model, shard), calls in program.copies(rank).items():
         if workload.models[model] is not None:
             layout = layouts[calls[0]]
-            params = num_params(workload.models[model], shard)
             kind = "offloaded" if layout.offload else "weights"
-            total[kind] += c * (-(-params // layout.dp) if layout.zero == 3 else params)
+            total[kind] += _zero_bytes(workload, model, layout, shard, trains=False)["weights"]
     return total
+
+
+def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
+    """What a call takes on a rank besides what stays, by kind: weights that ZeRO 3 gathers, gradients that ZeRO 2
+    reduces, activations of training, keys and values of generation. Empty where the call does not run."""
+    workload, layout = program.workload, program.placement.layouts[call.name]
+    if rank not in layout.ranks or workload.models[call.model] is None:
+        return {}
+    train = workload.workflow.train_call(call.model)
+    at_home = train is not None and uses_home(call, rank, workload, program.placement)
+    home = program.placement.layouts[train.name] if at_home else layout
+    of_zero = _zero_bytes(workload, call.model, home, layout.shard(rank), trains=call.kind == "train")
+    taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}
+    if call.kind == "train":
+        taken["activations"] = activation_bytes(workload, call, layout, rank)
+    elif call.kind == "generate":
+        taken["KV cache"] = cache_bytes(workload, call, layout, rank)
+    return taken
+
+
+def loaded_bytes(program: Program, call: Call, rank: int) -> int:
+    """The weights of a frozen model that come from host memory for a call."""
+    layout, shape = program.placement.layouts[call.name], program.workload.models[call.model]
+    if not layout.offload or rank not in layout.ranks or shape is None:
+        return 0
+    return program.workload.param_bytes * num_params(shape, layout.shard(rank))
 
 
 def working_bytes(program: Program, rank: int) -> dict[str, int]:
-    """The most that a rank needs at one time of each kind: weights that ZeRO 3 gathers or that come from host memory,
-    buckets of weights on their way, gradients that ZeRO 2 reduces, activations of a training call, keys and values of
-    generation."""
+    """The most that a rank needs at one time of each kind: what calls take, of which weights that come from host memory
+    count as gathered, and buckets of weights on their way."""
     total = dict.fromkeys(WORKING, 0)
-    workload, layouts = program.workload, program.placement.layouts
     for transfer in program.transfers:
         if transfer.reallocation is not None and rank in transfer.ranks:
             total["buckets"] += transfer.reallocation.extra_bytes(BUCKET_BYTES).get(rank, 0)
-    for call in workload.workflow.placed_calls:
-        layout, shape = layouts[call.name], workload.models[call.model]
-        if rank not in layout.ranks or shape is None:
-            continue
-        params = num_params(shape, layout.shard(rank))
-        train = workload.workflow.train_call(call.model)
-        home = layouts[train.name] if train and uses_home(call, rank, workload, program.placement) else layout
-        if (home.zero == 3 and home.dp > 1) or layout.offload:
-            live = min(params, LIVE_NUMEL) if call.kind == "train" else params
-            total["gathered"] = max(total["gathered"], workload.param_bytes * live)
-        if call.kind == "train" and layout.zero == 2 and layout.dp > 1:
-            part = -(-num_params(shape, layout.shard(rank)) // layout.dp)
-            total["reduced"] = max(total["reduced"], 4 * (part + reduce_numel(shape, layout.shard(rank))))
-        if call.kind == "train":
-            total["activations"] = max(total["activations"], activation_bytes(workload, call, layout, rank))
-        elif call.kind == "generate":
-            total["KV cache"] = max(total["KV cache"], cache_bytes(workload, call, layout, rank))
+    for call in program.workload.workflow.placed_calls:
+        for kind, num_bytes in call_bytes(program, call, rank).items():
+            total[kind] = max(total[kind], num_bytes)
+        total["gathered"] = max(total["gathered"], loaded_bytes(program, call, rank))
     return total
+
+
+def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *, trains: bool) -> dict[str, int]:
+    shape = workload.models[model]
+    numel = reduce_numel(shape, shard) if trains else 0
+    return zero_bytes(layout, num_params(shape, shard), numel, workload.param_bytes, trains=trains)
 
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:

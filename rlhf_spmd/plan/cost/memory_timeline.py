@@ -1,10 +1,8 @@
 """Bytes of a rank over the time of a forecast: what memory.py counts, each from when it is there until it is gone."""
 
-from rlhf_spmd.plan.cost.memory import LIVE_NUMEL, activation_bytes, cache_bytes, num_params, reduce_numel, static_bytes
+from rlhf_spmd.plan.cost.memory import call_bytes, loaded_bytes, static_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.placement import uses_home
-from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Load, Offload, Post, Program, Run, Wait
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Load, Offload, Post, Run, Wait
 
 Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), in the order of time
 
@@ -21,7 +19,8 @@ def held(forecast: Forecast, rank: int) -> Steps:
         if begin_s < end_s:
             changes.extend(((begin_s, num_bytes), (end_s, -num_bytes)))
 
-    calls = {call.name: _call_bytes(program, call, rank) for call in program.workload.workflow.placed_calls}
+    placed = program.workload.workflow.placed_calls
+    calls = {call.name: sum(call_bytes(program, call, rank).values()) for call in placed}
     since: dict[object, float] = {}  # a model that is loaded, a transfer that is posted, a step that is under way
     for step, (begin_s, end_s) in zip(program.instructions[rank], forecast.times[rank], strict=True):
         if isinstance(step, Run) and step.phase in ("begin", "update"):
@@ -39,44 +38,14 @@ def held(forecast: Forecast, rank: int) -> Steps:
         elif isinstance(step, Load):
             since[step.model] = begin_s
         elif isinstance(step, Offload):
-            hold(since.pop(step.model), end_s, _loaded_bytes(program, step.model, rank))
+            loaded = max(loaded_bytes(program, call, rank) for call in placed if call.model == step.model)
+            hold(since.pop(step.model), end_s, loaded)
     return _steps(sum(static.values()) - static["offloaded"], changes)
 
 
 def most_bytes(forecast: Forecast) -> int:
     """The most that a device holds at one time, of the rank that holds most."""
     return max(size for rank in forecast.program.cluster.ranks for _, size in held(forecast, rank))
-
-
-def _call_bytes(program: Program, call: Call, rank: int) -> int:
-    """What a call works with besides what stays, as memory.working_bytes counts it; an offloaded model's weights are
-    held by its Load."""
-    workload, layouts = program.workload, program.placement.layouts
-    layout, shape = layouts[call.name], workload.models[call.model]
-    if rank not in layout.ranks or shape is None:
-        return 0
-    shard = layout.shard(rank)
-    params = num_params(shape, shard)
-    train = workload.workflow.train_call(call.model)
-    home = layouts[train.name] if train and uses_home(call, rank, workload, program.placement) else layout
-    total = 0
-    if home.zero == 3 and home.dp > 1:
-        total += workload.param_bytes * (min(params, LIVE_NUMEL) if call.kind == "train" else params)
-    if call.kind == "train":
-        total += activation_bytes(workload, call, layout, rank)
-        if layout.zero == 2 and layout.dp > 1:
-            total += 4 * (-(-params // layout.dp) + reduce_numel(shape, shard))
-    elif call.kind == "generate":
-        total += cache_bytes(workload, call, layout, rank)
-    return total
-
-
-def _loaded_bytes(program: Program, model: str, rank: int) -> int:
-    """The weights of a frozen model that come from host memory."""
-    workload, layouts = program.workload, program.placement.layouts
-    calls = [call for call in workload.workflow.placed_calls if call.model == model]
-    layout = next(layouts[call.name] for call in calls if layouts[call.name].offload)
-    return workload.param_bytes * num_params(workload.models[model], layout.shard(rank))
 
 
 def _steps(now: int, changes: list[tuple[float, int]]) -> Steps:

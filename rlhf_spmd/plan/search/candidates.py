@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from rlhf_spmd.plan.cost.memory import LIVE_NUMEL, activation_bytes, cache_bytes, num_params, reduce_numel
+from rlhf_spmd.plan.cost.memory import activation_bytes, cache_bytes, num_params, reduce_numel, zero_bytes
 from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE
@@ -111,25 +111,21 @@ class CallCosts:
         cost, workload = self.cost, self.workload
         shape, c = workload.models[call.model], workload.param_bytes
         params = max(shard_params(shape, layout.pp, layout.tp, stage) for stage in _ends(layout))
-        rank, part = layout.ranks[0], -(-params // layout.dp)
-        gather_s = all_gather_s(cost.link(layout.data_ranks(rank)), layout.dp, c * params)
+        gather_s = all_gather_s(cost.link(layout.data_ranks(layout.ranks[0])), layout.dp, c * params)
         options = {"gather_s": gather_s, "whole_bytes": c * params}
-        if call.kind == "train":
-            zero = layout.zero if layout.dp > 1 else 0
-            numel = max(shard_numel(shape, layout.pp, layout.tp, stage) for stage in _ends(layout)) if zero > 1 else 0
-            gradients = 4 * (params if zero < 2 else 0 if zero == 2 else part + numel)
-            moments = (12 if c < 4 or zero >= 2 else 8) * (part if zero else params)
-            options["static_bytes"] = c * (part if zero == 3 else params) + gradients + moments
-            options["gathered_bytes"] = c * min(params, LIVE_NUMEL) if zero == 3 else 0
-            options["reduced_bytes"] = 4 * (part + numel) if zero == 2 else 0
+        trains = call.kind == "train"
+        numel = max(shard_numel(shape, layout.pp, layout.tp, stage) for stage in _ends(layout)) if trains else 0
+        taken = zero_bytes(layout, params, numel, c, trains=trains)
+        if trains:
+            options["static_bytes"] = taken["weights"] + taken["gradients"] + taken["optimizer"]
+            options["reduced_bytes"] = taken["reduced"]
             options["activation_bytes"] = self._activation_bytes(call, layout)
         else:
-            away = layout.offload or (layout.zero == 3 and layout.dp > 1)
-            options["static_bytes"] = 0 if layout.offload else c * (part if layout.zero == 3 else params)
-            options["gathered_bytes"] = c * params if away else 0
-            if call.kind == "generate":
-                last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
-                options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
+            options["static_bytes"] = 0 if layout.offload else taken["weights"]
+        options["gathered_bytes"] = c * params if layout.offload else taken["gathered"]
+        if call.kind == "generate":
+            last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
+            options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, **options)
 
     def _activation_bytes(self, call: Call, layout: Layout) -> int:
