@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Message, Offload, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Instruction, Load, Message, Post, Program, Run, Wait
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 
 
@@ -106,10 +106,10 @@ class _Simulation:
                 self._post(rank, step.transfer)
                 self.spans[rank].append((self.now, self.now))
                 continue
-            if isinstance(step, Wait) and self.program.transfers[step.transfer].reallocation is None:
+            if isinstance(step, Wait) and not self.program.moves_weights(step):
                 self._wait(rank, step.transfer)
                 return
-            members = self._members(step, rank)
+            members = self.program.together(rank, step)
             number = self.arrived.pop(step, 0) + 1 if len(members) > 1 else 1
             if number < len(members):
                 self.arrived[step] = number
@@ -122,16 +122,6 @@ class _Simulation:
         for rank in members:
             self.spans[rank].append((self.began[rank], self.now))
         self.ready.extend(members)
-
-    def _members(self, step: Instruction, rank: int) -> tuple[int, ...]:
-        """The ranks that take part in an instruction together."""
-        if isinstance(step, Load | Offload):
-            return (rank,)
-        if isinstance(step, Run):
-            return (rank,) if step.group is None else self.program.groups[step.group]
-        if isinstance(step, Agree):
-            return self.ranks
-        return self.program.transfers[step.transfer].ranks
 
     # ---- what takes its time ----------------------------------------------------------------------------------------
 

@@ -207,6 +207,25 @@ class Program:
         one = step.mini_batch
         return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
 
+    def moves_weights(self, step: Instruction) -> bool:
+        """Whether this is the Wait of a reallocation."""
+        return isinstance(step, Wait) and self.transfers[step.transfer].reallocation is not None
+
+    def together(self, rank: int, step: Instruction) -> tuple[int, ...]:
+        """The ranks that pass an instruction of this rank together: none of them ends it before all have begun it."""
+        if isinstance(step, Run) and step.group is not None:
+            return self.groups[step.group]
+        if isinstance(step, Agree):
+            return tuple(range(len(self.instructions)))
+        return self.transfers[step.transfer].ranks if self.moves_weights(step) else (rank,)
+
+    def meets(self, rank: int, step: Instruction) -> tuple[Instruction, tuple[int, ...]]:
+        """The instruction that other ranks must begin before this one is done on this rank, and those ranks. The
+        messages of a transfer of data need the Posts of its peers, who may wait for theirs much later."""
+        if isinstance(step, Post | Wait) and not self.moves_weights(step):
+            return Post(step.transfer), tuple(sorted(self.transfers[step.transfer].peers(rank)))
+        return step, tuple(other for other in self.together(rank, step) if other != rank)
+
     def held(self, rank: int) -> dict[str, tuple[range, ...]]:
         """The columns of each data key that a rank reads, makes or receives in an iteration: ascending ranges that
         neither meet nor overlap. Keys that it has nothing to do with are left out."""

@@ -20,7 +20,7 @@ step of their ranks. pipeline.py says why a body ends for every number of micro-
 from collections.abc import Callable, Sequence
 
 from rlhf_spmd.plan.layout import format_ranks
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
+from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait
 
 Hang = tuple[int, int, str]  # rank, position of the instruction in its list, what is wrong with it
 
@@ -201,13 +201,13 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         step = current(rank)
         if step is None:
             continue
-        together = _members(program, rank, step)
+        together = program.together(rank, step)
         if len(together) > 1:
             here = standing.setdefault(step, set())
             here.add(rank)
             if len(here) < len(together):
                 continue
-        if in_order and _moves_weights(program, step):
+        if in_order and program.moves_weights(step):
             changed = transfers.chain(step.transfer)
             runnable |= set().union(*(waiters.pop(one, ()) for one in changed))
         late = _late(program, rank, step, current, transfers)
@@ -226,27 +226,12 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
     return [_deadlock(program, rank, current, position, transfers) for rank in stuck]
 
 
-def _members(program: Program, rank: int, step: Instruction) -> tuple[int, ...]:
-    """The ranks that pass an instruction together."""
-    if isinstance(step, Run) and step.group is not None:
-        return program.groups[step.group]
-    if isinstance(step, Agree):
-        return tuple(range(len(program.instructions)))
-    if _moves_weights(program, step):
-        return program.transfers[step.transfer].ranks
-    return (rank,)
-
-
-def _moves_weights(program: Program, step: Instruction) -> bool:
-    return isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None
-
-
 def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
     """Ranks that `step` still waits for."""
-    weights = _moves_weights(program, step)
+    weights = program.moves_weights(step)
     if isinstance(step, Wait) and not weights:
         return transfers.missing(rank, step.transfer)
-    late = {member for member in _members(program, rank, step) if current(member) != step}
+    late = {member for member in program.together(rank, step) if current(member) != step}
     return late or (transfers.before_chain(step.transfer) if weights and transfers.in_order else set())
 
 
