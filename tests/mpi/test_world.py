@@ -287,21 +287,22 @@ def test_the_world_group_and_the_device(world):
 def test_stragglers_of_a_torch_collective(world):
     late, position = world.size - 1, "iteration 7: all_reduce"
     group = distributed.new_group(timeout=timedelta(seconds=1))
-    world.progress("iteration 6: all_reduce")
+    world.progress("iteration 6: all_reduce", 6, 2)
+    needs = tuple((rank, 2) for rank in range(world.size))
     if world.rank == late:
         time.sleep(2.5)
     else:
-        world.progress(position)
+        world.progress(position, 7, 2)
         with pytest.raises(RuntimeError):
             distributed.all_reduce(torch.ones(1), group=group)
-        assert world.stragglers(range(world.size), position) == {late: "iteration 6: all_reduce"}
-        assert world.stragglers([world.rank], position) == {}
+        assert world.stragglers(needs, 7) == {late: "iteration 6: all_reduce"}
+        assert world.stragglers(((world.rank, 2),), 7) == {}
     world.barrier()
     if world.rank == late:
-        world.progress(position)
-    world.progress("iteration 8: all_reduce")
+        world.progress(position, 7, 2)
+    world.progress("iteration 8: all_reduce", 8, 2)
     world.barrier()
-    assert world.stragglers(range(world.size), position) == {}  # who has gone on is not late
+    assert world.stragglers(needs, 7) == {}  # who has gone on is not late
 
 
 def test_progress_is_cheap(world):

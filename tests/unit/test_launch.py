@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import launcher
-from rlhf_spmd.runtime.observe.positions import Board, new_file
+from rlhf_spmd.runtime.observe.positions import Board, RankStatus, new_file
 from rlhf_spmd.runtime.world import groups
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -69,14 +69,15 @@ def test_this_machines_interfaces():
 def test_a_board_shows_positions_and_grants_one_claim():
     path = new_file(2)
     first, second = (Board(path, rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
-    assert first.read((4, 6)) == {4: [""], 6: [""]}
+    assert first.read((4, 6)) == {4: RankStatus(), 6: RankStatus()}
     second.post(b"iteration 1", 1, 0)
     second.post(("iteration 2 \u2603" + "x" * 2000).encode(), 2, 0)
-    assert first.read((6,))[6][-1].endswith("xxx") and len(first.read((6,))[6][-1].encode()) <= 1020
+    text = first.read((6,))[6].text
+    assert text.startswith("iteration 2 \u2603xxx") and 900 < len(text) < 1020
     assert first.statuses((6,)) == {}  # it has shown no life yet
     second.post(b"iteration 3", 3, 7)
     second.report(active_s=1.0, is_meeting=True)
-    assert first.read((6,))[6][-1] == "iteration 3"
+    assert first.read((6,))[6].text == "iteration 3"
     status = first.statuses((4, 6))[6]
     assert (status.text, status.iteration, status.position, status.active_s, status.is_meeting) == (
         "iteration 3",

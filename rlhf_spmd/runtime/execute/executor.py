@@ -35,7 +35,7 @@ from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
 from rlhf_spmd.runtime.generation.kvcache import release_unused
 from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.guard.signals import Asked
-from rlhf_spmd.runtime.guard.wait_graph import text_of
+from rlhf_spmd.runtime.guard.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.weights.models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
@@ -90,9 +90,6 @@ class Executor:
                 raise self._explained(error, step, position, data) from error
         self.world.progress(f"iteration {data.number}: over", data.number)
         return answers
-
-    def _meeting(self, step: Instruction, data: Iteration) -> str:
-        return f"iteration {data.number}: {text_of(self.program, step)}"
 
     def _execute(self, step: Instruction, data: Iteration, state: State) -> list[dict] | None:
         if isinstance(step, Run):
@@ -229,21 +226,9 @@ class Executor:
         if not is_peer_error(error):
             return error
         world = self.world
-        met = step
-        if isinstance(step, Run):
-            ranks = self.program.groups.get(step.group, (world.rank,))
-        elif isinstance(step, Agree):
-            ranks = self.program.cluster.ranks
-        elif isinstance(step, Load | Offload):
-            ranks = (world.rank,)
-        elif isinstance(step, Wait) and self.program.transfers[step.transfer].reallocation is not None:
-            ranks = self.program.transfers[step.transfer].ranks  # weights: all of them stand at the Wait
-        else:
-            ranks = tuple(self.program.transfers[step.transfer].peers(world.rank))
-            met = Post(step.transfer)  # a peer that has posted its part may wait for it much later
+        needs = needs_of(self.program, world.rank, step, places_of(self.program))
+        late = world.stragglers(needs, data.number)
         place = f"iteration {data.number}, instruction {position}: {text_of(self.program, step)}"
-        late = world.stragglers([rank for rank in ranks if rank != world.rank], self._meeting(met, data))
-        late = {rank: text for rank, text in late.items() if not self._is_past(rank, met, text, data)}
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
         what = "lost a connection" if is_lost(error) else "gave up waiting"
         return PeerError(
@@ -252,13 +237,6 @@ class Executor:
             + f" ({str(error).splitlines()[0][:120]})",
             lost=is_lost(error),
         )
-
-    def _is_past(self, rank: int, met: Instruction, text: str, data: Iteration) -> bool:
-        """Whether `text`, what a rank said last, stands behind `met` in its list: it may have forgotten to have been
-        there."""
-        steps = self.program.instructions[rank]
-        said = next((position for position, step in enumerate(steps) if self._meeting(step, data) == text), -1)
-        return met in steps and said > steps.index(met)
 
 
 def reported_columns(program: Program, call: Call, rank: int) -> slice:

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.runtime.observe.flight_recorder import FOLDER, NOWHERE
+from rlhf_spmd.runtime.observe.positions import RankStatus
 
 FILE = "program.json"  # in the folder of the flight records
+Needs = tuple[tuple[int, int], ...]  # (rank, position in its instruction list)
 
 
 @dataclass(frozen=True, slots=True)
 class WaitStep:
-    """An instruction of one rank. needs: the (rank, position in its list) that must begin before this one can end."""
+    """An instruction of one rank. needs: the instructions that must begin before this one can end."""
 
     text: str
-    needs: tuple[tuple[int, int], ...]
+    needs: Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +106,17 @@ def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence
 def _missing(one: RankState, by_rank: Mapping[int, RankState], graph: WaitGraph | None) -> tuple[int, ...]:
     """The ranks that have not reached what this one waits for."""
     step = _step(one, graph)
-    if step is None:
-        return ()
-    return tuple(
-        rank
-        for rank, position in step.needs
-        if rank in by_rank and _progress(by_rank[rank], one.iteration) < (one.iteration, position)
-    )
+    return () if step is None else late_ranks(step.needs, one.iteration, by_rank)
 
 
-def _progress(one: RankState, iteration: int) -> tuple[int, int]:
+def late_ranks(needs: Needs, iteration: int, by_rank: Mapping[int, RankState | RankStatus]) -> tuple[int, ...]:
+    """The ranks in `needs` that have not begun what is needed of them in this iteration; unknown ranks are left out."""
+    return tuple(rank for rank, place in needs if rank in by_rank and _progress(by_rank[rank]) < (iteration, place))
+
+
+def _progress(one: RankState | RankStatus) -> tuple[int, int]:
     """A rank's progress, comparable with (iteration, position); between iterations, the end of the list."""
-    if one.position == NOWHERE:
-        return (one.iteration, 10**9)
-    return one.iteration, one.position
+    return one.iteration, 10**9 if one.position == NOWHERE else one.position
 
 
 def _step(one: RankState, graph: WaitGraph | None) -> WaitStep | None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Post, Program, Run, Wait
-from rlhf_spmd.runtime.guard.diagnose import WaitGraph, WaitStep
+from rlhf_spmd.plan.program.instructions import Instruction, Post, Program, Wait
+from rlhf_spmd.runtime.guard.diagnose import Needs, WaitGraph, WaitStep
+
+Places = Sequence[Mapping[Instruction, int]]  # [rank], instruction -> position in its list
 
 
 def text_of(program: Program, step: Instruction) -> str:
@@ -13,28 +15,20 @@ def text_of(program: Program, step: Instruction) -> str:
 
 
 def wait_graph_of(program: Program) -> WaitGraph:
-    """The wait graph of a compiled program."""
-    places: list[dict[Instruction, int]] = []
-    for steps in program.instructions:
-        places.append({step: position for position, step in reversed(list(enumerate(steps)))})
-    lists = []
+    """The wait graph of a compiled program. A Post waits for no rank."""
+    places, lists = places_of(program), []
     for rank, steps in enumerate(program.instructions):
-        lists.append(tuple(WaitStep(text_of(program, step), _needs(program, places, rank, step)) for step in steps))
+        needs = (() if isinstance(step, Post) else needs_of(program, rank, step, places) for step in steps)
+        lists.append(tuple(WaitStep(text_of(program, step), need) for step, need in zip(steps, needs, strict=True)))
     return WaitGraph(tuple(lists))
 
 
-def _needs(
-    program: Program, places: Sequence[Mapping[Instruction, int]], rank: int, step: Instruction
-) -> tuple[tuple[int, int], ...]:
-    met = step
-    if isinstance(step, Run):
-        ranks = program.groups.get(step.group, ()) if step.group else ()
-    elif isinstance(step, Agree):
-        ranks = tuple(program.cluster.ranks)
-    elif isinstance(step, Wait) and program.transfers[step.transfer].reallocation is not None:
-        ranks = program.transfers[step.transfer].ranks
-    elif isinstance(step, Wait):
-        met, ranks = Post(step.transfer), tuple(sorted(program.transfers[step.transfer].peers(rank)))
-    else:
-        ranks = ()
-    return tuple((other, places[other][met]) for other in ranks if other != rank and met in places[other])
+def needs_of(program: Program, rank: int, step: Instruction, places: Places) -> Needs:
+    """The instructions that other ranks must begin before this one, and the messages that it posts, can end."""
+    met, ranks = program.meets(rank, step)
+    return tuple((other, places[other][met]) for other in ranks if met in places[other])
+
+
+def places_of(program: Program) -> Places:
+    """The position of every instruction in the list of every rank; of equal ones the first."""
+    return [{step: place for place, step in reversed(list(enumerate(steps)))} for steps in program.instructions]

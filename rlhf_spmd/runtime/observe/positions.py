@@ -13,17 +13,17 @@ import struct
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE
+
 SLOT_BYTES = 1024
-LENGTH = struct.Struct("<i i i")  # of the text; iteration and position of the newest
+LENGTH = struct.Struct("<i i i")  # of the text; iteration and position
 LIFE = struct.Struct("<i ? d d")  # process, is waiting in a control message, time of the last activity and report
 TEXT_AT = LENGTH.size + LIFE.size
-REMEMBERED = 12  # positions per rank: a rank that has passed a position is not late for it
 STORE_ANSWER_S = 3.0
 TURN_S = 2.0  # the first rank ends the job in less
 
@@ -41,13 +41,13 @@ def new_file(num_slots: int) -> str:
 class RankStatus:
     """The status that a rank publishes. Times are seconds of the wall clock."""
 
-    text: str
-    iteration: int
-    position: int  # in its instruction list
-    process: int
-    is_meeting: bool  # it waits in a control message
-    active_s: float  # time of its last activity
-    reported_s: float  # time of the last report by its watch
+    text: str = ""
+    iteration: int = NOWHERE
+    position: int = NOWHERE  # in its instruction list
+    process: int = 0
+    is_meeting: bool = False  # it waits in a control message
+    active_s: float = 0.0  # time of its last activity
+    reported_s: float = 0.0  # time of the last report by its watch
 
 
 class Board:
@@ -60,7 +60,6 @@ class Board:
         self.second_store: Any = None  # a query to a store that does not answer blocks its connection
         self._query = threading.Thread()  # the last query to the second store
         self.slots = {rank: 1}
-        self.positions: deque[bytes] = deque(maxlen=REMEMBERED)
         self.descriptor, size = -1, 2 * SLOT_BYTES
         if path is not None:
             try:
@@ -72,46 +71,41 @@ class Board:
                 self.slots = {other: 1 + index for index, other in enumerate(node_ranks)}
         self.memory = mmap.mmap(self.descriptor, size)
         self.turn = node if self.shared else rank
+        self.post(b"", NOWHERE, NOWHERE)
 
     def post(self, position: bytes, iteration: int, place: int) -> None:
-        """Publishes that this rank begins `position` (unique in the run), the instruction at `place` of its list."""
-        self.positions.append(position)
-        text = b"\n".join(self.positions)[-(SLOT_BYTES - TEXT_AT) :]
+        """Publishes that this rank begins `position`, the instruction at `place` of its list."""
+        text = position[: SLOT_BYTES - TEXT_AT]
         start = SLOT_BYTES * self.slots[self.rank]
         self.memory[start + TEXT_AT : start + TEXT_AT + len(text)] = text
         LENGTH.pack_into(self.memory, start, len(text), iteration, place)
         if self.store is not None:
-            self.store.set(f"at/{self.rank}", text)
+            self.store.set(f"at/{self.rank}", self._slot(self.rank))
 
     def report(self, *, active_s: float, is_meeting: bool) -> None:
         """Publishes that this rank exists and was last active at `active_s` (wall clock)."""
-        start = SLOT_BYTES * self.slots[self.rank]
-        LIFE.pack_into(self.memory, start + LENGTH.size, os.getpid(), is_meeting, active_s, time.time())
+        life_at = SLOT_BYTES * self.slots[self.rank] + LENGTH.size
+        LIFE.pack_into(self.memory, life_at, os.getpid(), is_meeting, active_s, time.time())
         if self.second_store is not None and not self._query.is_alive():
             with suppress(RuntimeError):  # at the end of a run the store is gone
-                self.second_store.set(f"life/{self.rank}", self.memory[start : start + SLOT_BYTES])
+                self.second_store.set(f"life/{self.rank}", self._slot(self.rank))
 
     def statuses(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
-        """The published status of these ranks; ranks without one are left out."""
-        slots = {}
-        for rank in ranks:
-            if rank in self.slots:
-                start = SLOT_BYTES * self.slots[rank]
-                slots[rank] = self.memory[start : start + SLOT_BYTES]
-        elsewhere = [rank for rank in ranks if rank not in slots]
+        """The status of these ranks at their last report, for the watch's thread; ranks without one are left out."""
+        statuses, elsewhere = self._of_node(ranks)
         if elsewhere and self.second_store is not None and not self._query.is_alive():
-            slots |= self._ask(lambda: self._from_store(self.second_store, elsewhere, "life"), keep=True) or {}
-        statuses = {rank: _parse(slot) for rank, slot in sorted(slots.items()) if slot}
-        return {rank: one for rank, one in statuses.items() if one.process}
+            statuses |= self._ask(lambda: self._from_store(self.second_store, elsewhere, "life"), keep=True) or {}
+        return {rank: one for rank, one in sorted(statuses.items()) if one.process}
 
-    def read(self, ranks: tuple[int, ...]) -> dict[int, list[str]]:
-        """The last few positions of each rank, the newest last; ranks that cannot be read are left out."""
-        texts = {rank: self._slot(self.slots[rank]) for rank in ranks if rank in self.slots}
-        elsewhere = [rank for rank in ranks if rank not in texts]
+    def read(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
+        """The last position of each rank, as it posted it; ranks that cannot be read are left out."""
+        statuses, elsewhere = self._of_node(ranks)
         if elsewhere and self.store is not None:
             stored = self._ask(lambda: self._from_store(self.store, elsewhere, "at"))
-            texts |= {0: b"nothing: its store does not answer"} if stored is None and 0 in elsewhere else stored or {}
-        return {rank: text.decode(errors="replace").split("\n") for rank, text in sorted(texts.items())}
+            if stored is None and 0 in elsewhere:
+                stored = {0: RankStatus("nothing: its store does not answer")}
+            statuses |= stored or {}
+        return dict(sorted(statuses.items()))
 
     def claim(self) -> bool:
         """True on the one rank that reports why the job ends: the first to ask on its node and, among those, the first
@@ -129,14 +123,19 @@ class Board:
             time.sleep(TURN_S * self.turn)
         return place in (None, 1)
 
-    def _slot(self, index: int) -> bytes:
-        start = SLOT_BYTES * index
+    def _slot(self, rank: int) -> bytes:
+        start = SLOT_BYTES * self.slots[rank]
         length, _, _ = LENGTH.unpack_from(self.memory, start)
-        return self.memory[start + TEXT_AT : start + TEXT_AT + length]
+        return self.memory[start : start + TEXT_AT + length]
 
-    def _from_store(self, store: Any, ranks: list[int], kind: str) -> dict[int, bytes]:
+    def _of_node(self, ranks: tuple[int, ...]) -> tuple[dict[int, RankStatus], list[int]]:
+        """The statuses of ranks of this node, and the ranks of other nodes."""
+        statuses = {rank: _parse(self._slot(rank)) for rank in ranks if rank in self.slots}
+        return statuses, [rank for rank in ranks if rank not in statuses]
+
+    def _from_store(self, store: Any, ranks: list[int], kind: str) -> dict[int, RankStatus]:
         stored = [rank for rank in ranks if store.check([f"{kind}/{rank}"])]
-        return {rank: store.get(f"{kind}/{rank}") if rank in stored else b"" for rank in ranks}
+        return {rank: _parse(store.get(f"{kind}/{rank}")) if rank in stored else RankStatus() for rank in ranks}
 
     def _ask(self, query: Callable[[], Any], *, keep: bool = False) -> Any:
         """Queries the store in a separate thread: while rank 0 is stopped, its store does not answer (None)."""
@@ -156,6 +155,5 @@ class Board:
 
 def _parse(slot: bytes) -> RankStatus:
     length, iteration, position = LENGTH.unpack_from(slot, 0)
-    process, is_meeting, active_s, reported_s = LIFE.unpack_from(slot, LENGTH.size)
-    text = slot[TEXT_AT : TEXT_AT + length].decode(errors="replace").rpartition("\n")[2]
-    return RankStatus(text, iteration, position, process, is_meeting, active_s, reported_s)
+    text = slot[TEXT_AT : TEXT_AT + length].decode(errors="replace")
+    return RankStatus(text, iteration, position, *LIFE.unpack_from(slot, LENGTH.size))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import failures, launcher
+from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks, print_error
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.watch import LONGEST_WAIT, Watch
@@ -187,8 +188,7 @@ class World:
         try:
             return self.control.exchange(what, message, failed=failed, deadline_s=deadline_s)
         except Late as late:
-            positions = self.board.read(late.ranks)
-            last = {rank: texts[-1] for rank, texts in positions.items() if texts[-1]}
+            last = {rank: status.text for rank, status in self.board.read(late.ranks).items() if status.text}
             raise deadline_error(late, self.rank, self.hosts, last) from None
         except Failed as failed_ranks:
             self._leave({rank: json.loads(text) for rank, text in failed_ranks.failures.items()})
@@ -328,8 +328,8 @@ class World:
     # Positions and late ranks
 
     def progress(self, position: str, iteration: int = NOWHERE, place: int = NOWHERE) -> None:
-        """Publishes this rank's position before it may block: a text that is unique in the run and the same on every
-        rank that meets there, and the index in this rank's instruction list. Takes a few microseconds."""
+        """Publishes this rank's position before it may block: a text that is the same on every rank that meets there,
+        and the index in this rank's instruction list. Takes a few microseconds."""
         text = position.encode()
         self.board.post(text, iteration, place)
         self.flight.begin(text, iteration, place)
@@ -340,6 +340,7 @@ class World:
         """Sets the program that the ranks execute from now on; it determines which rank waits for which."""
         from rlhf_spmd.runtime.guard.wait_graph import wait_graph_of
 
+        self.progress("the beginning of a program")  # iterations of an earlier program may have the same numbers
         self.watch.graph = wait_graph_of(program)
         self.flight.set_program(len(program.instructions[self.rank]))
 
@@ -354,14 +355,12 @@ class World:
         """Records an action of this rank outside its instructions, or within one."""
         self.progress(what, self.flight.iteration, self.flight.position)
 
-    def stragglers(self, ranks: Sequence[int], position: str) -> dict[int, str]:
-        """Those of `ranks` that have not reached `position`, with the last position of each.
-
-        Takes seconds at most, whatever state the others are in. Ranks whose position is unknown, because rank 0 is late
-        and hosts the store, are left out.
-        """
-        positions = self.board.read(tuple(ranks))
-        return {rank: texts[-1] or "nothing" for rank, texts in positions.items() if position not in texts}
+    def stragglers(self, needs: Needs, iteration: int) -> dict[int, str]:
+        """The ranks in `needs` that have not begun what is needed of them in this iteration, with the last position of
+        each. Takes seconds at most, whatever state the others are in. Ranks whose position is unknown, because rank 0
+        is late and hosts the store, are left out."""
+        positions = self.board.read(tuple(rank for rank, _ in needs))
+        return {rank: positions[rank].text or "nothing" for rank in late_ranks(needs, iteration, positions)}
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
