@@ -23,6 +23,11 @@ from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_o
 from rlhf_spmd.model.transformer import Transformer
 
 
+def lengths_of(prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
+    """Tokens of each row; both are padded with -1."""
+    return ((prompts_BP >= 0).sum(1) + (responses_BG >= 0).sum(1)).tolist()
+
+
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """Sequences without padding: row by row, the prompt directly followed by the response."""

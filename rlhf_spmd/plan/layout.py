@@ -5,7 +5,7 @@ a row stays on its shard in every epoch (algorithms/order.py permutes inside col
 evenly, and two layouts of different dp exchange plain column ranges.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import index
@@ -234,6 +234,25 @@ def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
 @lru_cache(maxsize=65536)
 def _group_name(ranks: tuple[int, ...], purpose: str) -> str:
     return f"{purpose} {format_ranks(tuple(sorted(ranks)))}"
+
+
+def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]:
+    """Micro-batches: consecutive rows of at most layout.tokens tokens together, or at most micro_batch rows; at least
+    one row each. lengths: tokens of each row.
+
+    Every pass over the same rows in layouts with the same limits is cut alike, so that a recomputed logprob has the
+    same shapes, and hence the same bits, as the one that training computes first.
+    """
+    if layout.tokens is None:
+        return [slice(start, min(start + micro_batch, len(lengths))) for start in range(0, len(lengths), micro_batch)]
+    parts: list[slice] = []
+    start = held = 0
+    for row, length in enumerate(lengths):
+        if row > start and held + length > layout.tokens:
+            parts.append(slice(start, row))
+            start, held = row, 0
+        held += length
+    return parts + ([slice(start, len(lengths))] if lengths else [])
 
 
 def exact_div(total: int, parts: int, what: str) -> int:

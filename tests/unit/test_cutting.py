@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.sequences import Sequences, forward
+from rlhf_spmd.model.sequences import Sequences, forward, lengths_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.runtime.execute.micro_batches import cut, lengths_of
+from rlhf_spmd.plan.layout import Layout, cut
 
 LARGEST_WASTE = 1.05  # tokens computed / real tokens
 

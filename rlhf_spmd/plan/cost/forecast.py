@@ -1,12 +1,11 @@
 """A program's forecast: what each of its instructions costs on a calibrated machine, put together by simulate.py."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.placement import uses_home
 from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Load, Message, Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
@@ -118,8 +117,9 @@ class _Costs:
         num = self.program.workload.workflow.call(step.call).num_sequences
         for rows in self._rows(rank, step):
             lengths = [num * (prompt + response) for prompt, response in rows]
-            for part in _cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
-                passes.append((sum(part), sum(part) / len(part) / num))
+            for part in cut(lengths, layout, layout.micro_batch or self.program.workload.micro_batch):
+                tokens = sum(lengths[part])
+                passes.append((tokens, tokens / (part.stop - part.start) / num))
         return passes
 
     def _generate_s(self, call: Call, rank: int, step: Run) -> float:
@@ -141,15 +141,3 @@ class _Costs:
             return max(done_s)
         first = step.mini_batch * len(columns)
         return max(done_s[: first + len(columns)]) - max(done_s[:first], default=0.0)
-
-
-def _cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[Sequence[int]]:
-    """Micro-batches as runtime/execute/micro_batches.py makes them."""
-    if layout.tokens is None:
-        return [lengths[start : start + micro_batch] for start in range(0, len(lengths), micro_batch)]
-    parts: list[list[int]] = []
-    for length in lengths:
-        if not parts or sum(parts[-1]) + length > layout.tokens:
-            parts.append([])
-        parts[-1].append(length)
-    return parts

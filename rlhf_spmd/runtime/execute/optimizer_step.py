@@ -23,15 +23,21 @@ from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.algorithms.parity import parity
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.sequences import (
+    Sequences,
+    forward,
+    lengths_of,
+    response_logprobs,
+    response_values,
+    sequence_scores,
+)
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.engine import TrainEngine
-from rlhf_spmd.runtime.execute.micro_batches import cut, lengths_of
 from rlhf_spmd.runtime.observe.meter import Meter
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.model.sequences import Sequences, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.sequences import Sequences, lengths_of, response_logprobs, response_values, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.layout import group_name
+from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.words import LOGPROBS, SCORES, VALUES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import Context, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
-from rlhf_spmd.runtime.execute.micro_batches import cut, lengths_of
 from rlhf_spmd.runtime.execute.pipeline_runtime import through_stages
 
 HEADS = {VALUES: response_values, SCORES: sequence_scores}
