@@ -1,6 +1,5 @@
 """Reads and writes a calibration, the measured constants of a machine (plan/cost/calibration.py), as a JSON file."""
 
-import difflib
 import json
 import os
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_names import did_you_mean
 from rlhf_spmd.plan.cost.calibration import (
     VERSION,
     ByLength,
@@ -127,8 +127,7 @@ def load_calibration(name: str) -> Calibration:
         return read_calibration(name)
     known = sorted(path.stem for path in SHIPPED.glob("*.json"))
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name, known)
         raise UserError(f"unknown calibration {name!r}{hint}; known: {', '.join(known)}, or give a file mine.json")
     return read_calibration(str(SHIPPED / f"{name}.json"))
 

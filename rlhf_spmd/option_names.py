@@ -56,12 +56,11 @@ ELSEWHERE = {
     "model_name_or_path": ("--model",),
     "gpus": ("device",),
 }
-NOT_KEYS = ("--", "strategy.")  # options that are no keys of a config
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A suggestion of the closest name, for the end of a message; empty if none is close."""
-    return _suggestion(difflib.get_close_matches(name, list(known), n=1))
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A suggestion of the closest name, with its prefix, for the end of a message; empty if none is close."""
+    return _suggestion([prefix + one for one in difflib.get_close_matches(name, list(known), n=1)])
 
 
 def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str:
@@ -70,8 +69,8 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
     leaf = name.rpartition(".")[2].lower()
     same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
-    known = [key for key in ELSEWHERE.get(leaf, ()) if key in every or key.startswith(NOT_KEYS)]
-    names = same_leaf or known or (with_word if len(with_word) <= 3 else ())
+    ours = [key for key in ELSEWHERE.get(leaf, ()) if key.startswith("--") or _among(key, every)]
+    names = same_leaf or ours or (with_word if len(with_word) <= 3 else ())
     if names:
         return _suggestion(names)
     close = difflib.get_close_matches(name, list(group), n=1) or difflib.get_close_matches(name, list(every), n=1)
@@ -81,3 +80,8 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
 
 def _suggestion(names: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(repr(name) for name in names)}?)" if names else ""
+
+
+def _among(key: str, every: Sequence[str]) -> bool:
+    """Options of strategies are no keys of a config: they come with `strategy`."""
+    return key in every or (key.startswith("strategy.") and "strategy" in every)

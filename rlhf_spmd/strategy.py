@@ -1,6 +1,5 @@
 """Finds a strategy module by name or file, and calls its `place()` with typed options from the command line."""
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +12,7 @@ from typing import Any
 import rlhf_spmd.strategies
 from rlhf_spmd.config import parse_value
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_names import did_you_mean
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -53,8 +53,7 @@ class Strategy:
         typed = {}
         for name, value in options.items():
             if name not in known:
-                close = difflib.get_close_matches(name, list(known), n=1)
-                hint = f" (did you mean strategy.{close[0]}?)" if close else ""
+                hint = did_you_mean(name, known, "strategy.")
                 raise UserError(f"it has no option {name!r}{hint}; options: {', '.join(known) or 'none'}")
             annotation = known[name].annotation
             typed[name] = parse_value(
@@ -82,9 +81,7 @@ def load_strategy(name: str) -> Strategy:
         title = path.stem
     else:
         if name not in names():
-            close = difflib.get_close_matches(name, names(), n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            known = ", ".join(names())
+            hint, known = did_you_mean(name, names()), ", ".join(names())
             raise UserError(f"unknown strategy {name!r}{hint}; known: {known}, or give a file path/to/mine.py")
         module = importlib.import_module(f"rlhf_spmd.strategies.{name}")
         path, title = Path(module.__file__), name

@@ -22,7 +22,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "plan.words", "folders", "model", "python_file"),
+    "data": ("config", "plan.words", "folders", "model", "option_names", "python_file"),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "folders", "model", "plan"),
@@ -30,7 +30,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "checkpoint": ("algorithm", "config", "model", "plan"),
     "profile": ("config", "model", "plan"),
     "run": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
-    "offline": ("algorithms", "config", "kernels", "model", "plan"),
+    "offline": ("algorithms", "config", "kernels", "model", "option_names", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}" for name in ("cluster", "shard", "layout", "words", "workflow", "workload", "placement", "validate")
@@ -60,7 +60,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.order": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in ("advantages", "losses", "masks", "parity")},
-    "rlhf_spmd.calibration_file": ("plan",),
+    "rlhf_spmd.calibration_file": ("plan", "option_names"),
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "folders", "option_names"),
     "rlhf_spmd.embedded": (),
@@ -76,7 +76,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.python_file": (),
     "rlhf_spmd.runtime": (),
     "rlhf_spmd.strategies": ("plan",),
-    "rlhf_spmd.strategy": ("plan", "config", "strategies", "python_file"),
+    "rlhf_spmd.strategy": ("plan", "config", "strategies", "python_file", "option_names"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),

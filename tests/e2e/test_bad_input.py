@@ -59,7 +59,7 @@ CASES = {
     "a device that is not there": Case(("device=shared",), ("device=shared", "sees no device", "device=cpu")),
     "not an override": Case(("iterations",), ("iterations", "key=value")),
     "unknown option": Case(("--stategy", "flattening"), ("--stategy",), kind="the command line"),
-    "unknown strategy option": Case(("strategy.zerro=1",), ("flattening", "zerro", "did you mean strategy.zero")),
+    "unknown strategy option": Case(("strategy.zerro=1",), ("flattening", "zerro", "did you mean 'strategy.zero'")),
     "call without ranks": Case(
         ("--strategy", "{folder}/s.py"),
         ("strategy s", "reward_infer", "no ranks"),

@@ -198,7 +198,7 @@ def test_options_without_the_star_count_too(write):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"zeroo": "1"}, ["no option 'zeroo'", "did you mean strategy.zero?", "options: zero"]),
+        ({"zeroo": "1"}, ["no option 'zeroo'", "did you mean 'strategy.zero'?", "options: zero"]),
         ({"xyzzy": "1"}, ["no option 'xyzzy'", "options: zero"]),
         ({"": "1"}, ["no option ''"]),
         ({"cluster": "1"}, ["no option 'cluster'"]),

@@ -6,7 +6,6 @@ message with the function, the prompt, the exception and its line.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_names import did_you_mean
 from rlhf_spmd.python_file import import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
@@ -188,10 +188,8 @@ def _import_message(spec: str, what: str, error: BaseException) -> str:
 
 def _suggestion(module: ModuleType, name: str) -> str:
     own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    close = difflib.get_close_matches(name, own, n=1)
-    if close:
-        return f": did you mean {close[0]!r}?"
-    return f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
+    there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
+    return did_you_mean(name, own) or there
 
 
 def _describe(error: BaseException, function: Callable | None) -> str:

@@ -1,7 +1,6 @@
 """The options of `generate`, given as KEY=VALUE words. Imports neither torch nor MPI, so errors appear at once."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_type_hints
@@ -11,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import NonNegative
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_names import suggest_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ def load_options(words: Iterable[str]) -> Options:
         if not equals:
             raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
         if key not in keys():
-            hint = _did_you_mean(key, keys())
-            raise UserError(f"unknown key {key!r}{hint}; known: {', '.join(keys())}")
+            raise UserError(f"unknown key {key!r}{suggest_option(key, (), keys())}; known: {', '.join(keys())}")
         *group, name = key.split(".")
         part = getattr(options, group[0]) if group else options
         hints = get_type_hints(type(part), include_extras=True)
@@ -67,11 +66,3 @@ def keys() -> list[str]:
         inner = dataclasses.fields(field.type) if dataclasses.is_dataclass(field.type) else ()
         names += [f"{field.name}.{leaf.name}" for leaf in inner] or [field.name]
     return names
-
-
-def _did_you_mean(key: str, known: Iterable[str]) -> str:
-    """Suggests a known key: similar in its last part, which is often all that is given, else as a whole."""
-    by_leaf = {one.rpartition(".")[2]: one for one in known}
-    close = difflib.get_close_matches(key.rpartition(".")[2], list(by_leaf), n=1)
-    meant = by_leaf[close[0]] if close else next(iter(difflib.get_close_matches(key, list(known), n=1)), "")
-    return f" (did you mean {meant!r}?)" if meant else ""
