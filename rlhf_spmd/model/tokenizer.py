@@ -64,6 +64,10 @@ class Tokenizer:
             return before, whole[len(before) :]
         return before, self.decode(response)  # a character spans prompt and response
 
+    def eos_ids(self, config: ModelConfig) -> tuple[int, ...]:
+        """The token ids that end a response: the model's, else the tokenizer's; empty if neither has one."""
+        return tuple(config.eos_token_ids) or (() if self.eos_token_id is None else (self.eos_token_id,))
+
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
         """From tokenizer.json and tokenizer_config.json. Raises UserError if tokenizer.json cannot be read."""

@@ -28,6 +28,12 @@ def newest_checkpoint(run: str | Path) -> Path | None:
     return folders[-1] if folders else None
 
 
+def resume_command(run: str | Path, num_ranks: int) -> str:
+    """The command that resumes a run."""
+    launcher = f"mpirun -n {num_ranks} " if num_ranks > 1 else ""
+    return f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(str(run))}"
+
+
 def resume_hint(run: str, num_ranks: int) -> str:
     """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not run:
@@ -35,6 +41,4 @@ def resume_hint(run: str, num_ranks: int) -> str:
     newest = newest_checkpoint(run)
     if newest is None:
         return f"There is no complete checkpoint in {run}."
-    launcher = f"mpirun -n {num_ranks} " if num_ranks > 1 else ""
-    command = f"{launcher}python -m rlhf_spmd train --resume {shlex.quote(run)}"
-    return f"The newest complete checkpoint is {newest}; resume with: {command}"
+    return f"The newest complete checkpoint is {newest}; resume with: {resume_command(run, num_ranks)}"

@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -225,19 +224,14 @@ def make_replica(
     engine = Engine(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),
-        eos_ids=eos_ids_of(config, tokenizer),
+        eos_ids=tokenizer.eos_ids(config),
         max_sequences=places,
         block_size=generation.block_size,
         free_bytes=generation.cache_fraction * free_bytes(world.device, world.computes.num_ranks),
         decode=tokenizer.decode,
     )
     windows = deal(prompts, index, layout.dp, window_of(options))
-    return Replica(engine, tokenizer, eos_ids_of(config, tokenizer), options, windows)
-
-
-def eos_ids_of(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids that end a response, as in training."""
-    return tuple(config.eos_token_ids) or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
+    return Replica(engine, tokenizer, tokenizer.eos_ids(config), options, windows)
 
 
 def window_of(options: Options) -> int:

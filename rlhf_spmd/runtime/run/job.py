@@ -48,7 +48,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         tokenizer = load_tokenizer(config.main_folder)
         num_known = shared_vocabulary(config, tokenizer)
         model = read_config(config.main_folder)
-        eos_ids = model.eos_token_ids or ((tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ())
+        eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
         if program.workload.workflow.generate_calls:
             check_responses_end(config, eos_ids)
@@ -63,9 +63,9 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         scorer = Scorer(config, judges.pop(), tokenizer) if judges else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
-    calls = Calls(Context(program, config, world, models, scorer, tuple(eos_ids), num_known, tokenizer.decode))
+    calls = Calls(Context(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))
     columns = program.held(world.rank)
-    return Job(config, program, world, tokenizer, prompts, models, calls, tuple(eos_ids), columns)
+    return Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns)
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

@@ -1,7 +1,6 @@
 """The main job: an algorithm on the ranks of this MPI world, placed by a strategy. Wraps the iterations with logs and
 files."""
 
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from rlhf_spmd.runtime.checkpoint.store import remove_drafts
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.meter import combine
@@ -225,9 +225,8 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
     saver.finish()
     folder.close()
     if world.rank == 0:
-        launcher = f"mpirun -n {world.size} " if world.size > 1 else ""
-        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: {launcher}"
-        print(f"{text}python -m rlhf_spmd train --resume {shlex.quote(str(folder.path))}", file=sys.stderr, flush=True)
+        text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: "
+        print(text + resume_command(folder.path, world.size), file=sys.stderr, flush=True)
 
 
 def _write_timeline(
