@@ -3,119 +3,32 @@
 import json
 import os
 import re
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_names import did_you_mean
-from rlhf_spmd.plan.cost.calibration import (
-    VERSION,
-    ByLength,
-    Calibration,
-    Curve,
-    Device,
-    Layered,
-    Link,
-    Machine,
-    Measured,
-)
+from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
 from rlhf_spmd.plan.workload import ModelShape
 
-
-class _Curve(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    amounts: tuple[PositiveFloat, ...]
-    seconds: tuple[NonNegativeFloat, ...]
-
-    def build(self) -> Curve:
-        return Curve(self.amounts, self.seconds)
-
-
-class _Layered(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    layer: _Curve
-    rest: _Curve
-
-    def build(self) -> Layered:
-        return Layered(self.layer.build(), self.rest.build())
-
-
-class _ByLength(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    lengths: tuple[PositiveFloat, ...]
-    tables: tuple[_Layered, ...]
-
-    def build(self) -> ByLength:
-        return ByLength(self.lengths, tuple(table.build() for table in self.tables))
-
-
-class _Measured(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    shape: ModelShape
-    tp: PositiveInt
-    param_bytes: PositiveInt
-    forward: _ByLength
-    train: _ByLength
-    update: _Curve
-    prefill: _ByLength | None = None
-    decode: _Layered | None = None
-    ends: _Curve | None = None
-
-    def build(self) -> Measured:
-        parts = {name: getattr(self, name) for name in ("forward", "train", "update", "prefill", "decode", "ends")}
-        tables = {name: None if part is None else part.build() for name, part in parts.items()}
-        return Measured(self.shape, self.tp, self.param_bytes, **tables)
-
-
-class _Device(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    matrix_flops: PositiveFloat
-    memory_bytes_per_s: PositiveFloat
-    host_bytes_per_s: PositiveFloat
-    layer_s: NonNegativeFloat
-    decode_layer_s: NonNegativeFloat
-    num_workers: PositiveFloat | None = None
-    measured: tuple[_Measured, ...] = ()
-
-    def build(self) -> Device:
-        constants = {name: getattr(self, name) for name in type(self).model_fields if name != "measured"}
-        return Device(**constants, measured=tuple(one.build() for one in self.measured))
-
-
-class _Link(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    bytes_per_s: PositiveFloat
-    latency_s: NonNegativeFloat
-
-
-class _Machine(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    processor: str
-    details: str
-    cores: PositiveFloat
-    threads: PositiveInt
-    torch: str
+MAY_BE_ZERO = ("seconds", "layer_s", "decode_layer_s", "latency_s")  # all other numbers must be positive
 
 
 class _CalibrationFile(BaseModel):
+    """A calibration without its name, which is the name of the file. Unknown keys are errors, also in its parts."""
+
     model_config = ConfigDict(extra="forbid")
 
     version: int
     provenance: str
-    devices: dict[str, _Device] = Field(min_length=1)
-    inside: _Link
-    between: _Link
+    devices: dict[str, Device] = Field(min_length=1)
+    inside: Link
+    between: Link
     pipelined_prefill: bool = False
-    machine: _Machine | None = None
+    machine: Machine | None = None
 
 
 SHIPPED = Path(__file__).parent / "calibrations"
@@ -149,13 +62,28 @@ def read_calibration(path: str) -> Calibration:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
         raise UserError(f"calibration {path}: {where}: {first['msg']}; see rlhf_spmd/calibration_file.py") from None
-    try:
-        devices = {kind: device.build() for kind, device in file.devices.items()}
-    except UserError as error:
+    except UserError as error:  # of a table
         raise UserError(f"calibration {path}: {error}") from None
-    links = Link(**file.inside.model_dump()), Link(**file.between.model_dump())
-    machine = Machine(**file.machine.model_dump()) if file.machine else None
-    return Calibration(Path(path).stem, devices, *links, file.provenance, file.pipelined_prefill, machine)
+    links = file.inside, file.between
+    found = Calibration(Path(path).stem, file.devices, *links, file.provenance, file.pipelined_prefill, file.machine)
+    if wrong := next(_wrong_numbers(found), None):
+        raise UserError(f"calibration {path}: {wrong}; see rlhf_spmd/calibration_file.py")
+    return found
+
+
+def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
+    """The numbers that are too small, with their place."""
+    parts: dict[object, object] = {}
+    if is_dataclass(value) and not isinstance(value, ModelShape):
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, dict | tuple):
+        parts = value if isinstance(value, dict) else dict(enumerate(value))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        zero = where[-1] in MAY_BE_ZERO or where[-2] in MAY_BE_ZERO  # of a number in a list the name is the one before
+        if not (value >= 0 if zero else value > 0):
+            yield f"{'.'.join(where)}: {value} should be {'at least' if zero else 'greater than'} 0"
+    for name, part in parts.items():
+        yield from _wrong_numbers(part, (*where, str(name)))
 
 
 def check_out(path: str, *, overwrite: bool = False) -> None:
