@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.rows import on_ranks, train, write
+from bench.speed.shares import read_chrome
 from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
@@ -69,8 +70,6 @@ def workload_of(lengths: dict[str, list[int]]) -> Workload:
 
 def run_case(folder: Path, calibration: Calibration, lengths: dict, size: int, strategy: str) -> dict:
     """The row of one strategy on so many ranks: its forecast, and one run of the program."""
-    from rlhf_spmd.runtime.observe.trace import read_chrome
-
     config = presets.load("tiny", WORDS)
     program = load_strategy(strategy).compile(workload_of(lengths), Cluster.parse(f"1x{size}"), config.strategy)
     found = forecast(program, calibration)

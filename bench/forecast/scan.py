@@ -30,7 +30,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.memory import num_params, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast, simulate
-from rlhf_spmd.plan.cost.summary import PHASES, phase_s, runs
+from rlhf_spmd.plan.cost.summary import runs
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Message, Program
 from rlhf_spmd.plan.proof.memory_check import memory
@@ -42,6 +42,8 @@ from rlhf_spmd.strategy import load_strategy
 DEVICES_PER_NODE = 8
 BUDGET_S = 60.0  # of the planner's proof; its gap is in the row
 SHADOWS, FROZEN = ("actor", "critic"), ("reference", "reward")
+# Kind of call -> phase.
+PHASES = {"generate": "generation", "infer": "inference", "compute": "inference", "train": "training"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,24 @@ class Found:
     seen: Forecast | None
     why: str = ""
     counts: Mapping[str, Any] | None = None
+
+
+def phase_s(forecast: Forecast) -> dict[str, float]:
+    """Seconds during which some rank generates, infers or trains. Phases that overlap sum to more than an iteration."""
+    workflow = forecast.program.workload.workflow
+    spans: dict[str, list[tuple[float, float]]] = {phase: [] for phase in PHASES.values()}
+    for _, step, begin_s, end_s in runs(forecast):
+        spans[PHASES[workflow.call(step.call).kind]].append((begin_s, end_s))
+    return {phase: _union_s(found) for phase, found in spans.items()}
+
+
+def _union_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that at least one span covers."""
+    total_s, until_s = 0.0, float("-inf")
+    for begin_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
 
 
 def merged(first: Calibration, second: Calibration) -> Calibration:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from bench.rows import on_ranks, write
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
-from rlhf_spmd.plan.program.tensors import Holding, local_shapes, weights_of
+from rlhf_spmd.plan.program.tensors import Holding, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 
@@ -77,6 +77,14 @@ def plan(before: Grid, after: Grid) -> Reallocation:
     return plan_reallocation(SHAPE, sources, shards(after), bytes_per_number=NUMBER_BYTES, node_of=lambda rank: 0)
 
 
+def sent_bytes(one: Reallocation) -> dict[int, int]:
+    """Bytes that each rank sends, what it forwards included."""
+    found = dict.fromkeys(one.ranks, 0)
+    for (sender, _), num_bytes in one.hop_bytes().items():
+        found[sender] += num_bytes
+    return found
+
+
 def planned_ratios() -> list[float]:
     """Bytes / lower bound of all pairs of LAYOUTS; 1 where nothing has to move."""
     plans = [plan(before, after) for before, after in product(LAYOUTS, LAYOUTS) if before != after]
@@ -84,6 +92,20 @@ def planned_ratios() -> list[float]:
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def local_shapes(shape: ModelShape, holding: Holding) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter as a rank holds it; [numbers] of a flat part under ZeRO 3, without padding."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight in weights_of(shape):
+        box = weight.box(holding.shard)
+        if box is None:
+            continue
+        layers, (r0, r1), (c0, c1) = box
+        start, stop = holding.interval(box)
+        full = (r1 - r0, c1 - c0)[: weight.num_dims]
+        shapes |= {name: full if holding.parts == 1 else (stop - start,) for _, name in weight.parameters(layers)}
+    return shapes
 
 
 @dataclass
@@ -254,7 +276,7 @@ def measure(world, name: str) -> dict:
             way()
             found.append(max(world.allgather(time.perf_counter() - began)))
     ours_s, sockets_s, baseline_s = (statistics.median(found[1:]) for found in seconds.values())
-    mine = [one.sent_bytes()[rank], one.num_messages(BUCKET_BYTES)[rank]] if rank in one.ranks else None
+    mine = [sent_bytes(one)[rank], one.num_messages(BUCKET_BYTES)[rank]] if rank in one.ranks else None
     as_planned = all(world.allgather(all(count == mine for count in counted)))
     row = {
         "bench": "reallocation",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench import plots
 from bench.rows import provenance, train, write
-from bench.speed.shares import shares
+from bench.speed.shares import read_chrome, shares
 from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import make_workload
@@ -90,7 +90,7 @@ def run_case(
     folder: Path, num_ranks: int, name: str, options: tuple[str, ...], iterations: int = ITERATIONS
 ) -> tuple[dict, list[dict], int]:
     """The row of one run of the program, what its timeline recorded, and the number of its median iteration."""
-    from rlhf_spmd.runtime.observe.trace import lanes, read_chrome
+    from rlhf_spmd.runtime.observe.trace import lanes
 
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
     command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")

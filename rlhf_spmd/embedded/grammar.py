@@ -353,21 +353,3 @@ def score(text: str) -> float:
     phrases = PATTERN.findall(text)
     distinct = set(phrases)
     return sum(VALENCES[phrase] for phrase in distinct) / (len(distinct) + 1) - 0.5 * (len(phrases) - len(distinct))
-
-
-def words() -> frozenset[str]:
-    """Every word that the grammar can produce, in lower case."""
-    tables = [
-        WOMEN,
-        MEN,
-        COMPANIONS,
-        TIMES,
-        CITIES,
-        [who for who, _ in OTHERS],
-        [word for row in PRONOUNS.values() for word in row],
-    ]
-    for kind in KINDS:
-        tables += [kind.openings, kind.places, kind.items, [noun for noun, _ in kind.things]]
-    text = " ".join(phrase for table in tables for phrase in table)
-    text += " ".join(["", *VALENCES, "the and but with felt was were"])
-    return frozenset(re.findall(r"[a-z']+", re.sub(r"\{\w+\}", " ", text).lower()))

@@ -34,7 +34,6 @@ class Sequences:
 
     tokens_N: Tensor  # int64
     lengths: tuple[int, ...]  # of each row, at least 1
-    prompt_lengths_B: Tensor
     response_lengths_B: Tensor
     responses_BG: Tensor
     before_R: Tensor  # index into N of the token before each response token, rows one after the other
@@ -53,7 +52,6 @@ class Sequences:
         return cls(
             tokens_N=both_BW[real_BW].long(),
             lengths=tuple((prompt_B + response_B).tolist()),
-            prompt_lengths_B=prompt_B,
             response_lengths_B=response_B,
             responses_BG=responses_BG,
             before_R=index_BW[:, prompts_BP.shape[1] :][is_response_BG] - 1,

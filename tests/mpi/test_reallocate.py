@@ -10,8 +10,9 @@ import os
 import pytest
 import torch
 
+from bench.speed.reallocation import local_shapes, sent_bytes
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
-from rlhf_spmd.plan.program.tensors import Holding, local_shapes, weights_of
+from rlhf_spmd.plan.program.tensors import Holding, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.weights import shared_memory as arena_file
@@ -113,7 +114,7 @@ def run(world, shape, sources, targets, *, dtype=torch.float32, bucket_bytes=ALL
         mover.start()
         assert all((tensor == 0).all() for tensors in made for tensor in tensors.values()), "targets changed too soon"
         mover.finish()
-        assert mover.num_bytes_sent == plan.sent_bytes()[rank]
+        assert mover.num_bytes_sent == sent_bytes(plan)[rank]
         assert mover.num_messages_sent == plan.num_messages(bucket_bytes)[rank]
         assert mover.peak_extra_bytes <= plan.extra_bytes(bucket_bytes)[rank]
         assert mover.peak_extra_bytes <= 2 * max(bucket_bytes, dtype.itemsize * len(mover.parts))

@@ -75,7 +75,6 @@ def test_join():
     assert batch.tokens_N.dtype == torch.int64
     assert batch.tokens_N.tolist() == [token for prompt, response in pairs for token in prompt + response]
     assert batch.lengths == tuple(len(prompt) + len(response) for prompt, response in pairs)
-    assert batch.prompt_lengths_B.tolist() == [len(prompt) for prompt, _ in pairs]
     assert batch.response_lengths_B.tolist() == [len(response) for _, response in pairs]
     assert (batch.last_B() + 1).tolist() == np.cumsum(batch.lengths).tolist()
 
@@ -222,4 +221,4 @@ def test_invariant_5_eos_inside_and_at_the_end():
     assert mask_BG.sum(1).tolist() == [1, 2, 2, 2, 6, 6]
     assert masks.ended(responses_BG, (EOS,)).tolist() == [True, True, False, True, True, False]
     batch = Sequences.join(pad([[EOS, EOS]] * 6), responses_BG)
-    assert batch.response_lengths_B.tolist() == [1, 2, 2, 2, 6, 6] and batch.prompt_lengths_B.tolist() == [2] * 6
+    assert batch.response_lengths_B.tolist() == [1, 2, 2, 2, 6, 6]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.speed.reallocation import sent_bytes
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.buckets import cut_into_buckets
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
@@ -124,8 +125,7 @@ def check(one: Reallocation) -> None:
             if box is not None:
                 expected[where(box)] = model[weight.name][where(box)]
             assert (made[index, weight.name] == expected).all(), (weight.name, shard)
-    assert one.num_bytes == one.lower_bound_bytes == sum(one.sent_bytes().values())
-    assert one.num_bytes == sum(one.received_bytes().values())
+    assert one.num_bytes == one.lower_bound_bytes == sum(sent_bytes(one).values())
 
 
 # ---- any layouts -----------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_tp4_to_tp4_elsewhere_moves_one_copy_along_four_links():
     assert set(one.hop_bytes()) == {(0, 4), (1, 5), (2, 6), (3, 7)}
     whole = kept_whole(SMALL)
     assert one.num_bytes == size_of(SMALL) - whole + 4 * whole
-    assert set(one.sent_bytes().values()) == {one.num_bytes // 4, 0}
+    assert set(sent_bytes(one).values()) == {one.num_bytes // 4, 0}
 
 
 def test_tp4_to_dp4_is_a_ring_all_gather():
@@ -271,7 +271,7 @@ def test_dp2_pp2_tp2_to_dp4_tp2_in_place():
     """Every rank lacks the other stage of its slice: half of what it needs."""
     one = plan(grid(range(8), 2, 2, 2), grid(range(8), 4, 1, 2), whole_bytes=0)
     assert one.num_bytes == 2 * (size_of(SMALL) - kept_whole(SMALL)) + 4 * kept_whole(SMALL)
-    sent = one.sent_bytes().values()
+    sent = sent_bytes(one).values()
     assert max(sent) - min(sent) <= 0.05 * max(sent)  # embeddings and head differ by the norm
 
 
@@ -302,7 +302,7 @@ def test_an_all_gather_over_two_nodes_enters_each_node_once():
     assert all(
         sum(node_of(a) != node_of(b) for a, b in route.hops) == 1 for route in one.routes if len(route.ranks) == 4
     )
-    assert len(set(one.sent_bytes().values())) == 1
+    assert len(set(sent_bytes(one).values())) == 1
 
 
 def test_what_two_targets_of_a_rank_need_arrives_once():
@@ -318,7 +318,7 @@ def test_65b_is_planned_well_under_a_second():
     one = plan(before, after, LARGE, node_of=lambda rank: rank // 8)
     assert time.perf_counter() - began < 1.0  # 0.02 s
     assert one.num_bytes == one.lower_bound_bytes
-    sent = one.sent_bytes().values()
+    sent = sent_bytes(one).values()
     assert max(sent) < 1.01 * min(sent)
     assert len(repr(one)) < 200_000
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.kernels.cdf_tree import BLOCK, edge_distances, level_numbers, level_uniforms
+from rlhf_spmd.kernels.cdf_tree import BLOCK, level_numbers, level_uniforms
 from rlhf_spmd.kernels.sample import sample, sample_ref
 from tests.draws import bits_of, random_rows
+from tests.edges import edge_distances
 from tests.slow_sample import slow_draw, slow_number
 
 LARGEST = 1 - 2**-32  # the largest number of a level

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from rlhf_spmd.kernels.cdf_tree import edge_distances
 from rlhf_spmd.kernels.sample import sample, sample_ref, sample_triton
 from rlhf_spmd.kernels.support import make_rules
 from tests.draws import random_rows
+from tests.edges import edge_distances
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_stored": 0}
 RULES = {

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, read_chrome, write_chrome
+from bench.speed.shares import read_chrome
+from rlhf_spmd.runtime.observe.trace import Span, Tracer, busy_fraction, write_chrome
 from rlhf_spmd.runtime.run import page
 from rlhf_spmd.runtime.run.page import Page
 from rlhf_spmd.runtime.run.timeline import LANE_INCH, LEFT, RIGHT, Panel, add_stack, write_png

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from bench.forecast import validate
+from bench.forecast.scan import phase_s
 from bench.forecast.validate import DATA, forecast_row, judged, main, read_rows, spearman, summary, workload_of
 from bench.forecast.validate_systems import HOST_ADAM, SYSTEMS, Plan, fits, simulated
 from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost
-from rlhf_spmd.plan.cost.summary import phase_s
 from rlhf_spmd.plan.program.compile import compile_program
 
 ROWS = DATA / "realhf_v1_scale_actor.csv"

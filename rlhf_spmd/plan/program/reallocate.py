@@ -86,19 +86,6 @@ class Reallocation:
         """All bytes that travel."""
         return sum(self.hop_bytes().values())
 
-    def sent_bytes(self) -> dict[int, int]:
-        """Bytes that each rank sends, what it forwards included."""
-        return self._per_rank(0)
-
-    def received_bytes(self) -> dict[int, int]:
-        return self._per_rank(1)
-
-    def _per_rank(self, end: int) -> dict[int, int]:
-        found = dict.fromkeys(self.ranks, 0)
-        for hop, size in self.hop_bytes().items():
-            found[hop[end]] += size
-        return found
-
     # What a given size of buckets makes of it.
 
     def bucket_numbers(self, bucket_bytes: int) -> int:

@@ -171,17 +171,3 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     elif not shape.tied:
         found.append(Weight("lm_head.weight", 1, shape.vocab_size, hidden, cut="rows", stages="last"))
     return tuple(found)
-
-
-def local_shapes(shape: ModelShape, holding: Holding) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter as a rank holds it; [numbers] of a flat part under ZeRO 3, without padding."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for weight in weights_of(shape):
-        box = weight.box(holding.shard)
-        if box is None:
-            continue
-        layers, (r0, r1), (c0, c1) = box
-        start, stop = holding.interval(box)
-        full = (r1 - r0, c1 - c0)[: weight.num_dims]
-        shapes |= {name: full if holding.parts == 1 else (stop - start,) for _, name in weight.parameters(layers)}
-    return shapes

@@ -186,21 +186,6 @@ def write_chrome(
     Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
 
 
-def read_chrome(path: str | Path) -> list[dict[str, object]]:
-    """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond."""
-    records: dict[int, dict[str, object]] = {}
-    for event in json.loads(Path(path).read_text())["traceEvents"]:
-        record = records.setdefault(event["pid"], {"rank": event["pid"], "host": "", "spans": []})
-        if event["name"] == "process_name":
-            record["host"] = event["args"]["name"].partition(" (")[2].removesuffix(")")
-        if event["ph"] == "X":
-            args = {name: value for name, value in event["args"].items() if name != "iteration"}
-            start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-            span = [event["name"], event["cat"], start_s, end_s, event["args"].get("iteration"), args]
-            record["spans"].append(span)
-    return [records[rank] for rank in sorted(records)]
-
-
 def _metadata(kind: str, rank: int, track: int = 0, **args: object) -> dict[str, object]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": args}
 
