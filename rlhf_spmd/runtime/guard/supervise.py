@@ -10,7 +10,6 @@ small file writes per second.
 import atexit
 import ctypes
 import faulthandler
-import fcntl
 import mmap
 import os
 import re
@@ -41,6 +40,7 @@ from rlhf_spmd.runtime.observe.flight_recorder import (
     parse,
     record_path,
 )
+from rlhf_spmd.runtime.observe.positions import take_claim
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 TICK_S = 0.5  # between two checks of the rank
@@ -156,7 +156,7 @@ class Supervisor:
         record = parse(self.memory)
         lost = not asked if number else bool(record.host) and not self.memory[LEFT_AT]
         status = 128 + number if number else status or int(lost)
-        if lost and claim(self.board):
+        if lost and (self.board is None or take_claim(self.board, mmap.mmap(self.board, 1))):
             by_kernel = _num_oom_kills() > self.num_oom_kills[0]
             text = exit_message(record, most_bytes, by_kernel=by_kernel) + self._stack()
             keep_message(record.run, text)
@@ -197,19 +197,6 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
     ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
     go_on = resume_hint(record.run, record.size)
     return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
-
-
-def claim(board: int | None) -> bool:
-    """Whether no rank of this node has reported a failure yet, from the first byte of the board (positions.py)."""
-    if board is None:
-        return True
-    fcntl.flock(board, fcntl.LOCK_EX)
-    try:
-        taken = os.pread(board, 1, 0) != b"\0"
-        os.pwrite(board, b"\1", 0)
-    finally:
-        fcntl.flock(board, fcntl.LOCK_UN)
-    return not taken
 
 
 def process_fields(process: int) -> tuple[str, float, int] | None:

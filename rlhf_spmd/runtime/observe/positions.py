@@ -37,6 +37,15 @@ def new_file(num_slots: int) -> str:
     return path
 
 
+def take_claim(descriptor: int, memory: mmap.mmap) -> bool:
+    """Whether no rank of this node has reported a failure yet; sets the first byte, which records this. `memory` maps
+    the file: a write to it could fail, e.g. at a limit of file sizes."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    taken, memory[0] = memory[0], 1
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return not taken
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """The status that a rank publishes. Times are seconds of the wall clock."""
@@ -110,12 +119,8 @@ class Board:
     def claim(self) -> bool:
         """True on the one rank that reports why the job ends: the first to ask on its node and, among those, the first
         to reach the store. If the store does not answer, the nodes take turns, TURN_S apart."""
-        if self.shared:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX)
-            taken, self.memory[0] = self.memory[0], 1
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-            if taken:
-                return False
+        if self.shared and not take_claim(self.descriptor, self.memory):
+            return False
         if self.num_nodes == 1 and self.shared:
             return True
         place = None if self.store is None else self._ask(lambda: self.store.add("claim", 1))
