@@ -46,11 +46,12 @@ def _together(q_THd: Tensor, k_TKd: Tensor) -> Tensor:
 
 def rope_ref(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
     """The reference: q and k separately."""
-    return _rotate(q_THd, cos_Tf, sin_Tf), _rotate(k_TKd, cos_Tf, sin_Tf)
+    return rotate(q_THd, cos_Tf, sin_Tf), rotate(k_TKd, cos_Tf, sin_Tf)
 
 
-def _rotate(x_THd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> Tensor:
-    cos_T1f, sin_T1f = cos_Tf[:, None], sin_Tf[:, None]
+def rotate(x_THd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> Tensor:
+    """Rotates the pairs (x_i, x_{i + head_dim/2}) of every head by their angle (Hugging Face's order of dimensions)."""
+    cos_T1f, sin_T1f = cos_Tf.unsqueeze(-2), sin_Tf.unsqueeze(-2)  # the same for every head
     a, b = x_THd.chunk(2, dim=-1)
     return torch.cat((a * cos_T1f - b * sin_T1f, b * cos_T1f + a * sin_T1f), dim=-1)
 

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
 from rlhf_spmd.kernels.kv_write import kv_write
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
-from rlhf_spmd.kernels.rope import rope
+from rlhf_spmd.kernels.rope import rope, rotate
 from rlhf_spmd.kernels.sample import sample
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
-from rlhf_spmd.model.rope import rotate
 
 
 @dataclass(frozen=True, slots=True)

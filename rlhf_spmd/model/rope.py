@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.rope import doubled
+from rlhf_spmd.kernels.rope import doubled, rope_ref
 from rlhf_spmd.kernels.rope import rope as kernel
 from rlhf_spmd.model.config import ModelConfig
 
@@ -48,20 +48,11 @@ def cos_sin(
     return doubled(cos_BTf, sin_BTf) if fast and not cos_BTf.is_cuda else (cos_BTf, sin_BTf)
 
 
-def rotate(x_BTHd: Tensor, cos_BTf: Tensor, sin_BTf: Tensor) -> Tensor:
-    """Rotates the pairs (x_i, x_{i + head_dim/2}) of every head by their angle (Hugging Face's order of dimensions)."""
-    cos, sin = cos_BTf.unsqueeze(-2), sin_BTf.unsqueeze(-2)  # the same for every head
-    a, b = x_BTHd.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
 def rotate_both(
     q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys; fast: in one launch, without a backward pass on a GPU."""
-    if fast:
-        return kernel(q_THd, k_TKd, cos_Tf, sin_Tf)
-    return rotate(q_THd, cos_Tf, sin_Tf), rotate(k_TKd, cos_Tf, sin_Tf)
+    return (kernel if fast else rope_ref)(q_THd, k_TKd, cos_Tf, sin_Tf)
 
 
 def _plain(theta: float, dim: int, dtype: torch.dtype) -> Tensor:

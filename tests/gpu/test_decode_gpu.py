@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention, decode_attention_ref, decode_attention_triton
 from rlhf_spmd.kernels.kv_write import kv_write
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
-from rlhf_spmd.kernels.rope import rope
+from rlhf_spmd.kernels.rope import rope, rotate
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model.attention import Packed
-from rlhf_spmd.model.rope import rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.kv_write import kv_write, kv_write_ref, kv_write_triton
 from rlhf_spmd.kernels.rmsnorm import rmsnorm, rmsnorm_ref, rmsnorm_triton
-from rlhf_spmd.kernels.rope import rope, rope_ref, rope_triton
+from rlhf_spmd.kernels.rope import rope, rope_ref, rope_triton, rotate
 from rlhf_spmd.kernels.silu_mul import TILE, silu_mul, silu_mul_ref, silu_mul_triton
-from rlhf_spmd.model.rope import rotate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ULP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}

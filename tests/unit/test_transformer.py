@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.rope import rotate
 from rlhf_spmd.model import attention, rope, transformer
 from rlhf_spmd.model.attention import attend
 from rlhf_spmd.model.config import ModelConfig, from_hf, to_hf
@@ -223,7 +224,7 @@ def test_rope_rotates_by_the_angle():
     frequencies = torch.tensor([1.0, 0.25], dtype=torch.float64)
     cos, sin = rope.cos_sin(positions, frequencies, 1.0, torch.float64)
     x = torch.randn(1, 3, 1, 4, dtype=torch.float64)
-    turned = rope.rotate(x, cos, sin)
+    turned = rotate(x, cos, sin)
     pairs, turned_pairs = torch.complex(x[..., :2], x[..., 2:]), torch.complex(turned[..., :2], turned[..., 2:])
     angle = positions[..., None, None] * frequencies
     torch.testing.assert_close(turned_pairs, pairs * torch.exp(1j * angle))
