@@ -288,11 +288,11 @@ def draw(row: Alternative, path: str, *, title: str) -> None:
 
 
 def _where(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """The options of `check` that mean the same cluster and models."""
+    """The options of `check` that mean the same cluster, algorithm and models."""
     words = ["--cluster", parsed.cluster] if parsed.cluster else ["--layout", str(cluster)]
     words += [] if parsed.cluster else ["--device-type", cluster.nodes[0].device]
-    preset = ["--preset", parsed.preset] if parsed.preset else []
-    return [*words, *preset, *(["--model", parsed.model] if parsed.model else [])]
+    given = {"--algorithm": parsed.algorithm, "--preset": parsed.preset, "--model": parsed.model}
+    return [*words, *(word for name, value in given.items() if value for word in (name, value))]
 
 
 def _write(path: Path, source: str) -> None:

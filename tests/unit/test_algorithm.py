@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
-import torch
 
 from rlhf_spmd import config as configs
 from rlhf_spmd import presets
@@ -19,9 +18,7 @@ from rlhf_spmd.algorithms import losses, page, ppo
 from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint.resume import config_of as resumed_config
-from tests.folders import write_all
-from tests.pages import checked, run_of, write_page
-from tests.runs import RunOf
+from tests.pages import checked, write_page
 
 
 def refused(path: Path | str, **options) -> str:
@@ -343,45 +340,3 @@ def test_options_of_a_page_are_typed(tmp_path):
             presets.load("tiny", [override], algorithm=path)
         assert all(word in str(error.value) for word in words), str(error.value)
         assert override.startswith("ppo.") or "ppo." not in str(error.value), "options of another algorithm are no help"
-
-
-# ---- in a run -------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_of_a_page(tmp_path):
-    """Two iterations; the loss is minus the score-weighted mean of the logprobs, as written."""
-    overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
-    run = run_of(write_page(tmp_path), overrides, "mine.scale=2", "micro_batch=100")
-    start = run.weights("policy")
-    metrics, store = run.iteration(), run.data.store
-    scores_MC, mask_MCG = store["scores"], store["responses"] >= 0
-    assert metrics["return"] == pytest.approx(2 * float(scores_MC.double().mean()), rel=1e-5)
-    assert torch.equal(store["weights"], torch.where(mask_MCG, 2 * scores_MC[..., None], 0.0))
-    assert "kl" not in metrics and "critic_lr" not in metrics and metrics["policy_lr"] == 3e-4
-    assert metrics["score_std"] > 0 and metrics["parity_max_abs"] < 1e-4
-    assert all(not torch.equal(weight, start[name]) for name, weight in run.weights("policy").items())
-    assert run.state.of_algorithm is None
-    assert run.iteration()["tokens_sha256"] != metrics["tokens_sha256"]
-
-
-def test_the_sign_of_a_page_s_option_reaches_its_function(tmp_path):
-    overrides = write_all(tmp_path, eos_token_ids=(1, 2, 3))
-    losses_of = {}
-    for sign in ("up", "down"):
-        run = run_of(write_page(tmp_path), overrides, f"mine.sign={sign}")
-        losses_of[sign] = run.iteration()["return"]
-    assert losses_of["up"] == -losses_of["down"] != 0
-
-
-def test_a_page_without_a_rule_for_truncated_responses_may_have_no_end(tmp_path):
-    """It takes responses as they come; that of PPO is refused where it would call each of them truncated."""
-    overrides = write_all(tmp_path, eos_token_ids=())
-    for folder in ("actor", "reward"):
-        names_path = tmp_path / folder / "tokenizer_config.json"
-        values = json.loads(names_path.read_text())
-        del values["eos_token"]
-        names_path.write_text(json.dumps(values))
-    run = run_of(write_page(tmp_path), overrides)
-    assert run.iteration()["ended_fraction"] == 0.0
-    with pytest.raises(UserError, match=r"choose ppo\.truncation=score"):
-        RunOf(presets.load("tiny", overrides))

@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.profile.probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, lengths_of
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.verbs.plan import COMPARED, auto, beside, calibration_for, options_of, records
+from rlhf_spmd.verbs.plan import COMPARED, _where, auto, beside, calibration_for, options_of, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -87,6 +87,13 @@ def test_plans_stand_beside_the_strategies(planned):
     assert result["ok"] is True and set(COMPARED) < set(result["plans"])
     seconds = [value for value in result["plans"].values() if value is not None]
     assert result["forecast_s"] == pytest.approx(min(seconds)) == result["plans"][result["name"]]
+
+
+def test_the_commands_to_go_on_with_mean_the_same():
+    parsed = _parse(["plan", *SMALL, "--algorithm", "my own.py", "--model", "x"])
+    words = ["--layout", "1x8", "--device-type", "a100-80g"]
+    own = ["--algorithm", "my own.py", "--preset", "llama-7b", "--model", "x"]
+    assert _where(parsed, Cluster.parse("1x8", "a100-80g")) == [*words, *own]
 
 
 def test_the_winner_is_a_strategy_with_that_forecast(planned):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.algorithm import bound, mask_words
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import Context, State, shape_of
@@ -29,6 +30,12 @@ def compute(context: Context, call: Call, step: Run, data: Iteration, state: Sta
     made = function(**bound(function, numbers | given))
     made = made if isinstance(made, tuple) else (made,)
     log = made[-1] if isinstance(made[-1], Mapping) else {}
+    num_made = len(made) - isinstance(made[-1], Mapping)
+    if num_made != len(call.outputs):
+        raise UserError(
+            f"{call.function}() returned {num_made} results, but the workflow of {algorithm.name} makes "
+            f"{', '.join(call.outputs)} of them; return as many, and sums for the log behind them"
+        )
     results = dict(zip(call.outputs, made, strict=False))
     reports = context.program.layout_of(step).reports(context.world.rank)
     if call.sums:
