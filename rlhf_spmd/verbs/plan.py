@@ -339,7 +339,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         config, workload, cluster, calibration = read(parsed, f"{world.num_nodes}x{world.size // world.num_nodes}")
         if cluster.num_devices != world.size:
             raise UserError(f"--measure-top runs the plans on these {world.size} ranks, and {cluster} has others")
-        if not config.models.actor:
+        if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         if world.rank == 0:
             out = _files(parsed, config, cluster)
