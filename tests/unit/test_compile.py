@@ -78,7 +78,7 @@ def deliveries(workload: Workload, placement: Placement) -> list[tuple[int, str,
 
 
 def streams(program: Program) -> bool:
-    return program.placement.stream and program.workload.whiten == "mini_batch"
+    return program.placement.stream and not program.workload.workflow.call("estimate_advantages").sums
 
 
 # ---- properties of every program -----------------------------------------------------------------------------------

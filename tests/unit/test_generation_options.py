@@ -51,7 +51,7 @@ def test_stop_texts_end_responses(overrides):
 
 
 def test_a_cache_that_holds_no_sequence_is_refused(overrides, monkeypatch):
-    monkeypatch.setattr("rlhf_spmd.runtime.execute.call_handlers.free_bytes", lambda *_: 1000.0)
+    monkeypatch.setattr("rlhf_spmd.runtime.execute.handlers.generate.free_bytes", lambda *_: 1000.0)
     with pytest.raises(UserError, match="KV cache of one sequence .* generation.cache_fraction"):
         responses_of(overrides)
 
