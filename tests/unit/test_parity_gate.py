@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlhf_spmd import presets
+from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training
 from rlhf_spmd.runtime.observe.meter import Meter
@@ -13,11 +14,12 @@ SHAPE = (8, 2 * MEAN_TOKENS // 8)
 
 def gate(difference_BG: torch.Tensor, *options: str) -> None:
     """Through the gate of a bfloat16 run with logprobs that differ by this much."""
-    training = Training(presets.load("tiny", ["dtype=bfloat16", *options]), 0, {})
+    config = presets.load("tiny", ["dtype=bfloat16", *options])
+    training = Training(config, make_workload(config), 0, {}, None)
     old_BG = torch.full(difference_BG.shape, -3.0)
-    rows = {"responses": torch.zeros(difference_BG.shape, dtype=torch.int64)}
+    responses_BG = torch.zeros(difference_BG.shape, dtype=torch.int64)
     mask_BG = torch.ones(difference_BG.shape, dtype=torch.bool)
-    training._parity_gate(old_BG, old_BG + difference_BG, mask_BG, rows, Meter())
+    training._parity_gate(old_BG, old_BG + difference_BG, mask_BG, responses_BG, Meter())
 
 
 def test_a_token_may_be_off_by_rounding():

@@ -20,8 +20,9 @@ UNPICKLING = {  # calls that read pickles, from files or from other ranks
 }
 RUNNING = {"exec", "eval", "__import__", "import_module", "util.spec_from_file_location", "runpy.run_path"}
 MAY_RUN = {  # the modules that run code: what the user named, and what this program wrote itself
-    "rlhf_spmd.python_file",  # for the two below
+    "rlhf_spmd.python_file",  # for those below
     "rlhf_spmd.strategy",  # --strategy
+    "rlhf_spmd.algorithm",  # --algorithm
     "rlhf_spmd.runtime.data.reward_function",  # reward_function=
     "rlhf_spmd.verbs.plan",  # the plan that it has just written
 }
@@ -108,3 +109,15 @@ def test_a_strategy_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypat
     assert load_strategy("separation").source == (ROOT / "strategies" / "separation.py").read_text()
     with pytest.raises(UserError, match="unknown strategy 'mine'"):  # a file is named as one: mine.py
         load_strategy("mine")
+
+
+def test_an_algorithm_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypatch):
+    from rlhf_spmd.algorithm import load_algorithm
+
+    (tmp_path / "ppo.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_algorithm("ppo").source == (ROOT / "rlhf_spmd" / "algorithms" / "ppo.py").read_text()
+    with pytest.raises(UserError, match="unknown algorithm 'mine'"):  # a file is named as one: mine.py
+        load_algorithm("mine")
