@@ -150,6 +150,14 @@ def test_named_files_exist(page):
         assert (ROOT / name).exists(), name
 
 
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "bench" / "LOG.md"], ids=named)
+def test_named_modules_exist(page):
+    """Of our modules, by the ends of their paths; the third-party ones are listed here."""
+    ours = ["/" + named(path) for folder in OURS for path in (ROOT / folder).rglob("*.py")]
+    for name in (name for name in inline(page) if re.fullmatch(r"[\w/]+\.py", name)):
+        assert any(path.endswith("/" + name) for path in ours), name
+
+
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_understood(page, command):
     parsed = _parse(words_for_us(command))
