@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.numbers.bfloat16 import LIMIT, in_standard_errors
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import Config, make_workload, with_value
 from rlhf_spmd.model.parallel import slice_of
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
@@ -301,7 +301,7 @@ def test_the_world_still_works(world):
 
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
     """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
-    settings = replace(settings, ppo=replace(settings.ppo, epochs=1))
+    settings = with_value(settings, "ppo.epochs", 1)
     monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm
