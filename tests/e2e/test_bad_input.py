@@ -125,7 +125,7 @@ CASES = {
     ),
     "a cluster of another size": Case(
         ("--cluster", "{folder}/c.toml"),
-        ("c.toml has 3 devices", "this world has 2 ranks", "start as many"),
+        ("c.toml has 3 devices", "this world has 2 ranks", "start one rank per device"),
         {"c.toml": '[[nodes]]\ndevices = 3\ndevice = "cpu"\n'},
         kind="the cluster",
     ),
