@@ -14,12 +14,7 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def place(
-    workload: Workload,
-    cluster: Cluster,
-    *,
-    ratios: tuple[str, ...] = (),
-    zero: int = 0,
-    micro_batch: int | None = None,
+    workload: Workload, cluster: Cluster, *, ratios: tuple[str, ...] = (), zero: int = 0, micro_batch: int | None = None
 ) -> Placement:
     """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; a model that is not named
     gets all ranks, and the shares below 1 sum to 1; empty: the models that nothing trains share the ranks evenly. zero:

@@ -197,13 +197,7 @@ class Recorder:
         self.shapes |= shapes
 
     def compute(
-        self,
-        function: str,
-        *,
-        makes: Mapping[str, Shape],
-        scope: Scope = "row",
-        sums: bool = False,
-        **arguments: Data,
+        self, function: str, *, makes: Mapping[str, Shape], scope: Scope = "row", sums: bool = False, **arguments: Data
     ) -> Data | tuple[Data, ...]:
         """A pure computation on data, e.g. advantages, on the ranks that read its results.
 

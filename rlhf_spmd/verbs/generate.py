@@ -34,11 +34,5 @@ def run(world, parsed: argparse.Namespace) -> None:
     from rlhf_spmd.runtime.offline.generate_file import generate_file  # torch, which start_torch has prepared for
 
     generate_file(
-        world,
-        layout,
-        options,
-        model=parsed.model,
-        prompts=parsed.prompts,
-        out=parsed.out,
-        overwrite=parsed.overwrite,
+        world, layout, options, model=parsed.model, prompts=parsed.prompts, out=parsed.out, overwrite=parsed.overwrite
     )

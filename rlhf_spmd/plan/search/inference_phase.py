@@ -208,11 +208,7 @@ def _joined(
 
 
 def _fits(
-    first_N: np.ndarray,
-    stop_N: np.ndarray,
-    static_N: np.ndarray,
-    gathered_N: np.ndarray,
-    segments: Sequence[Segment],
+    first_N: np.ndarray, stop_N: np.ndarray, static_N: np.ndarray, gathered_N: np.ndarray, segments: Sequence[Segment]
 ) -> np.ndarray:
     """Whether the places from `first` to `stop` (if any) all have so many bytes to spare."""
     fits_N = np.ones(len(first_N), dtype=bool)
