@@ -37,6 +37,9 @@ ROOMS = {
     "first_light": {
         "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
     },
+    "embedded": {
+        "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, prompts), made anew: 5 minutes",
+    },
     "": {
         "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",
         "report": "all rows and pictures of bench/results/ on one page, report.html",

@@ -37,7 +37,9 @@ SEEN_BY_STRATEGIES = tuple(
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it
-BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(("speed", "forecast", "numbers", "faults", "first_light"), SHARED)
+BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("speed", "forecast", "numbers", "faults", "first_light", "embedded"), SHARED
+)
 
 
 def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -64,7 +66,6 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "folders", "option_names"),
     "rlhf_spmd.embedded": (),
-    "rlhf_spmd.embedded.make": ANYTHING,
     "rlhf_spmd.fitting": ("plan", "strategy"),
     "rlhf_spmd.folders": ("plan", "model.config"),
     "rlhf_spmd.kernels": ("kernels",),
@@ -94,7 +95,6 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),
-    "rlhf_spmd.embedded.make": None,
     "rlhf_spmd.kernels": None,
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),

@@ -1,6 +1,7 @@
 """The embedded default: a small model, its reward model and a prompt set, so that `--preset tiny` needs no download.
 
-`make.py` made everything in `tiny/` from the text of `grammar.py`; `made.json` there holds quality measurements.
+`python -m bench make-embedded` made everything in `tiny/` from the text of a grammar; `made.json` there holds quality
+measurements.
 """
 
 from __future__ import annotations
@@ -23,5 +24,5 @@ def path_of(name: str) -> Path:
     assert name in ITEMS, f"no embedded '{name}'; there are {', '.join(ITEMS)}"
     path = Path(__file__).parent / ITEMS[name]
     if not path.exists():
-        raise UserError(f"the embedded {name} is not at {path}: reinstall, or run python -m rlhf_spmd.embedded.make")
+        raise UserError(f"the embedded {name} is not at {path}: reinstall the package")
     return path

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from bench.embedded import grammar
 from rlhf_spmd import embedded
-from rlhf_spmd.embedded import grammar
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.runtime.generation.rows import generate_rows
 from tests.draws import random_responses
@@ -177,7 +177,7 @@ def test_transformers_loads_and_agrees(prompts, reward, tokenizer):
 
 
 def test_make_runs_from_end_to_end_and_repeats_itself(tmp_path):
-    from rlhf_spmd.embedded.make import Recipe, make
+    from bench.embedded.make_embedded import Recipe, make
 
     recipe = Recipe(corpus=300, hidden_size=32, intermediate_size=48, actor_layers=1, reward_layers=1, sft_steps=3,
                     sft_batch=4, reward_steps=2, reward_batch=4, num_prompts=64, pool=8, max_new_tokens=64)  # fmt: skip

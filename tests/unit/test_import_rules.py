@@ -65,7 +65,6 @@ GOOD = {
     "rlhf_spmd/algorithms/losses.py": "import torch\nfrom rlhf_spmd.algorithms.advantages import x\n",
     PAGE: "from rlhf_spmd.algorithms import controllers, page\nfrom rlhf_spmd.plan.layout import Layout\n",
     "rlhf_spmd/embedded/__init__.py": "",
-    "rlhf_spmd/embedded/make.py": "from rlhf_spmd.runtime import world\n",
     "rlhf_spmd/model/__init__.py": "",
     "rlhf_spmd/model/config.py": "from rlhf_spmd.errors import UserError\n",
     "rlhf_spmd/model/hf.py": "import torch\ndef load():\n    import transformers\n",
@@ -207,7 +206,6 @@ OFFENCES = [
         "only rlhf_spmd.runtime.engines.deepspeed_engine",
     ),
     ("rlhf_spmd/model/transformer.py", "import transformers", "only rlhf_spmd.model.hf may"),
-    ("rlhf_spmd/embedded/make.py", "import transformers", "only rlhf_spmd.model.hf may"),
     ("rlhf_spmd/model/transformer.py", "import triton", "only rlhf_spmd.kernels may"),
     # light modules
     ("rlhf_spmd/plan/layout.py", "import torch", "may not import torch"),

@@ -3,7 +3,7 @@
 Purpose: the files in `rlhf_spmd/embedded/tiny/`, which `--preset tiny` trains with PPO. Supervised training on scenes,
          then reward-model training on preference pairs (two continuations of one opening, ranked by the grammar).
 Cost:    about 5 minutes on two CPU cores, 1 GB of memory; made.json records time and quality.
-Command: python -m rlhf_spmd.embedded.make [--out FOLDER] [--threads 2]
+Command: python -m bench make-embedded [--out FOLDER] [--threads 2]
 """
 
 # B sequences, P prompt tokens, G response tokens, T tokens, V vocabulary, D hidden
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from rlhf_spmd.embedded import grammar
+from bench.embedded import grammar
+from rlhf_spmd import embedded
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_tokenizer, save_model
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
@@ -243,7 +244,7 @@ def at_last(x_BT: Tensor, tokens_BT: Tensor) -> Tensor:
     return x_BT[torch.arange(len(tokens_BT)), (tokens_BT >= 0).sum(1) - 1]
 
 
-def scores(model: Transformer, tokens_BT: Tensor) -> Tensor:
+def score_rows(model: Transformer, tokens_BT: Tensor) -> Tensor:
     """The reward model's score of each row, [B]."""
     return at_last(model.scalar(model(tokens_BT)), tokens_BT)
 
@@ -292,7 +293,7 @@ def accuracy(model: Transformer, tokenizer, rng: random.Random, num_pairs: int =
             better.append(encode(tokenizer, start.text, b))
             worse.append(encode(tokenizer, start.text, a))
     with torch.no_grad():
-        return (scores(model, pad_rows(better)) > scores(model, pad_rows(worse))).float().mean().item()
+        return (score_rows(model, pad_rows(better)) > score_rows(model, pad_rows(worse))).float().mean().item()
 
 
 # -- everything ----
@@ -351,7 +352,7 @@ def make(out: Path, recipe: Recipe) -> dict:
     standardise(reward, pad_rows(ended))
     round_weights(reward)
     with torch.no_grad():
-        scores_B = scores(reward, pad_rows(ended))
+        scores_B = score_rows(reward, pad_rows(ended))
     made |= {
         "reward_accuracy_held_out": accuracy(reward, tokenizer, random.Random(SEEDS["held_out"])),
         "reward_mean_of_actor": scores_B.mean().item(),
@@ -374,16 +375,13 @@ def make(out: Path, recipe: Recipe) -> dict:
     return made
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny")
+    parser.add_argument("--out", type=Path, default=Path(embedded.__file__).parent / "tiny")
     parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     made = make(options.out, Recipe())
     print("made", options.out)
     print(json.dumps(made))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,0 +1,1 @@
+"""Makes the embedded model, its reward model and their prompts."""
