@@ -17,7 +17,6 @@ from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.program.tensors import Box
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.run.page import SMALL, TEXT, WIDTH, Page, Place
 from rlhf_spmd.runtime.run.palette import (
     FAINT_INK,
     IDLE,
@@ -31,6 +30,7 @@ from rlhf_spmd.runtime.run.palette import (
     shade,
     styles_of,
 )
+from rlhf_spmd.runtime.run.picture import SMALL, TEXT, WIDTH, Area, Picture
 from rlhf_spmd.strategy import load_strategy
 
 USES = {
@@ -42,9 +42,9 @@ USES = {
 WEIGHT = "layers.{}.self_attn.q_proj.weight"  # whose boxes are drawn, for all weights
 
 
-def canvas(place: Place, height: float) -> Axes:
+def canvas(area: Area, height: float) -> Axes:
     """Axes of the whole width, in inches from the left and the top."""
-    axes = place.axes(0, 0, WIDTH, height)
+    axes = area.axes(0, 0, WIDTH, height)
     axes.set_xlim(0, WIDTH)
     axes.set_ylim(height, 0)
     axes.set_axis_off()
@@ -80,11 +80,11 @@ def words(axes: Axes, x: float, y: float, text: str, **looks) -> None:
 def program_picture(path: Path) -> Path:
     """Workflow and strategy compile to a program, which has four uses."""
     program = load_strategy("separation").compile(make_workload(load("tiny")), Cluster.parse("1x4"), {})
-    page = Page()
-    page.title("Workflow + strategy = program", "What to compute, and where; the same program has four uses.")
+    picture = Picture()
+    picture.title("Workflow + strategy = program", "What to compute, and where; the same program has four uses.")
 
-    def part(place: Place) -> None:
-        axes, styles = canvas(place, 3.75), styles_of(program.workload.workflow)
+    def part(area: Area) -> None:
+        axes, styles = canvas(area, 3.75), styles_of(program.workload.workflow)
         frame(axes, 0.15, 0.05, 3.3, 2.05, "Workflow", "the algorithm, here PPO")
         _workflow(axes, 0.15, 0.4, 3.3, program.workload.workflow, styles)
         frame(axes, 0.15, 2.3, 3.3, 1.4, "Strategy", "who runs what, here separation")
@@ -99,8 +99,8 @@ def program_picture(path: Path) -> Path:
             words(axes, 6.54, top + 0.54, about, linespacing=1.35)
             arrow(axes, (6.06, top + 0.42), (6.41, top + 0.42), linewidth=1.6, mutation_scale=12)
 
-    page.add(3.75, part)
-    page.save(path)
+    picture.add(3.75, part)
+    picture.save(path)
     return path
 
 
@@ -205,24 +205,24 @@ def weights_picture(path: Path) -> Path:
     generate = workflow.generate_calls[0]
     train = workflow.train_call(generate.model)
     plan = next(t.reallocation for t in program.transfers if t.reallocation and t.model == generate.model)
-    page = Page()
+    picture = Picture()
     gib = plan.num_bytes / 2**30
-    page.title(
+    picture.title(
         f"Weights of the {generate.model} from training to generation",
         f"llama-7b on 4 ranks, planned by the reallocation strategy: {gib:.1f} GiB travel, which is the least possible."
         if plan.num_bytes == plan.lower_bound_bytes else f"llama-7b on 4 ranks: {gib:.1f} GiB travel.",
     )  # fmt: skip
 
-    def part(place: Place) -> None:
-        axes = canvas(place, 3.65)
+    def part(area: Area) -> None:
+        axes = canvas(area, 3.65)
         words(axes, 1.55, 0.1, f"training: {layouts[train.name]}", fontweight="bold", fontsize=TEXT)
         words(axes, 5.55, 0.1, f"generation: {layouts[generate.name]}", fontweight="bold", fontsize=TEXT)
         _tiles(axes, plan)
         words(axes, 1.0, 3.45, "A frame: all layers (down) and columns (across). Each rank keeps its box and gets what "
               "it lacks.", color=FAINT_INK)  # fmt: skip
 
-    page.add(3.65, part)
-    page.save(path)
+    picture.add(3.65, part)
+    picture.save(path)
     return path
 
 
@@ -281,15 +281,15 @@ def resume_picture(path: Path, rows: Sequence[Mapping]) -> Path:
     """A job that is killed and goes on, below one that is not. rows: of bench faults, for what was measured."""
     points, equal = (sum(row[key] for row in rows) for key in ("points", "equal"))
     slowest_s = max(row["slowest_end_s"] for row in rows)
-    page = Page()
-    page.title(
+    picture = Picture()
+    picture.title(
         "Killed, requeued, resumed: the same bits",
         f"Measured on CPUs: {equal} of {points} runs that were killed at a random moment ended like an uninterrupted "
         "one.",
     )
 
-    def part(place: Place) -> None:
-        axes = canvas(place, 3.05)
+    def part(area: Area) -> None:
+        axes = canvas(area, 3.05)
         _runs(axes)
         notes = (
             ("1  Checkpoint", "Threads write it while\ntraining goes on. It is\ncomplete or absent."),
@@ -302,8 +302,8 @@ def resume_picture(path: Path, rows: Sequence[Mapping]) -> Path:
             words(axes, x, 2.33, title, fontweight="bold", fontsize=TEXT)
             words(axes, x, 2.48, about, linespacing=1.4, va="top")
 
-    page.add(3.05, part)
-    page.save(path)
+    picture.add(3.05, part)
+    picture.save(path)
     return path
 
 

@@ -11,7 +11,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from bench.rows import RESULTS, STRATEGIES
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.run.page import MARGIN, SMALL, TEXT, WIDTH, Page, Place, plain
 from rlhf_spmd.runtime.run.palette import (
     FAINT_INK,
     INK,
@@ -24,6 +23,7 @@ from rlhf_spmd.runtime.run.palette import (
     shade,
     strategy_colours,
 )
+from rlhf_spmd.runtime.run.picture import MARGIN, SMALL, TEXT, WIDTH, Area, Picture, plain
 from rlhf_spmd.runtime.run.timeline import Panel as Timeline
 from rlhf_spmd.runtime.run.timeline import add_stack, write_png
 
@@ -52,36 +52,36 @@ def draw(rows: Sequence[Mapping], folder: Path = RESULTS) -> list[Path]:
         "Where does an iteration go?", f"Mean over devices. {FORECAST}", some, _phases, list(PHASES.values()),
         height=1.55, left=1.15,
     )  # fmt: skip
-    pages = {"throughput": throughput, "phases": phases}
-    paths = [folder / f"scan_{name}.png" for name in pages]
-    for page, path in zip(pages.values(), paths, strict=True):
-        page.save(path)
+    pictures = {"throughput": throughput, "phases": phases}
+    paths = [folder / f"scan_{name}.png" for name in pictures]
+    for picture, path in zip(pictures.values(), paths, strict=True):
+        picture.save(path)
     return paths
 
 
 def _panels(
     title: str, subtitle: str, rows: Sequence[Mapping], panel: Panel, legend: Sequence[Style], *, height: float,
     left: float = 0.6,
-) -> Page:  # fmt: skip
+) -> Picture:  # fmt: skip
     """A panel per model, two side by side."""
     presets = list(dict.fromkeys(row["preset"] for row in rows))
-    page = Page()
-    page.title(title, subtitle)
+    picture = Picture()
+    picture.title(title, subtitle)
     width = (WIDTH - 2 * (left + MARGIN)) / 2
     for start in range(0, len(presets), 2):
 
-        def part(place: Place, shown=presets[start : start + 2]) -> None:
+        def part(area: Area, shown=presets[start : start + 2]) -> None:
             for index, preset in enumerate(shown):
                 mine = [row for row in rows if row["preset"] == preset]
                 layouts = list(dict.fromkeys(row["layout"] for row in mine))
                 where = f" on {layouts[0]} GPUs" if len(layouts) == 1 else ""
                 at = left + index * (width + left + MARGIN)
-                place.text(at, 0.12, f"{preset}{where}", fontweight="bold")
-                panel(place.axes(at, 0.27, width, height), mine)
+                area.text(at, 0.12, f"{preset}{where}", fontweight="bold")
+                panel(area.axes(at, 0.27, width, height), mine)
 
-        page.add(0.27 + height + 0.5, part)
-    page.legend(legend)
-    return page
+        picture.add(0.27 + height + 0.5, part)
+    picture.legend(legend)
+    return picture
 
 
 def _throughput(axes: Axes, rows: Sequence[Mapping]) -> None:
@@ -125,14 +125,14 @@ def _phases(axes: Axes, rows: Sequence[Mapping]) -> None:
 
 def published(rows: Sequence[Mapping], path: Path) -> Path:
     """Seconds of an iteration, forecast against published: a point per run, with the line on which they are equal."""
-    page = Page()
-    page.title(
+    picture = Picture()
+    picture.title(
         "How near are forecasts to published runs?",
         "One point for each run that ReaL's authors published: LLaMA 7B to 70B on 8 to 64 GPUs.",
     )
 
-    def part(place: Place) -> None:
-        axes = place.axes(0.75, 0.1, 4.3, 3.6)
+    def part(area: Area) -> None:
+        axes = area.axes(0.75, 0.1, 4.3, 3.6)
         seconds = [value for row in rows for value in (float(row["sec_per_iter"]), row["forecast_s"])]
         low, high = 0.85 * min(seconds), 1.18 * max(seconds)
         axes.fill_between([low, high], [0.75 * low, 0.75 * high], [1.25 * low, 1.25 * high], color="#eef0f3", lw=0)
@@ -159,10 +159,10 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
             fontsize=SMALL, frameon=False, loc="upper left", bbox_to_anchor=(1.04, 1.0), labelcolor=INK,
             labelspacing=1.0, handletextpad=0.3,
         )  # fmt: skip
-        place.text(5.42, 1.5, "Grey: within 25%.", size=SMALL, colour=FAINT_INK)
+        area.text(5.42, 1.5, "Grey: within 25%.", size=SMALL, colour=FAINT_INK)
 
-    page.add(4.25, part)
-    page.save(path)
+    picture.add(4.25, part)
+    picture.save(path)
     return path
 
 
@@ -170,13 +170,13 @@ def differences(rows: Sequence[Mapping], path: Path, *, promise: float) -> Path:
     """By how much reward and KL differ from those of the first row, iteration by iteration."""
     base, *others = rows
     ranks = f"{base['ranks']} ranks, embedded model, float32. Measured on CPUs."
-    page = Page()
-    page.title("Does the placement change what is learned?", f"Difference from {base['strategy']}; {ranks}")
+    picture = Picture()
+    picture.title("Does the placement change what is learned?", f"Difference from {base['strategy']}; {ranks}")
 
-    def part(place: Place) -> None:
+    def part(area: Area) -> None:
         for index, (key, name) in enumerate((("rewards", "mean reward"), ("kls", "KL to the reference, nats"))):
-            axes = place.axes(0.75 + index * 4.05, 0.3, 3.4, 2.2)
-            place.text(0.75 + index * 4.05, 0.14, name, fontweight="bold")
+            axes = area.axes(0.75 + index * 4.05, 0.3, 3.4, 2.2)
+            area.text(0.75 + index * 4.05, 0.14, name, fontweight="bold")
             for row in others:
                 found = [max(LEAST, abs(a - b)) for a, b in zip(row[key], base[key], strict=True)]
                 colour = COLOURS.get(row["strategy"], FAINT_INK)
@@ -192,9 +192,9 @@ def differences(rows: Sequence[Mapping], path: Path, *, promise: float) -> Path:
             axes.set_yticks(ticks, ["≤ 1e-8", *(f"{tick:.0e}".replace("e-0", "e-") for tick in ticks[1:])])
             axes.tick_params(which="minor", length=0)
 
-    page.add(3.0, part)
-    page.legend([Style(row["strategy"], COLOURS.get(row["strategy"], FAINT_INK)) for row in others])
-    page.save(path)
+    picture.add(3.0, part)
+    picture.legend([Style(row["strategy"], COLOURS.get(row["strategy"], FAINT_INK)) for row in others])
+    picture.save(path)
     return path
 
 
@@ -205,9 +205,9 @@ def timelines(folder: Path = RESULTS) -> list[Path]:
     workflow = make_workload(load("tiny")).workflow
     panels = [Timeline(name, one["records"], one["note"]) for name, one in found["strategies"].items()]
     paths = [folder / "strategies.png", folder / "timeline_demo.png"]
-    page = Page()
-    page.title(f"One iteration under each strategy, on {len(panels[0].records)} ranks", found["about"])
-    page.legend(add_stack(page, panels, workflow=workflow))
-    page.save(paths[0])
+    picture = Picture()
+    picture.title(f"One iteration under each strategy, on {len(panels[0].records)} ranks", found["about"])
+    picture.legend(add_stack(picture, panels, workflow=workflow))
+    picture.save(paths[0])
     write_png(paths[1], found["demo"], title=f"Separation on 4 ranks, {found['kind']}", workflow=workflow)
     return paths

@@ -42,7 +42,7 @@ class Metric:
     group: of TensorBoard. column, form: heading and format of its column on the console. std_of: it is the standard
     deviation of that metric, whose squares are counted as NAME_sq. headline: unit of a metric whose first and last
     value end the run; "" for none, None: it is not told. floor: what is small whatever it was before, advice: what to
-    do when it is ten times as large as ever (metric_alarms.py). limits: the range that is no alarm.
+    do when it is ten times as large as ever (metrics.py). limits: the range that is no alarm.
     """
 
     group: str

@@ -26,7 +26,7 @@ from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.plan import need_calibration, read_place, records
 
 if TYPE_CHECKING:
-    from rlhf_spmd.runtime.run.page import Page
+    from rlhf_spmd.runtime.run.picture import Picture
 
 MOST_LANES = 16  # of all timelines; of more ranks, those that do the same share a lane
 
@@ -43,8 +43,8 @@ def run(parsed: argparse.Namespace) -> int:
     where = f"preset {config.preset} on {cluster}"
     by = f"forecast with calibration {calibration.name}" if forecasts else ""
     try:
-        page = page_of(programs, forecasts, title=_title(programs, where), maps=parsed.only != "timelines", by=by)
-        _save(page, out)
+        picture = picture_of(programs, forecasts, title=_title(programs, where), maps=parsed.only != "timelines", by=by)
+        _save(picture, out)
     except ImportError as error:
         raise UserError(f"draw needs matplotlib ({error}): pip install matplotlib") from None
     print(show(programs, forecasts))
@@ -74,25 +74,25 @@ def compile_all(
     return programs
 
 
-def page_of(
+def picture_of(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
-) -> "Page":
+) -> "Picture":
     """The picture: maps, if they are wanted, above the forecasts, if there are any. by: where these come from."""
-    from rlhf_spmd.runtime.run.page import Page
+    from rlhf_spmd.runtime.run.picture import Picture
     from rlhf_spmd.runtime.run.placement_map import Map, add_maps
     from rlhf_spmd.runtime.run.timeline import Panel, add_stack
 
     workflow = next(iter(programs.values())).workload.workflow
-    page = Page()
+    picture = Picture()
     what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []
     what += [f"Timelines: {by}."] if forecasts else []
-    page.title(title, " ".join(what))
+    picture.title(title, " ".join(what))
     if maps:
-        add_maps(page, [Map(Path(name).stem, program) for name, program in programs.items()])
+        add_maps(picture, [Map(Path(name).stem, program) for name, program in programs.items()])
     if forecasts:
         panels = [Panel(Path(name).stem, records(one), note(one.program)) for name, one in forecasts.items()]
-        page.legend(add_stack(page, panels, workflow=workflow, most_lanes=MOST_LANES))
-    return page
+        picture.legend(add_stack(picture, panels, workflow=workflow, most_lanes=MOST_LANES))
+    return picture
 
 
 def note(program: Program) -> str:
@@ -130,9 +130,9 @@ def _file(parsed: argparse.Namespace) -> Path:
     return out
 
 
-def _save(page: "Page", out: Path) -> None:
+def _save(picture: "Picture", out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        page.save(out)
+        picture.save(out)
     except OSError as error:
         raise UserError(f"{out} can't be written: {error.strerror}; give another --out FILE.png") from None

@@ -1,8 +1,7 @@
 """What runs away is named once, and what only grows is not."""
 
 from rlhf_spmd.algorithm import load_algorithm
-from rlhf_spmd.runtime.run.metric_alarms import Alarm
-from rlhf_spmd.runtime.run.metrics import metrics_of
+from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
 
 PPO = load_algorithm("ppo")
 METRICS = metrics_of(PPO, PPO.workflow(PPO.options()))

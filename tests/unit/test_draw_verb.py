@@ -16,7 +16,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.workflow import Role, trace
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.run import palette
-from rlhf_spmd.verbs.draw import compile_all, page_of
+from rlhf_spmd.verbs.draw import compile_all, picture_of
 from tests.programs import SHAPE, make_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -43,10 +43,10 @@ def refusal(capsys, *arguments: str) -> str:
     return found.err
 
 
-def texts(page) -> list[str]:
+def texts(picture) -> list[str]:
     from matplotlib.text import Text
 
-    return [text.get_text() for text in page.draw().findobj(Text) if text.get_text()]
+    return [text.get_text() for text in picture.draw().findobj(Text) if text.get_text()]
 
 
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def test_any_workflow_is_drawn_with_a_hue_for_each_model():
     placement = Placement({call.name: Layout.data_parallel(cluster.ranks) for call in calls})
     program = compile_program(workload, placement, cluster)
     found = {"mine": forecast(program, machine())}
-    page = page_of({"mine": program}, found, title="t", maps=True, by="made up")
-    words = texts(page)
+    picture = picture_of({"mine": program}, found, title="t", maps=True, by="made up")
+    words = texts(picture)
     assert {"pupil generate", "pupil train", "judge0 infer", "judge8 infer"} < set(words)
     styles = palette.styles_of(workload.workflow)
     assert len({styles[f"{name}_infer"].colour for name in names[:7]} | {styles["pupil_generate"].colour}) == 8

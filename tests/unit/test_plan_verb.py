@@ -24,7 +24,7 @@ from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.profile.probe import AtHand
-from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, lengths_of
+from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.plan import COMPARED, _where, auto, beside, calibration_for, options_of, records
 from tests.programs import make_workload as small_workload
@@ -325,7 +325,7 @@ def test_the_table_says_how_the_calibration_was_scaled(tmp_path):
 def test_the_forecast_is_for_the_lengths_of_the_run():
     program = example("flattening", 1)
     answers = [{"rows": digests(np.array([[1, 0]]), np.array([[0, 0]]), torch.tensor([[[5, 6], [7, -1]]]))}]
-    assert lengths_of(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
+    assert token_counts(answers, [[1, 2, 3], [4]]) == ((1, 3), (2, 1))
     calibration = machine()
     short = replace(program, workload=replace(program.workload, prompt_lengths=(1, 3), response_lengths=(2, 1)))
     assert forecast(short, calibration).makespan_s < forecast(program, calibration).makespan_s

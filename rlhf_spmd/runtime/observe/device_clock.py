@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceClock:
-    """Marks in the queue of one device (trace.MarkClock).
+    """Marks in the queue of one device.
 
     CUDA measures the time between two events, in float32 milliseconds, with a clock that drifts from the host's. The
     two clocks are therefore aligned again each time marks are read, while the device is idle.

@@ -11,10 +11,14 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from rlhf_spmd.runtime.observe.device_clock import DeviceClock
 
 Category = Literal["compute", "transfer", "wait", "control"]
 MAX_SPANS = 100_000  # per rank; older ones are dropped
@@ -31,42 +35,11 @@ class Span(NamedTuple):
     args: dict[str, object]
 
 
-class MarkClock(Protocol):
-    """Measures when work in the queue of a device begins and ends."""
-
-    def mark(self) -> object:
-        """Enqueues a mark after all submitted work."""
-
-    def seconds(self, marks: Sequence[object]) -> list[float]:
-        """When the device reached these marks, in seconds of perf_counter; waits until it has."""
-
-
-class OpenSpan:
-    """A running span; use it with `with`. `args` may be filled while it runs (tokens, bytes, ...)."""
-
-    __slots__ = ("_category", "_name", "_start", "_tracer", "args")
-
-    def __init__(self, tracer: Tracer, name: str, category: Category, args: dict[str, object]) -> None:
-        self._tracer, self._name, self._category, self.args = tracer, name, category, args
-
-    def __enter__(self) -> OpenSpan:
-        self._start = self._tracer.now(self._category)
-        return self
-
-    def __exit__(self, *_: object) -> None:  # a span that ends with an exception is recorded too
-        tracer = self._tracer
-        end = tracer.now(self._category)
-        spans = tracer.spans if tracer.clock is None else tracer.unread
-        spans.append((self._name, self._category, self._start, end, tracer.iteration, self.args))
-
-
 class Tracer:
     """Records the spans of one rank. The training loop sets `iteration`, which is stored in every span that ends."""
 
-    __slots__ = ("_offset_s", "clock", "host", "iteration", "rank", "spans", "unread")
-
     def __init__(
-        self, rank: int = 0, host: str = "", *, clock: MarkClock | None = None, max_spans: int = MAX_SPANS
+        self, rank: int = 0, host: str = "", *, clock: DeviceClock | None = None, max_spans: int = MAX_SPANS
     ) -> None:
         """clock: of the device; None for a CPU."""
         self.rank, self.host, self.iteration, self.clock = rank, host, None, clock
@@ -87,16 +60,23 @@ class Tracer:
             self.spans.append((name, category, start_s, end_s, iteration, args))
         self.unread.clear()
 
-    def span(self, name: str, category: Category = "compute", **args: object) -> OpenSpan:
-        """`with tracer.span("actor_generate", tokens=128): ...`; costs about a microsecond."""
-        return OpenSpan(self, name, category, args)
+    @contextmanager
+    def span(self, name: str, category: Category = "compute", **args: object) -> Iterator[dict[str, object]]:
+        """`with tracer.span("actor_generate", tokens=128): ...`; costs a few microseconds. The block may add to the
+        args; a span that ends with an exception is recorded too."""
+        start = self.now(category)
+        try:
+            yield args
+        finally:
+            spans = self.spans if self.clock is None else self.unread
+            spans.append((name, category, start, self.now(category), self.iteration, args))
 
     def add(self, name: str, category: Category, start_s: float, end_s: float, **args: object) -> None:
         """Adds a span measured elsewhere (perf_counter seconds), e.g. a transfer that ran in the background."""
         self.spans.append((name, category, start_s, end_s, self.iteration, args))
 
     def forget(self, before: int) -> None:
-        """Drops the spans of earlier iterations, and those before the first: a day has millions."""
+        """Drops the spans of iterations earlier than `before`, and those outside iterations: a day has millions."""
         while self.spans and (self.spans[0][4] is None or self.spans[0][4] < before):
             self.spans.popleft()
 
@@ -160,34 +140,23 @@ def write_chrome(
     events: list[dict[str, object]] = []
     for lane in all_lanes:
         name = lane.label + (f" ({lane.host})" if lane.host else "")
-        events += [_metadata("process_name", lane.rank, name=name)]
-        events += [_metadata("process_sort_index", lane.rank, sort_index=lane.rank)]
         tracks = _tracks(lane.spans)
+        events.append(_event("process_name", lane.rank, ph="M", args={"name": name}))
+        events.append(_event("process_sort_index", lane.rank, ph="M", args={"sort_index": lane.rank}))
         for track in sorted({1, *tracks}):
-            events.append(
-                _metadata("thread_name", lane.rank, track, name="calls" if track == 1 else "in the background")
-            )
+            name = "calls" if track == 1 else "in the background"
+            events.append(_event("thread_name", lane.rank, track, ph="M", args={"name": name}))
         for span, track in zip(lane.spans, tracks, strict=True):
-            iteration = {} if span.iteration is None else {"iteration": span.iteration}
+            args = ({} if span.iteration is None else {"iteration": span.iteration}) | span.args
             begin_ns, end_ns = round((span.start_s - start_s) * 1e9), round((span.end_s - start_s) * 1e9)
-            events.append(
-                {
-                    "name": span.name,
-                    "cat": span.category,
-                    "ph": "X",
-                    "ts": begin_ns / 1000,
-                    "dur": (end_ns - begin_ns) / 1000,
-                    "pid": lane.rank,
-                    "tid": track,
-                    "args": iteration | span.args,
-                }
-            )
+            times = {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
+            events.append(_event(span.name, lane.rank, track, cat=span.category, ph="X", **times, args=args))
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": start_s, **about}}
     Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
 
 
-def _metadata(kind: str, rank: int, track: int = 0, **args: object) -> dict[str, object]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": args}
+def _event(name: str, rank: int, track: int = 0, **fields: object) -> dict[str, object]:
+    return {"name": name, "pid": rank, "tid": track, **fields}
 
 
 def _tracks(spans: Sequence[Span]) -> list[int]:

@@ -1,7 +1,7 @@
-"""What a person sees of a run: a heading, a line per iteration, samples, where everything is, and one JSON line last.
+"""Prints a run: a heading, a line per iteration, samples, the paths of its files, and one JSON line last.
 
-Plain lines on standard output, the same in a terminal (with a little colour) and in a batch job's log: no cursor
-movement, nothing that a pipe or `tail -f` would garble. Only rank 0's console is enabled.
+Plain lines on standard output, the same in a terminal (with a little colour) and in a batch job's log, without cursor
+movement. Only rank 0's console is enabled.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The last line of standard output, for machines. NaN stands for what was not measured and becomes null.
+    """The last line of standard output, for machines. NaN, which becomes null, stands for a value not measured.
 
-    iteration_s, forecast_s, scaled_by: an iteration as measured and as forecast, and by how much the calibration was
-    scaled for that (forecast_report.py).
+    iteration_s, forecast_s: measured and forecast seconds of an iteration; scaled_by: the scale of the calibration in
+    the forecast (forecast_report.py).
     """
 
     strategy: str
     ranks: int
     iterations: int
-    headlines: Mapping[str, tuple[float, float]]  # the algorithm's: first and last value
+    headlines: Mapping[str, tuple[float, float]]  # first and last value of the algorithm's headline metrics
     gen_tokens_per_s: float
     parity_max_abs: float
     iteration_s: float
@@ -44,19 +44,17 @@ class Result:
     saved: tuple[str, ...] = ()  # roles whose trained models are in the run folder
 
     def to_json(self) -> str:
-        values = asdict(self) | {"saved": list(self.saved)}
+        values = asdict(self)
         for name, (first, last) in values.pop("headlines").items():
             values |= {f"{name}_first": first, f"{name}_last": last}
-        return json.dumps(
-            {name: finite(value) if isinstance(value, float) else value for name, value in values.items()}
-        )
+        return json.dumps({name: finite(value) for name, value in values.items()})
 
 
 class Console:
-    """Prints for people. `enabled` is false on every rank but 0, and then nothing is printed."""
+    """Prints for people. Prints nothing if `enabled` is false (on every rank but 0)."""
 
     def __init__(self, metrics: Mapping[str, Metric], *, enabled: bool = True, stream: TextIO | None = None) -> None:
-        """metrics: those of the run, in the order of their columns."""
+        """metrics: of the run, in the order of their columns."""
         self.metrics, self.enabled, self.stream = metrics, enabled, stream or sys.stdout
         self._colour = self.stream.isatty() and "NO_COLOR" not in os.environ
         self._columns: list[tuple[str, str, str, int]] = []
@@ -91,16 +89,12 @@ class Console:
         if not samples:
             return
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
-        self._print()
-        self._print(self._style("Responses before and after training, with their scores", BOLD))
+        self._print(self._style("\nResponses before and after training, with their scores", BOLD))
         for line in format_samples(samples, width).splitlines():
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
     def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:
-        """What happened, where it is, what to do next; then the result as JSON, which stays the last line.
-
-        `next_commands`: what a command is for -> the command.
-        """
+        """Prints the result, the paths of files, the next commands (purpose -> command) and, last, the result as JSON."""
         path = folder.path
         facts: dict[str, object] = {}
         for name, (first, last) in result.headlines.items():
@@ -118,11 +112,10 @@ class Console:
         }
         commands = {"watch the curves": shlex.join(["tensorboard", "--logdir", str(path)])} | dict(next_commands or {})
         for role in result.saved:
-            facts[f"trained {role}"] = f"{folder.model(role)} (a Hugging Face folder)"
+            facts[f"trained {role}"] = f"{folder.path / role} (a Hugging Face folder)"
         ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
         iterations = "1 iteration" if result.iterations == 1 else f"{result.iterations} iterations"
-        self._print()
-        self._print(self._style(f"Done: {iterations} of {result.strategy} on {ranks}", BOLD))
+        self._print(self._style(f"\nDone: {iterations} of {result.strategy} on {ranks}", BOLD))
         self._print_facts(facts)
         for text in folder.notes:
             self._print(f"  note: {text}")
@@ -137,7 +130,7 @@ class Console:
 
     def _print(self, text: str = "") -> None:
         if self.enabled:
-            # A batch job's log may be ASCII: better an escape than a crash after hours of training.
+            # A batch job's log may be ASCII: print an escape rather than crash after hours of training.
             encoding = getattr(self.stream, "encoding", None) or "utf-8"
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=self.stream, flush=True)
 

@@ -1,9 +1,8 @@
-"""A run against its forecast: seconds of every call as measured, and as plan/cost/forecast.py says for the same
+"""Compares a run with its forecast: measured seconds of every call, and those of plan/cost/forecast.py for the same
 lengths.
 
-Both are an iteration's seconds on the rank that a call keeps busy longest, without what the rank waits for: a Run with
-a group begins when its last rank has come (plan/cost/summary.py). What stages of a pipeline wait for each other stands
-in spans of its own. Computed once, after training, from spans that are recorded anyway.
+Both are seconds per iteration on the rank that a call keeps busy longest, without waits: a Run with a group begins when
+its last rank has arrived (plan/cost/summary.py), and waits between pipeline stages have spans of their own.
 """
 
 import json
@@ -20,22 +19,23 @@ from rlhf_spmd.plan.text.listing import table
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
 from rlhf_spmd.runtime.profile.probe import AtHand
 
-WHOLE = "iteration"  # the row of the whole
-Lengths = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompts, of responses
+WHOLE = "iteration"  # the row of the whole iteration
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Seconds per iteration of one call, or of the whole."""
+class CallSeconds:
+    """Seconds per iteration of one call, or of the whole iteration."""
 
     call: str
     forecast_s: float
     measured_s: float
 
 
-def lengths_of(answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]) -> Lengths:
-    """Tokens of the prompts and responses of an iteration. answers: what every rank said at its end; prompts: tokens
-    by prompt index."""
+def token_counts(
+    answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of tokens of the prompts, and of the responses, of an iteration. answers: of every rank at its end;
+    prompts: tokens by prompt index."""
     rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
 
@@ -43,20 +43,20 @@ def lengths_of(answers: Sequence[Mapping], prompts: Sequence[Sequence[int]]) -> 
 @dataclass(frozen=True, slots=True)
 class Compared:
     """A row for every call that takes time, in the order of the workflow, and one for the whole iteration. as_given_s:
-    seconds of an iteration by the calibration as it was given, not scaled."""
+    forecast seconds of an iteration by the unscaled calibration."""
 
-    rows: Sequence[Row]
+    rows: Sequence[CallSeconds]
     found: AtHand
     as_given_s: float
 
     @property
-    def whole(self) -> Row:
+    def whole(self) -> CallSeconds:
         """The row of the iteration."""
         return self.rows[-1]
 
     @property
     def scaled_by(self) -> float:
-        """By how much a whole iteration became longer when the calibration was scaled."""
+        """Forecast seconds of an iteration by the scaled calibration / those by the unscaled one."""
         return self.whole.forecast_s / self.as_given_s
 
     def show(self) -> str:
@@ -69,7 +69,7 @@ class Compared:
         return "\n".join([heading, *self._about(), table(cells)])
 
     def _about(self) -> list[str]:
-        """Where the calibration comes from and how it was scaled; nothing if it was made on this machine."""
+        """The calibration's machine and how it was scaled; empty if it was made on this machine."""
         found, scale = self.found, self.found.scale
         made_on = f"  It was made on {found.given.machine or 'another machine'}"
         if found.why_not:
@@ -84,7 +84,7 @@ class Compared:
         ]
 
     def write(self, path: Path) -> None:
-        """The same as JSON."""
+        """Writes the comparison as JSON."""
         machine, scale = self.found.given.machine, self.found.scale
         content = {
             "calibration": self.found.calibration.name,
@@ -100,9 +100,11 @@ class Compared:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def compare(program: Program, found: AtHand, records: Sequence[Mapping[str, object]], lengths: Lengths) -> Compared:
-    """The iterations in `records` (of every rank) against their forecast by a calibration. Medians over the iterations,
-    the run's first one left out if there are others."""
+def compare(
+    program: Program, found: AtHand, records: Sequence[Mapping[str, object]], lengths: Sequence[tuple[int, ...]]
+) -> Compared:
+    """Compares the iterations in `records` (of every rank) with their forecast by a calibration. Medians over the
+    iterations, without the run's first one if there are others. lengths: from token_counts."""
     prompt_lengths, response_lengths = lengths
     workload = replace(program.workload, prompt_lengths=prompt_lengths, response_lengths=response_lengths)
     met = replace(program, workload=workload)
@@ -112,7 +114,7 @@ def compare(program: Program, found: AtHand, records: Sequence[Mapping[str, obje
     numbers = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     measured = [_measured_s(program, all_lanes, number) for number in ([n for n in numbers if n] or numbers)]
     forecast_s = call_s(here) | {WHOLE: here.makespan_s}
-    rows = [Row(name, s, statistics.median(one[name] for one in measured)) for name, s in forecast_s.items()]
+    rows = [CallSeconds(name, s, statistics.median(one[name] for one in measured)) for name, s in forecast_s.items()]
     return Compared([row for row in rows if row.forecast_s > 0], found, as_given_s)
 
 
@@ -128,7 +130,7 @@ def _measured_s(program: Program, all_lanes: Sequence[Lane], number: int) -> dic
             runs = [step for step in program.instructions[rank] if isinstance(step, Run) and step.call == call.name]
             if runs and is_pipelined(call, program.layout_of(runs[0])):
                 of_rank[call.name, rank] = sum(span.end_s - span.start_s for span in taken)
-            else:  # a recorder that ran full has forgotten the first spans
+            else:  # a full recorder has dropped the first spans
                 pairs += [(rank, *pair) for pair in zip(runs[len(runs) - len(taken) :], taken, strict=True)]
     came_s: dict[Run, float] = {}
     for _, step, span in pairs:

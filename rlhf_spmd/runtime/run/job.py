@@ -1,4 +1,4 @@
-"""What a rank has in hand during a run: options, program, prompts, models and calls; and the data of an iteration."""
+"""The state of one rank during a run (options, program, prompts, models, calls), and the data of an iteration."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.world.world import World
 
 @dataclass(slots=True)
 class Job:
-    """What one rank has in hand during a run."""
+    """The state of one rank during a run."""
 
     config: Config
     program: Program
@@ -36,11 +36,11 @@ class Job:
     models: RankModels
     calls: Calls
     eos_ids: tuple[int, ...]
-    columns: Mapping[str, tuple[range, ...]]  # of every data key, those on this rank
+    columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
 
 
 def prepare(config: Config, program: Program, world: World) -> Job:
-    """Loads prompts, tokenizer and models, each step on all ranks or on none (UserErrors leave together)."""
+    """Loads prompts, tokenizer and models. Collective; an error on one rank ends all ranks together."""
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not config.data.prompts:
@@ -69,7 +69,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
-    """Order of mini-batches, and prompts of this rank's rows, of one iteration: functions of (seed, iteration)."""
+    """Order of the mini-batches and prompts of this rank's rows in one iteration: functions of (seed, iteration)."""
     config, workload = job.config, job.program.workload
     prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
@@ -78,7 +78,7 @@ def make_iteration(job: Job, number: int) -> Iteration:
         for epoch in range(workload.epochs)
     ]
     first = orders[0]
-    home_N = np.empty(workload.num_sequences, dtype=np.int64)  # mini-batch of epoch 0 that a row belongs to
+    home_N = np.empty(workload.num_sequences, dtype=np.int64)  # the mini-batch of a row in epoch 0
     home_N[first] = np.arange(len(first))[:, None]
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
     store = Store(workload, job.columns, job.world.device)
@@ -89,18 +89,12 @@ def make_iteration(job: Job, number: int) -> Iteration:
             part_MC = prompt_MC[:, columns]
             tokens_BT = torch.from_numpy(rows.padded(part_MC.flatten(), width))
             store.at(key, (ALL, columns))[:] = tokens_BT.unflatten(0, part_MC.shape)
-    return Iteration(
-        number,
-        config.seed,
-        prompt_MC=prompt_MC,
-        sample_MC=sample_MC,
-        source_EMC=torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device),
-        store=store,
-    )
+    source_EMC = torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device)
+    return Iteration(number, config.seed, prompt_MC=prompt_MC, sample_MC=sample_MC, source_EMC=source_EMC, store=store)
 
 
 def occurrences(prompt_N: np.ndarray) -> np.ndarray:
-    """How often each entry's prompt stood before it: the sample index, which tells repeats of one prompt apart."""
+    """For each entry, the number of earlier entries with the same prompt: its sample index."""
     seen: Counter[int] = Counter()
     sample_N = np.empty_like(prompt_N)
     for row, prompt in enumerate(prompt_N.tolist()):

@@ -1,7 +1,7 @@
-"""A run's metrics as curves: for TensorBoard always, and on Weights & Biases if `wandb=PROJECT` asks for it.
+"""Writes a run's metrics for TensorBoard, and for Weights & Biases if `wandb=PROJECT` is set. On rank 0 only.
 
-Only rank 0 draws. metrics.jsonl (run_folder.py) is what counts: without TensorBoard a run goes on, and a resumed one
-draws over what it does again.
+metrics.jsonl (run_folder.py) is the record of a run: a run without TensorBoard continues, and a resumed run overwrites
+the points of iterations that it repeats.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 
-WANDB_ID = "wandb_id"  # a file of the run folder, by which a resumed run finds its curves
-EVENTS = "events.out.tfevents"  # how TensorBoard knows its files
-NUMBERS = itertools.count()  # of this process's files of events
-START_S = 30.0  # a server that does not answer for so long is not there
+WANDB_ID = "wandb_id"  # a file of the run folder with the id by which a resumed run finds its curves
+EVENTS = "events.out.tfevents"  # TensorBoard reads files with this prefix
+NUMBERS = itertools.count()  # of this process's event files
+START_S = 30.0  # timeout of the server
 
 
 class Curves:
-    """Writes the curves of one run. notes: what could not be drawn and why."""
+    """Writes the curves of one run. notes: receives what could not be written and why."""
 
     def __init__(self, folder: Path, notes: list[str]):
         self.folder, self.notes = folder, notes
-        self.purge_step: int | None = None  # from here on, TensorBoard forgets what it was told before
+        self.purge_step: int | None = None  # TensorBoard drops earlier points of this step and later ones
         self._tensorboard: Events | None = None
         self._started = False
         self._wandb: Any = None
 
     def start_wandb(self, project: str, config: Mapping[str, Any]) -> str:
-        """Starts or resumes the run at Weights & Biases, or in the run folder with WANDB_MODE=offline; returns where it
-        can be seen. Raises UserError."""
+        """Starts or resumes the run at Weights & Biases -> its address, or its folder with WANDB_MODE=offline. Raises
+        UserError."""
         try:
             import wandb
         except ImportError as error:
@@ -61,7 +61,7 @@ class Curves:
         return self._wandb.dir if self._wandb.offline else self._wandb.url
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
-        """One point of each curve; the names have their group in front: reward/kl. Raises OSError."""
+        """Adds a point to each curve. values: by group/metric, such as reward/kl. Raises OSError."""
         if not self._started:
             self._tensorboard, self._started = self._open_tensorboard(), True
         if self._tensorboard is not None:
@@ -85,12 +85,12 @@ class Curves:
 
 
 class Events:
-    """A file of TensorBoard events, each on the disk when `add` returns. TensorBoard's own writer has a thread, which
-    nobody can ask what went wrong, and opens the file anew for every event."""
+    """A file of TensorBoard events, each on the disk when `add` returns. TensorBoard's own writer does not report the
+    errors of its thread, and reopens the file for every event."""
 
     def __init__(self, folder: Path, purge_step: int | None):
-        """purge_step: TensorBoard forgets what other files of the folder say of this step and later ones."""
-        # Imported with the first metrics and on rank 0 only: 0.1 s that no start-up waits for.
+        """purge_step: TensorBoard drops the points of this step and later ones in other files of the folder."""
+        # Imported with the first metrics, on rank 0 only, because it takes 0.1 s.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -103,7 +103,7 @@ class Events:
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """One point of each curve. Raises OSError."""
+        """Adds a point to each curve. Raises OSError."""
         points = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(self._event(step=step, summary=self._summary(value=points)))
 

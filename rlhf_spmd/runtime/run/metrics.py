@@ -1,14 +1,18 @@
-"""The metrics of a run: those of its algorithm's page, and those that every run has."""
+"""The metrics of a run: those of its algorithm's page, those that every run has, and warnings about unusual values."""
+
+from collections.abc import Iterable, Mapping
 
 from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.plan.words import SCORES
 from rlhf_spmd.plan.workflow import Workflow
 
+EXPLODED = 10.0  # times the largest value so far
+NUM_BEFORE = 3  # iterations before the first warning
 # Sums and means are global: over all ranks.
 GENERATION = {
     "response_length": Metric("generation", "length", "{:6.1f}"),  # tokens, mean per response
-    "ended_fraction": Metric("generation"),  # of responses, those that were not cut at max_new_tokens
+    "ended_fraction": Metric("generation"),  # share of the responses that were not cut at max_new_tokens
     # largest and mean |logprob when generated - logprob when first trained on|, nats
     "parity_max_abs": Metric("generation"),
     "parity_mean_abs": Metric("generation"),
@@ -16,7 +20,7 @@ GENERATION = {
 }
 SPEED = {
     "gen_tokens_per_s": Metric("speed", "gen tok/s", "{:9,.0f}"),  # of all ranks together
-    "moved_bytes": Metric("speed"),  # between layouts, all ranks together; what `check` forecasts
+    "moved_bytes": Metric("speed"),  # between layouts, all ranks together; `check` forecasts it
     "moved_messages": Metric("speed"),
     "generate_s": Metric("speed"),
     "iteration_s": Metric("speed", "seconds", "{:7.2f}"),
@@ -29,10 +33,39 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow) -> dict[str, Metric]:
     found = {name: metric for name, metric in own.items() if metric.headline is not None} | GENERATION | dict(own)
     for call in workflow.placed_calls:
         if call.function == SCORES and algorithm.roles[call.model].judge:
-            name = call.outputs[0].removesuffix("s")  # mean per response, as the judge gave it
+            name = call.outputs[0].removesuffix("s")  # mean of the judge's scores
             found |= {name: Metric(call.model), f"{name}_std": Metric(call.model)}
     for model in workflow.trained_models:
         advice = f"lower optimizer.{model}_lr, or look at the data"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
     return found | SPEED
+
+
+class Alarm:
+    """Warns once of each metric that is far larger than ever before, long before it becomes infinite, or outside its
+    limits. known: the metrics of the run. history: their values in earlier iterations of a resumed run."""
+
+    def __init__(self, known: Mapping[str, Metric], history: Iterable[Mapping] = ()) -> None:
+        self._known = known
+        self._largest: dict[str, float] = {}
+        self._num_seen, self._told = 0, set()
+        for metrics in history:
+            self.notes({name: value for name, value in metrics.items() if isinstance(value, int | float)})
+
+    def notes(self, metrics: Mapping[str, float | str]) -> list[str]:
+        """Warnings about the metrics of one iteration."""
+        found = {}
+        for name, metric in self._known.items():
+            value = float(metrics.get(name, 0.0))
+            if metric.floor:
+                before = self._largest.get(name, 0.0)
+                if self._num_seen >= NUM_BEFORE and abs(value) > max(EXPLODED * before, metric.floor):
+                    found[name] = f"{name} is {abs(value):.4g}, and was at most {before:.4g} before"
+                self._largest[name] = max(before, abs(value))
+            if metric.limits and name in metrics and not metric.limits[0] <= value <= metric.limits[1]:
+                found[name] = f"{name} is {value:.4g}, not in {metric.limits[0]:g} to {metric.limits[1]:g}"
+        self._num_seen += 1
+        new = {name: text for name, text in found.items() if name not in self._told}
+        self._told |= set(new)
+        return [f"warning: {text}: {self._known[name].advice}" for name, text in new.items()]

@@ -1,7 +1,7 @@
 """The colours of all pictures: one palette per meaning. No model, call or strategy is named here.
 
-A model has a hue, by its place among the models of the workflow; the kind of a call is a shade of it. What is not
-computation has no hue. Strategies, systems, ranks and phases have palettes of their own.
+A model has a hue, by its number in the workflow; the kind of a call is a shade of the hue. Spans without computation
+are grey. Strategies, systems, ranks and phases have palettes of their own.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from rlhf_spmd.plan.workflow import Call, Workflow
 INK, FAINT_INK, RULE, PAPER = "#22262e", "#69707c", "#d3d7de", "#ffffff"
 MODELS = ("#3576bd", "#3f9b6c", "#8d5ab5", "#e0812f", "#1f9aa8", "#cf5f8c", "#8c6a4a", "#9c9a2e")
 STRATEGIES = ("#8b93a1", "#45b8c4", "#0f6577", "#c2407e", "#8aa02c", "#22262e", "#7a4a2b", "#d9b43c")
-SYSTEMS = ("#0f6577", "#c2407e", "#b08a1e")  # whose published measurements are shown
+SYSTEMS = ("#0f6577", "#c2407e", "#b08a1e")  # published measurements
 RANKS = ("#fde0a6", "#f3a683", "#b6688e", "#5d4a83", "#c9d6a3", "#7fb3a5", "#3d7f93", "#2c4a6e")
 PROMISE = "#b3372f"  # limits and promises
-IDLE = "#e7e9ed"  # what shows where nothing runs
+IDLE = "#e7e9ed"  # the background where nothing runs
 KINDS = ("generate", "infer", "train")  # from the first to the last in an iteration
-NEUTRAL = "#5f6c84"  # the hue of calls without a model, and of kinds where no model is meant
+NEUTRAL = "#5f6c84"  # the hue of calls without a model
 
 
 class Style(NamedTuple):
-    """How one thing looks, and what the legend calls it."""
+    """The look of a span, and its label in the legend."""
 
     label: str
     colour: str
     hatch: str = ""
     edge: str = PAPER
-    ink: str = PAPER  # of words on it
-    words: tuple[str, ...] = ()  # written on it where there is room: the first that fits
+    ink: str = PAPER  # of text on it
+    words: tuple[str, ...] = ()  # text on it: the first of these that fits
 
 
 WAITING = Style("waiting for other ranks", PAPER, hatch="/////", edge="#aab0bb")
@@ -46,15 +46,15 @@ def mix(colour: str, other: str, share: float) -> str:
 
 
 def shade(hue: str, kind: str) -> str:
-    """The hue of a model as the kind of a call shows it: inference is light, training dark."""
+    """The shade of a model's hue for a kind of call: inference is light, training dark."""
     if kind == "infer":
         return mix(hue, "#ffffff", 0.56)
     return mix(hue, "#000000", 0.42) if kind == "train" else hue
 
 
 def styles_of(workflow: Workflow) -> dict[str, Style]:
-    """Call -> how it looks: calls of one model and one kind look alike. In the legend's order: model by model, and
-    each from generation to training; then what has no model."""
+    """Call -> its style, the same for all calls of one model and kind. In the legend's order: by model, each from
+    generation to training, then calls without a model."""
     order = {model: number for number, model in enumerate(workflow.models)}
 
     def place(call: Call) -> tuple[int, int]:
@@ -79,5 +79,5 @@ def other(name: str) -> Style:
 
 
 def strategy_colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each strategy, by its place in the list."""
+    """A colour for each strategy, by its number in the list."""
     return {name: STRATEGIES[number % len(STRATEGIES)] for number, name in enumerate(names)}

@@ -1,7 +1,7 @@
 """A placement as a map: calls from the top to the bottom, ranks from the left to the right, a box for each copy.
 
-Reading down a map is reading an iteration; a column is what a rank does in it. A box is one copy of a model, which one
-rank holds or several do together: thin lines cut it into tensor slices, and later pipeline stages are lighter.
+A column shows the calls of one rank in an iteration. A box is one copy of a model, on one rank or on several: thin
+lines divide it into tensor slices, and later pipeline stages are lighter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.run.page import CHARACTER, MARGIN, SMALL, TEXT, WIDTH, Page, Place, halo
 from rlhf_spmd.runtime.run.palette import FAINT_INK, IDLE, INK, Style, mix, styles_of
+from rlhf_spmd.runtime.run.picture import CHARACTER, MARGIN, SMALL, TEXT, WIDTH, Area, Picture, halo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEFT, GAP, ROW = 1.25, 0.17, 0.235  # inches
-ACROSS = ((8, 5), (16, 3), (64, 2))  # up to so many ranks: so many maps side by side
+ACROSS = ((8, 5), (16, 3), (64, 2))  # (largest number of ranks, maps side by side)
 KEY = "a box: one copy of the model; tp: its tensor slices; pp: its pipeline stages, later ones lighter; grey: idle"
 
 
@@ -28,8 +28,8 @@ class Map(NamedTuple):
     program: Program
 
 
-def add_maps(page: Page, maps: Sequence[Map]) -> None:
-    """The maps side by side, as few rows of them as their ranks allow. All have the same calls."""
+def add_maps(picture: Picture, maps: Sequence[Map]) -> None:
+    """Draws the maps side by side, in as few rows as their ranks allow. All have the same calls."""
     ranks = max(one.program.cluster.num_devices for one in maps)
     most = next((number for limit, number in ACROSS if ranks <= limit), 1)
     down = -(-len(maps) // most)
@@ -37,24 +37,24 @@ def add_maps(page: Page, maps: Sequence[Map]) -> None:
     calls = maps[0].program.workload.workflow.placed_calls
     for start in range(0, len(maps), across):
 
-        def part(place: Place, shown=maps[start : start + across]) -> None:
+        def part(area: Area, shown=maps[start : start + across]) -> None:
             width = (WIDTH - LEFT - MARGIN - GAP * (across - 1)) / across
             styles = styles_of(shown[0].program.workload.workflow)
             for row, call in enumerate(calls):
                 label = styles[call.name].label
                 same = [one for one in calls if styles[one.name].label == label]
                 words = label if len(same) == 1 else call.name.replace("_", " ")
-                place.text(LEFT - 0.1, 0.33 + (row + 0.5) * ROW, words, size=SMALL, ha="right")
+                area.text(LEFT - 0.1, 0.33 + (row + 0.5) * ROW, words, size=SMALL, ha="right")
             for index, one in enumerate(shown):
                 left = LEFT + index * (width + GAP)
-                place.text(left, 0.18, one.title, size=TEXT, fontweight="bold")
-                axes = place.axes(left, 0.33, width, ROW * len(calls))
+                area.text(left, 0.18, one.title, size=TEXT, fontweight="bold")
+                axes = area.axes(left, 0.33, width, ROW * len(calls))
                 _draw(axes, one.program, [(call.name, styles[call.name]) for call in calls], width)
-            place.text(LEFT - 0.1, 0.33 + len(calls) * ROW + 0.085, "rank", size=SMALL, colour=FAINT_INK, ha="right")
+            area.text(LEFT - 0.1, 0.33 + len(calls) * ROW + 0.085, "rank", size=SMALL, colour=FAINT_INK, ha="right")
 
-        page.add(0.33 + ROW * len(calls) + 0.3, part)
+        picture.add(0.33 + ROW * len(calls) + 0.3, part)
     key = KEY + ("; dashed: nodes" if any(len(one.program.cluster.nodes) > 1 for one in maps) else "")
-    page.add(0.22, lambda place: place.text(LEFT, 0.08, key, size=SMALL, colour=FAINT_INK))
+    picture.add(0.22, lambda area: area.text(LEFT, 0.08, key, size=SMALL, colour=FAINT_INK))
 
 
 def _draw(axes: Axes, program: Program, calls: Sequence[tuple[str, Style]], inches: float) -> None:
@@ -94,7 +94,7 @@ def _draw_boxes(axes: Axes, row: int, layout: Layout, style: Style, edge: float)
 
 
 def _write_grid(axes: Axes, row: int, layout: Layout, style: Style, cell: float) -> None:
-    """How a copy is split, in each box that has room; in the first stage, if it has."""
+    """Writes the degrees of parallelism into each box that has room: in the first stage, else in the whole copy."""
     words = " ".join(f"{name}{size}" for name, size in (("pp", layout.pp), ("tp", layout.tp)) if size > 1)
     size = layout.pp * layout.tp
     for start in range(0, len(layout.ranks), size):

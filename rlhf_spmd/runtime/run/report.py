@@ -1,4 +1,4 @@
-"""From what the ranks said to what a person reads: metrics of an iteration, samples before and after, the result."""
+"""Combines the answers of all ranks: metrics of an iteration, samples before and after training, the result."""
 
 import hashlib
 import math
@@ -34,7 +34,7 @@ from rlhf_spmd.runtime.world.devices import describe_device
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How the user started the run: the strategy as it was named, --preset and --model, and the overrides."""
+    """How the user started the run: the strategy's name, --preset and --model, and the overrides."""
 
     strategy: str
     model: Sequence[str]
@@ -45,18 +45,18 @@ PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 
 
 def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
-    """Global metrics of one iteration, the same on every rank. state: of the algorithm when it began; its numbers are
-    metrics, too. A sum NAME_sq beside NAME is no metric, but their standard deviation NAME_std is."""
+    """Global metrics of one iteration, the same on every rank. state: of the algorithm when the iteration began; its
+    numbers are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std."""
     metrics, weights = combine(answers)
     known = metrics_of(job.config.algorithm, job.program.workload.workflow)
     for name in [name for name in metrics if f"{name}_sq" in metrics and f"{name}_sq" not in known]:
         square = metrics.pop(f"{name}_sq")
         if f"{name}_std" in known:
             metrics[f"{name}_std"] = math.sqrt(max(square - metrics[name] ** 2, 0.0))
-        else:  # counted for after_iteration alone
+        else:  # only `after_iteration` uses it
             metrics.pop(name)
-    numbers = dataclass_numbers(state)
-    metrics |= {name: value for name, value in numbers.items() if name in known}
+    values = asdict(state) if state else {}
+    metrics |= {name: value for name, value in values.items() if isinstance(value, float) and name in known}
     if "response_length" in metrics:
         metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
         metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
@@ -67,13 +67,8 @@ def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
     return metrics
 
 
-def dataclass_numbers(state: Any) -> dict[str, float]:
-    """The numbers of a state, by name."""
-    return {name: value for name, value in asdict(state).items() if isinstance(value, float)} if state else {}
-
-
 def check_finite(metrics: Mapping, number: int) -> None:
-    """Raises UserError if a mean is not a number: a run that goes on would only spoil its weights further."""
+    """Raises UserError if a metric is not finite, before the next iteration spoils the weights further."""
     wrong = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     if wrong:
         raise UserError(
@@ -106,7 +101,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
 
 
 def _lost(prompts: PromptSet) -> str:
-    """What data.long_prompts did to the file's prompts."""
+    """How many prompts of the file data.long_prompts cut or dropped."""
     done = {"cut at data.max_prompt": prompts.num_truncated, "too long and dropped": prompts.num_dropped}
     return "".join(f", {num} {what}" for what, num in done.items() if num)
 
@@ -120,12 +115,12 @@ def format_count(num: int) -> str:
 
 
 def run_state(state: State) -> dict:
-    """What a run's future depends on beside weights, options and inputs, for a checkpoint."""
+    """The state of a run besides weights, options and inputs, for a checkpoint."""
     return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
 
 
 def inputs(job: Job) -> dict[str, str]:
-    """Fingerprints of what a run reads beside its options, by name."""
+    """Fingerprints of the files that a run reads, by name."""
     config = job.config
     found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
     path = source_file(config.reward_function) if config.reward_function else None
@@ -136,8 +131,8 @@ def inputs(job: Job) -> dict[str, str]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of a model folder: names and sizes of its files, and pieces of them, near enough to one another to meet every
-    layer of a model. It is read in no time."""
+    """A hash of a model folder: names and sizes of its files, and pieces of them at distances shorter than a layer, so
+    that it takes milliseconds."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
         num_bytes = path.stat().st_size
@@ -152,8 +147,8 @@ def _fingerprint(folder: Path) -> str:
 
 
 def surroundings(job: Job) -> dict[str, str]:
-    """What the last bits of a run's numbers depend on, beside its options and inputs: of each a value, or which ranks
-    have which. Collective."""
+    """The environment that the last bits of a run's numbers depend on: name -> value, or the values with their ranks
+    if they differ. Collective."""
     mine = {
         "program": job.program.fingerprint,
         "torch": torch.__version__,
@@ -172,7 +167,7 @@ def surroundings(job: Job) -> dict[str, str]:
 
 
 def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """What to say when a run goes on in other surroundings than its checkpoint was made in; empty if in the same."""
+    """A note for a run that is resumed in another environment than its checkpoint was made in; else empty."""
     told = []
     for name in now:
         if before.get(name, now[name]) != now[name]:
@@ -181,14 +176,14 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
 
 
 def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
-    """What to try after a run that was started by `command`, None for one that was resumed."""
+    """Purpose -> command to try after a run. command: the one that started it; None if it was resumed."""
     resume = ["train", "--resume", str(folder.path), f"iterations={2 * config.iterations}"]
     go_on = {"train on": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(resume)}"}
-    if config.optimizer.schedule != "constant":  # it has come to its end
+    if config.optimizer.schedule != "constant":  # the learning rate has reached its end
         go_on = {}
     if command is None:
         return go_on
-    if command.strategy == "auto":  # what was planned can be checked and run again
+    if command.strategy == "auto":  # the planned strategy can be checked and run again
         command = replace(command, strategy=str(folder.path / "strategy.py"))
     check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
     train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "iterations=3"]
@@ -202,8 +197,8 @@ def next_commands(command: Command | None, ranks: int, folder: RunFolder, config
 def sample_responses(job: Job) -> list[tuple[str, float]]:
     """Responses to the first prompts, always with the same random numbers, and their scores.
 
-    Every rank that generates computes them, because ZeRO 3 gathers the weights together; those that also score return
-    [(response, score)], and rank 0 gets what the first of them found.
+    Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns
+    [(response, score)] on every rank.
     """
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     num = min(job.config.num_samples, len(job.prompts))
@@ -228,7 +223,7 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
     scores: list[float] = []
     if scoring is not None and rank in layouts[scoring.name].ranks:
         responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
-        # one copy of the model scores; the other ranks only help to gather weights
+        # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
         found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine])
         scores = [] if found_B is None else found_B.tolist()
@@ -244,19 +239,15 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
 def join_samples(
     job: Job, before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]] | None = None
 ) -> list[Sample]:
-    """Samples before and, when there are some, after training, side by side."""
-    if after is None:
-        return [Sample(i, job.prompts.texts[i], text, score) for i, (text, score) in enumerate(before)]
-    return [
-        Sample(index, job.prompts.texts[index], old, old_score, new, new_score)
-        for index, ((old, old_score), (new, new_score)) in enumerate(zip(before, after, strict=True))
-    ]
+    """The responses before and, if there are any, after training, by prompt."""
+    pairs = zip(before, after or [(None, None)] * len(before), strict=True)
+    return [Sample(index, job.prompts.texts[index], *old, *new) for index, (old, new) in enumerate(pairs)]
 
 
 def result(
     job: Job, strategy: str, history: Sequence[Mapping], wall_s: float, folder: RunFolder, compared: Compared | None
 ) -> Result:
-    """The run in one line. compared: with its forecast, if there was one."""
+    """The result of a run. compared: its comparison with the forecast, if there was one."""
     first, last, algorithm = history[0], history[-1], job.config.algorithm
     headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
     generates = "gen_tokens" in last

@@ -1,15 +1,15 @@
-"""One folder per run: everything needed to know what ran, how it went and what came of it. Only rank 0 writes.
+"""The folder of a run: its options, program, metrics, samples, models and checkpoints. Only rank 0 writes.
 
     config.json     the resolved configuration          metrics.jsonl          one object per iteration
     strategy.py     the source of the strategy          events.out.tfevents.*  the same for TensorBoard
     program.json    fingerprint and summary             samples.jsonl, .txt    responses before and after
     timeline.json   Chrome trace, opens in Perfetto     ROLE/                  a trained model (Hugging Face)
     timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
-    checkpoints/    what `train --resume` goes on from  cluster.toml           if one was given
-    algorithm.py    the page, of a file of the user's
+    checkpoints/    for `train --resume`                cluster.toml           if one was given
+    algorithm.py    the algorithm's page, if it is the user's
     wandb_id, wandb/ with `wandb=PROJECT`
 
-Only the run itself, resumed, writes into an existing folder: two runs can't mix, and no result is lost.
+Only a resumed run writes into an existing folder, and only into its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
@@ -39,13 +38,13 @@ from rlhf_spmd.runtime.run.timeline import write_png
 DIRECTORY_MODE = 0o750
 CONFIG = "config.json"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
-FIND_S = 10.0  # a file system may show a folder so much later to other hosts
-PNG_ITERATIONS = 2  # drawn in timeline.png
+DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
+FIND_S = 10.0  # after which a shared file system shows a new folder on all hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to one prompt before training and, when there is one, after."""
+    """A response to one prompt before training and, at the end of a run, after it."""
 
     prompt_index: int
     prompt: str
@@ -56,11 +55,11 @@ class Sample:
 
 
 class RunFolder:
-    """Writes a run's files. Where `writes` is false (every rank but 0) all methods do nothing."""
+    """Writes a run's files. If `writes` is false (on every rank but 0) all methods do nothing."""
 
     def __init__(self, path: str | Path, *, writes: bool = True) -> None:
         self.path, self.writes = Path(path), writes
-        self.notes: list[str] = []  # what could not be written and why; the console prints them at the end
+        self.notes: list[str] = []  # files that could not be written and why; the console prints them at the end
         self._metrics: TextIO | None = None
         self._lock: TextIO | None = None
         self._identity: tuple[int, int] | None = None  # device and inode of the locked folder
@@ -68,10 +67,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: str | Path, *, strategy: str, name: str | None = None) -> RunFolder:
-        """Makes root/name, or root/<date>-<time>-<strategy>[-n]. Rank 0 calls it and tells the others the path.
-
-        Raises UserError if the name is taken or the folder can't be made.
-        """
+        """Makes root/name, or root/<date>-<time>-<strategy>[-n]; called on rank 0 only. Raises UserError if the name is
+        taken or the folder can't be made."""
         root = Path(root)
         if name is not None and (name != Path(name).name or name in ("", ".", "..")):
             raise UserError(f"run name {name!r} is not a plain folder name: leave out slashes (the parent is {root})")
@@ -102,7 +99,7 @@ class RunFolder:
         raise AssertionError(f"10,000 runs called {stem}")
 
     def find(self) -> None:
-        """Raises UserError if the folder that rank 0 has made is not there on this rank's host."""
+        """Raises UserError if this rank's host does not show the folder that rank 0 has made."""
         end = time.monotonic() + FIND_S
         while not self.path.is_dir():
             if time.monotonic() > end:
@@ -113,7 +110,7 @@ class RunFolder:
             time.sleep(FIND_S / 100)
 
     def lock(self) -> None:
-        """Until this process ends, nobody else may run in the folder. Raises UserError if somebody does."""
+        """Locks the folder until this process ends. Raises UserError if another process has locked it."""
         if not self.writes:
             return
         self._lock = (self.path / ".lock").open("w")
@@ -126,35 +123,13 @@ class RunFolder:
         except OSError:  # a file system without locks
             pass
 
-    def model(self, role: str) -> Path:
-        """Where a trained model is saved."""
-        return self.path / role
-
-    def write_algorithm(self, source: str) -> None:
-        """The page of an algorithm that does not come with the package."""
-        self._write("algorithm.py", source)
-
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        self._write_json(CONFIG, config)
-
-    def write_strategy(self, source: str) -> None:
-        self._write("strategy.py", source)
-
-    def write_program(self, fingerprint: str, summary: str, *, strategy: str) -> None:
-        """strategy: its name."""
-        values = {"strategy": strategy, "fingerprint": fingerprint, "summary": summary.splitlines()}
-        self._write_json("program.json", values)
-
-    def write_cluster(self, text: str) -> None:
-        self._write("cluster.toml", text)
-
     def texts(self) -> dict[str, str]:
-        """The files that say what runs, by name; on rank 0."""
-        names = ("config.json", "strategy.py", "program.json", "cluster.toml", "algorithm.py") if self.writes else ()
-        return {name: (self.path / name).read_text() for name in names if (self.path / name).is_file()}
+        """The files that describe the run, by name; empty on other ranks than 0."""
+        paths = [self.path / name for name in DESCRIPTION if self.writes]
+        return {path.name: path.read_text() for path in paths if path.is_file()}
 
     def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
-        """What metrics.jsonl says of the first iterations."""
+        """The rows of the first iterations in metrics.jsonl."""
         rows, path = [], self.path / "metrics.jsonl"
         for line in path.read_text().splitlines() if path.is_file() else ():
             with suppress(ValueError):  # the last line of a run that was killed may be half a line
@@ -163,21 +138,19 @@ class RunFolder:
         return [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Drops the metrics of all other iterations, which a resumed run does again."""
+        """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
         self.curves.purge_step = len(rows)
-        self._write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def samples_before(self) -> list[tuple[str, float]]:
-        """Response and reward before training of each sample, as an earlier part of this run wrote them."""
+        """Response and reward before training of each sample, which an earlier part of this run wrote."""
         path = self.path / "samples.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
         return [(row["before"], row["reward_before"]) for row in rows]
 
-    def write_metrics(
-        self, iteration: int, metrics: Mapping[str, float | str], groups: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        """One line of metrics.jsonl and one point of each curve, on disk when this returns. No NaN in JSON: null.
-        groups: of the curves in TensorBoard, by metric."""
+    def write_metrics(self, iteration: int, metrics: Mapping[str, float | str], groups: Mapping[str, str] = {}) -> None:
+        """Adds a line to metrics.jsonl and a point to each curve; both are on disk when this returns. JSON has null for
+        NaN. groups: metric -> group of its curve."""
         if not self.writes:
             return
         with writing(self.path / "metrics.jsonl"):
@@ -192,31 +165,28 @@ class RunFolder:
             self.curves.add(iteration, {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()})
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
-        """Replaces samples.jsonl and samples.txt: before training first, with the responses after it at the end."""
+        """Replaces samples.jsonl and samples.txt."""
         rows = [{name: finite(value) for name, value in asdict(sample).items()} for sample in samples]
-        self._write("samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        self._write("samples.txt", format_samples(samples))
+        self.write("samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self.write("samples.txt", format_samples(samples))
 
-    def write_timeline(
-        self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow, about: Mapping = {}
-    ) -> None:
-        """timeline.json with all that was recorded, timeline.png with the last iterations. See trace.py."""
+    def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow) -> None:
+        """Writes timeline.json with all records and timeline.png with the last iterations. See trace.py."""
         if not self.writes:
             return
         with writing(self.path / "timeline.json"):
-            write_chrome(self.path / "timeline.json", records, about={"title": title, **about})
+            write_chrome(self.path / "timeline.json", records, about={"title": title})
         try:
             with writing(self.path / "timeline.png"):
-                path = self.path / "timeline.png"
-                write_png(path, records, title=title, workflow=workflow, num_iterations=PNG_ITERATIONS)
+                write_png(self.path / "timeline.png", records, title=title, workflow=workflow)
         except ImportError as error:
             self.notes.append(
                 f"no timeline.png, because matplotlib can't be imported ({error}): pip install matplotlib"
             )
 
     def check(self) -> None:
-        """Raises UserError if this is no longer the folder that was locked, or lacks the metrics: files that are open
-        can be written all the same, and what is written is lost."""
+        """Raises UserError if the folder or metrics.jsonl was deleted or replaced. Open files could still be written,
+        but their contents would be lost."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
@@ -232,11 +202,12 @@ class RunFolder:
         self._metrics = None
         self.curves.close()
 
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        self._write(name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    def write_values(self, name: str, values: Mapping[str, Any]) -> None:
+        """Writes a file of JSON."""
+        self.write(name, json.dumps(values, indent=2, ensure_ascii=False, default=str) + "\n")
 
-    def _write(self, name: str, text: str) -> None:
-        """Written beside and renamed, so that a killed run leaves the old file or the new one, never half of one."""
+    def write(self, name: str, text: str) -> None:
+        """Writes a temporary file and renames it, so that a killed run leaves the old file or the whole new one."""
         if not self.writes:
             return
         temporary = self.path / f".{name}.{os.getpid()}"
@@ -244,25 +215,24 @@ class RunFolder:
             with temporary.open("w", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
-                os.fsync(file.fileno())  # a power failure, too, leaves one of the two
+                os.fsync(file.fileno())  # the same after a power failure
             temporary.replace(self.path / name)
 
 
 def _begun_only(path: Path) -> bool:
-    """Whether a run was killed here before its folder was that of a run, which config.json, the last to come, makes
-    it."""
+    """Whether a run was killed in this folder before it wrote config.json, which is written last."""
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else {CONFIG}
     return all(name in BEFORE_CONFIG or _is_draft(name) for name in names)
 
 
 def _is_draft(name: str) -> bool:
-    """Whether this is a file that `_write` has not renamed yet, of those that come before the end of the first one."""
+    """Whether this is a file that `write` has not renamed, of those written before config.json."""
     return name.startswith(tuple(f".{whole}." for whole in (CONFIG, *BEFORE_CONFIG)))
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises UserError where a file of a run can't be written."""
+    """Raises UserError if the block can't write this file of a run."""
     try:
         yield
     except OSError as error:
@@ -275,15 +245,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def finite(value: object) -> object:
-    """JSON has no NaN and no infinity: null stands for them."""
+    """None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
-    """Samples for people: prompt, response before, response after, each wrapped and with its reward.
-
-    Line breaks and control characters are shown as escapes, because a model can emit any of them.
-    """
+    """Samples as text: prompt, response before, response after, each wrapped and with its reward. Line breaks and
+    control characters, all of which a model can emit, are shown as escapes."""
     blocks = []
     for sample in samples:
         rows = [("prompt", "", sample.prompt), ("before", _signed(sample.reward_before), sample.before)]

@@ -1,4 +1,4 @@
-"""How long an iteration of a program really takes: a few of them on the ranks of this world, without files."""
+"""Measures the seconds of an iteration of a program: runs a few on the ranks of this world, without files."""
 
 import gc
 import statistics
@@ -13,12 +13,12 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.world.world import World
 
-NUM_ITERATIONS = 3  # the first one, which warms up, does not count
+NUM_ITERATIONS = 3  # the first one warms up and is not counted
 
 
 def iteration_s(config: Config, program: Program, world: World) -> float:
-    """Median seconds of an iteration, of the slowest rank; the same on every rank. The world's groups must be those of
-    the program, or more. What it loaded has gone when it returns."""
+    """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
+    groups. Frees the models before it returns."""
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
     state, seconds = State(config.algorithm.start(config.options)), []

@@ -1,12 +1,12 @@
 """Timelines as a picture: one lane per rank, a hue per model, a shade per kind of call, gaps where a rank idles.
 
-It is the quickest way to see what a strategy does: which calls run at the same time, what waits for what, and how much
-of the machine is used. Measured runs and forecasts are drawn by the same functions, one alone or several on one axis.
+Measured runs and forecasts are drawn by the same functions, one alone or several on one axis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,40 +14,29 @@ from typing import TYPE_CHECKING, NamedTuple
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.observe.trace import Lane, Span, busy_fraction, lanes
-from rlhf_spmd.runtime.run.page import CHARACTER, SMALL, TEXT, WIDTH, Page, Place
-from rlhf_spmd.runtime.run.palette import (
-    CONTROL,
-    FAINT_INK,
-    IDLE,
-    IDLE_STYLE,
-    INK,
-    RULE,
-    TRANSFER,
-    WAITING,
-    Style,
-    other,
-    styles_of,
-)
+from rlhf_spmd.runtime.run import palette
+from rlhf_spmd.runtime.run.palette import FAINT_INK, INK, TRANSFER, WAITING, Style, styles_of
+from rlhf_spmd.runtime.run.picture import CHARACTER, SMALL, TEXT, WIDTH, Area, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: who it is, how busy
+LEFT, RIGHT = 0.92, 0.55  # inches beside the lanes: the rank's name, its busy share
 LANE_INCH = (0.12, 0.36)  # smallest and largest height of a lane
 ALL_LANES_INCH = 6.5  # the height that the lanes of a picture may take before they get thin
-LABELLED_INCH = 0.16  # a lane that is this high has words
-ALIKE = 0.02  # of the picture's width: by so much spans of ranks that are put together may differ
+LABELLED_INCH = 0.16  # the smallest height of a lane with text
+ALIKE = 0.02  # of the picture's width: ranks share a lane if their spans differ by no more
 
 
 class Panel(NamedTuple):
-    """A timeline beside others."""
+    """One timeline of a stack."""
 
     title: str
-    records: Sequence[Mapping[str, object]]  # what `Tracer.to_records` of every rank gave
+    records: Sequence[Mapping[str, object]]  # from `Tracer.to_records` of every rank
     note: str = ""
 
 
-class Row(NamedTuple):
+class DrawnLane(NamedTuple):
     """A lane of the picture: one rank, or several that do the same at the same time."""
 
     ranks: tuple[int, ...]
@@ -68,36 +57,35 @@ def write_png(
     *,
     title: str,
     workflow: Workflow,
-    iterations: str | Iterable[int] = "last",
     num_iterations: int = 2,
     most_lanes: int | None = None,
 ) -> None:
-    """Draws what every rank's `Tracer.to_records` gave. `iterations`: "first", "last" (so many), or their numbers.
-    most_lanes: if there are more ranks, those that do the same share a lane."""
-    shown = choose(lanes(records), iterations, num_iterations)
+    """Draws the last iterations in the records that `Tracer.to_records` of every rank returned. most_lanes: if there
+    are more ranks, those that do the same share a lane."""
+    shown = last_iterations(lanes(records), num_iterations)
     spans = [span for lane in shown for span in lane.spans]
     start_s, end_s = _ends(spans)
     busy = [busy_fraction(lane.spans, start_s, end_s) for lane in shown]
     mean = f", ranks busy {100 * sum(busy) / len(busy):.0f}%" if busy else ""
-    page = Page()
-    page.title(title, f"{_iterations_text(spans)}{end_s - start_s:.2f} s{mean}")
+    picture = Picture()
+    picture.title(title, f"{_iterations_text(spans)}{end_s - start_s:.2f} s{mean}")
     style_of = _Styles(workflow)
     rows = _rows(shown, style_of, end_s - start_s, most_lanes is not None and len(shown) > most_lanes)
     height = _lane_inch(len(rows))
     marks = _starts(spans, start_s)
-    page.add(
-        0.24 + height * max(1, len(rows)),
-        lambda place: _panel(place, rows, style_of, start_s, end_s - start_s, height, top=0.24, marks=marks),
-    )
+    draw = partial(_panel, rows=rows, style_of=style_of, start_s=start_s, width=end_s - start_s, lane_inch=height)
+    picture.add(0.24 + height * max(1, len(rows)), partial(draw, top=0.24, marks=marks))
     first = min(marks, default=None)
-    _axis(page, end_s - start_s, "seconds" if first is None else f"seconds since the start of iteration {first}")
-    page.legend(style_of.legend(spans))
-    page.save(path)
+    _axis(picture, end_s - start_s, "seconds" if first is None else f"seconds since the start of iteration {first}")
+    picture.legend(style_of.legend(spans))
+    picture.save(path)
 
 
-def add_stack(page: Page, panels: Sequence[Panel], *, workflow: Workflow, most_lanes: int | None = None) -> list[Style]:
-    """Several timelines, each of one iteration, below each other on one axis of seconds. Returns what the legend has
-    to explain. most_lanes: in all; if there are more ranks, those of a timeline that do the same share a lane."""
+def add_stack(
+    picture: Picture, panels: Sequence[Panel], *, workflow: Workflow, most_lanes: int | None = None
+) -> list[Style]:
+    """Timelines of one iteration each, below each other on one axis of seconds. Returns the styles for the legend.
+    most_lanes: of the whole stack; if there are more ranks, those of a timeline that do the same share a lane."""
     style_of = _Styles(workflow)
     found = [lanes(panel.records) for panel in panels]
     ends = [_ends([span for lane in shown for span in lane.spans]) for shown in found]
@@ -110,51 +98,48 @@ def add_stack(page: Page, panels: Sequence[Panel], *, workflow: Workflow, most_l
         busy = [busy_fraction(row.spans, start_s, end_s) for row in mine for _ in row.ranks]
         share = f", ranks busy {100 * sum(busy) / max(1, len(busy)):.0f}%"
         words = f"{end_s - start_s:.3g} s{share}{', ' if panel.note else ''}{panel.note}"
+        draw = partial(_panel, rows=mine, style_of=style_of, start_s=start_s, width=width, lane_inch=height)
+        draw = partial(draw, ends_s=end_s, first=not number)
 
-        def part(place, panel=panel, mine=mine, start_s=start_s, end_s=end_s, words=words, first=not number) -> None:
-            place.text(LEFT, 0.17, panel.title, fontweight="bold")
-            place.text(beside, 0.17, words, colour=FAINT_INK)
-            _panel(place, mine, style_of, start_s, width, height, top=0.29, ends_s=end_s, first=first)
+        def part(area, title=panel.title, words=words, draw=draw) -> None:
+            area.text(LEFT, 0.17, title, fontweight="bold")
+            area.text(beside, 0.17, words, colour=FAINT_INK)
+            draw(area, top=0.29)
 
-        page.add(0.29 + height * max(1, len(mine)), part)
-    _axis(page, width, "seconds since the start of the iteration")
+        picture.add(0.29 + height * max(1, len(mine)), part)
+    _axis(picture, width, "seconds since the start of the iteration")
     return style_of.legend(span for shown in found for lane in shown for span in lane.spans)
 
 
 class _Styles:
-    """The look of a span, by the call that it is."""
+    """The style of a span, by its call."""
 
     def __init__(self, workflow: Workflow):
         self.calls = styles_of(workflow)
 
     def __call__(self, span: Span) -> Style:
-        known = {"transfer": TRANSFER, "wait": WAITING, "control": CONTROL}.get(span.category)
-        return known or self.calls.get(span.name) or other(span.name)
+        known = {"transfer": TRANSFER, "wait": WAITING, "control": palette.CONTROL}.get(span.category)
+        return known or self.calls.get(span.name) or palette.other(span.name)
 
     def legend(self, spans: Iterable[Span]) -> list[Style]:
         """Every style that occurs: calls in their order, then other computation, then what is not computation."""
         found = {self(span): None for span in spans}
         calls = [style for style in dict.fromkeys(self.calls.values()) if style in found]
-        rest = [style for style in (CONTROL, TRANSFER, WAITING) if style in found]
+        rest = [style for style in (palette.CONTROL, TRANSFER, WAITING) if style in found]
         more = sorted(style for style in found if style not in calls and style not in rest)
-        return [*calls, *more, *rest, IDLE_STYLE]
+        return [*calls, *more, *rest, palette.IDLE_STYLE]
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def choose(all_lanes: Sequence[Lane], iterations: str | Iterable[int], num_iterations: int = 1) -> list[Lane]:
-    """The lanes cut down to some iterations; spans without an iteration stay if they fall between them."""
+def last_iterations(all_lanes: Sequence[Lane], num_iterations: int) -> list[Lane]:
+    """The lanes cut to the last iterations; spans without an iteration stay if they fall between them."""
     known = sorted({span.iteration for lane in all_lanes for span in lane.spans if span.iteration is not None})
     if not known:
         return list(all_lanes)
-    if isinstance(iterations, str):
-        assert iterations in ("first", "last") and num_iterations > 0, (iterations, num_iterations)
-        wanted = set(known[:num_iterations] if iterations == "first" else known[-num_iterations:])
-    else:
-        wanted = set(iterations)
-    times = [s for lane in all_lanes for span in lane.spans if span.iteration in wanted for s in span[2:4]]
-    low, high = (min(times), max(times)) if times else (0.0, 0.0)
+    wanted = set(known[-num_iterations:])
+    low, high = _ends([span for lane in all_lanes for span in lane.spans if span.iteration in wanted])
 
     def belongs(span: Span) -> bool:
         return span.iteration in wanted or (span.iteration is None and low <= span.start_s and span.end_s <= high)
@@ -166,11 +151,11 @@ def _ends(spans: Sequence[Span]) -> tuple[float, float]:
     return min((span.start_s for span in spans), default=0.0), max((span.end_s for span in spans), default=1.0)
 
 
-def _rows(shown: Sequence[Lane], style_of: _Styles, width_s: float, together: bool) -> list[Row]:
+def _rows(shown: Sequence[Lane], style_of: _Styles, width_s: float, together: bool) -> list[DrawnLane]:
     """A row for each lane, or one for all lanes that do the same at the same time."""
     if not together:
-        return [Row((lane.rank,), lane.host, lane.spans) for lane in shown]
-    groups: dict[tuple, list[tuple[list[float], list[Lane]]]] = {}  # by what they do, then by when
+        return [DrawnLane((lane.rank,), lane.host, lane.spans) for lane in shown]
+    groups: dict[tuple, list[tuple[list[float], list[Lane]]]] = {}  # by the calls, then by their times
     for lane in shown:
         looks = frozenset(map(style_of, lane.spans)) - {WAITING}
         runs = [run for run in _runs(lane.spans, style_of, width_s) if run[2] - run[1] > ALIKE * width_s]
@@ -183,11 +168,11 @@ def _rows(shown: Sequence[Lane], style_of: _Styles, width_s: float, together: bo
         else:
             alike.append((times, [lane]))
     found = sorted((group for alike in groups.values() for _, group in alike), key=lambda group: group[0].rank)
-    return [Row(tuple(lane.rank for lane in group), "", group[0].spans) for group in found]
+    return [DrawnLane(tuple(lane.rank for lane in group), "", group[0].spans) for group in found]
 
 
 def _runs(spans: Sequence[Span], style_of: _Styles, width_s: float) -> list[tuple[Style, float, float]]:
-    """Neighbours that look alike (mini-batches) as one: what, from when to when."""
+    """(style, start, end) of spans; neighbours of the same style, such as mini-batches, are joined."""
     runs: list[tuple[Style, float, float]] = []
     for span in spans:
         style = style_of(span)
@@ -203,11 +188,11 @@ def _lane_inch(num_lanes: int, largest: float = LANE_INCH[1]) -> float:
 
 
 def _starts(spans: Iterable[Span], start_s: float) -> dict[int, float]:
-    """Iteration -> when its first rank began it."""
+    """Iteration -> seconds after `start_s` when its first rank began it."""
     starts: dict[int, float] = {}
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.start_s):
         if span.iteration is not None:
-            starts[span.iteration] = min(span.start_s - start_s, starts.get(span.iteration, span.start_s - start_s))
+            starts.setdefault(span.iteration, span.start_s - start_s)
     return starts
 
 
@@ -223,8 +208,8 @@ def _iterations_text(spans: Iterable[Span]) -> str:
 
 
 def _panel(
-    place: Place,
-    rows: Sequence[Row],
+    area: Area,
+    rows: Sequence[DrawnLane],
     style_of: _Styles,
     start_s: float,
     width: float,
@@ -235,17 +220,17 @@ def _panel(
     ends_s: float | None = None,
     first: bool = True,
 ) -> None:
-    """Lanes on an axis of `width` seconds. marks: where iterations begin; ends_s: where this timeline ends; first: it
-    says what the shares at the right are."""
+    """Lanes on an axis of `width` seconds. marks: starts of iterations; ends_s: end of this timeline; first: writes a
+    heading above the shares at the right."""
     inches = WIDTH - LEFT - RIGHT
     length = width if ends_s is None else ends_s - start_s
-    axes = place.axes(LEFT, top, inches, lane_inch * max(1, len(rows)))
+    axes = area.axes(LEFT, top, inches, lane_inch * max(1, len(rows)))
     axes.set_xlim(0, width)
     axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set_xticks([])
     axes.spines[:].set_visible(False)
     for row, lane in enumerate(rows):
-        axes.broken_barh([(0, length)], (row - 0.42, 0.84), facecolor=IDLE, linewidth=0, zorder=1)
+        axes.broken_barh([(0, length)], (row - 0.42, 0.84), facecolor=palette.IDLE, linewidth=0, zorder=1)
         _draw_spans(axes, row, lane.spans, style_of, start_s, width)
         if lane_inch >= LABELLED_INCH:
             _write_words(axes, row, lane.spans, style_of, start_s, width, inches)
@@ -276,9 +261,9 @@ def _draw_spans(axes: Axes, row: int, spans: Sequence[Span], style_of: _Styles, 
         bottom, height, layer = (row - 0.42, 0.84, 3)
         if style == TRANSFER:  # may run beside a call
             bottom, height, layer = (row + 0.24, 0.18, 5)
-        elif style in (WAITING, CONTROL):
+        elif style in (WAITING, palette.CONTROL):
             layer = 4
-        for wide in (False, True):  # a white edge tells neighbours apart, but would swallow a span of a pixel or two
+        for wide in (False, True):  # a white edge separates neighbours, but would cover a span of a pixel or two
             bars = [(one.start_s - start_s, one.end_s - one.start_s) for one in mine]
             bars = [bar for bar in bars if (bar[1] > 0.006 * width) == wide]
             looks = {"facecolor": style.colour, "linewidth": 0}
@@ -292,7 +277,7 @@ def _draw_spans(axes: Axes, row: int, spans: Sequence[Span], style_of: _Styles, 
 def _write_words(
     axes: Axes, row: int, spans: Sequence[Span], style_of: _Styles, start_s: float, width: float, inches: float
 ) -> None:
-    """Writes what a span is into it; neighbours that look alike share the words."""
+    """Writes the names of spans into them; joined neighbours share one."""
     for style, start, end in _runs([span for span in spans if style_of(span).words], style_of, width):
         room = (end - start) / width * inches / (CHARACTER * SMALL) - 1.5  # characters
         word = next((word for word in style.words if len(word) <= room), None)
@@ -303,16 +288,16 @@ def _write_words(
             )  # fmt: skip
 
 
-def _axis(page: Page, width: float, label: str) -> None:
+def _axis(picture: Picture, width: float, label: str) -> None:
     """The axis of seconds below all lanes."""
 
-    def part(place: Place) -> None:
-        axes = place.axes(LEFT, 0.03, WIDTH - LEFT - RIGHT, 0.001)
+    def part(area: Area) -> None:
+        axes = area.axes(LEFT, 0.03, WIDTH - LEFT - RIGHT, 0.001)
         axes.set_xlim(0, width)
         axes.set_yticks([])
         axes.spines[["top", "left", "right"]].set_visible(False)
-        axes.spines["bottom"].set_color(RULE)
+        axes.spines["bottom"].set_color(palette.RULE)
         axes.tick_params(length=3, labelsize=SMALL, color=FAINT_INK, labelcolor=INK)
         axes.set_xlabel(label, fontsize=TEXT, color=INK)
 
-    page.add(0.5, part)
+    picture.add(0.5, part)

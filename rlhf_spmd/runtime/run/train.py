@@ -1,10 +1,9 @@
-"""The main job: an algorithm on the ranks of this MPI world, placed by a strategy. Wraps the iterations with logs and
-files."""
+"""The train verb on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlhf_spmd.config import Config, resolved
 from rlhf_spmd.errors import UserError
@@ -27,9 +26,8 @@ from rlhf_spmd.runtime.run import forecast_report, report
 from rlhf_spmd.runtime.run.console import Console, Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
-from rlhf_spmd.runtime.run.metric_alarms import Alarm
-from rlhf_spmd.runtime.run.metrics import metrics_of
-from rlhf_spmd.runtime.run.run_folder import RunFolder, writing
+from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
+from rlhf_spmd.runtime.run.run_folder import CONFIG, RunFolder, writing
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 
@@ -38,8 +36,8 @@ TIMELINE_ITERATIONS = 3  # the last ones are kept
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a run comes from. strategy, source: name and text of the strategy module; cluster: text of the file that
-    describes the cluster, if there is one. A new run makes the folder `root`/`name`, another one goes on in its own."""
+    """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
+    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own."""
 
     strategy: str
     source: str
@@ -47,12 +45,6 @@ class Origin:
     root: str = "runs"
     name: str | None = None
     resumed: Resumed | None = None
-
-    def facts(self, config: Config) -> dict[str, str]:
-        """What the heading says of a run that goes on."""
-        if self.resumed is None:
-            return {}
-        return {"resumed": f"after {self.resumed.iteration} of {config.iterations} iterations"}
 
 
 def train(
@@ -66,10 +58,10 @@ def train(
     calibration: Calibration | None = None,
     asked: Asked | None = None,
 ) -> Result | None:
-    """Runs all iterations and leaves the run folder; rank 0 prints. None if SIGTERM ended the run before.
+    """Runs all iterations and writes the run folder; rank 0 prints. Returns None if SIGTERM ended the run.
 
-    summary: what `check` prints of the program; command: how the user started it, None for a run that goes on;
-    calibration: of these devices, for a forecast that the run is compared with; asked: the signals that come.
+    summary: the program as `check` prints it; command: how the user started the run, None if it is resumed;
+    calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
     recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
@@ -79,24 +71,18 @@ def train(
     console = Console(known, enabled=world.rank == 0)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     title = f"{origin.strategy} on {ranks}"
-    facts = report.facts(job, folder) | origin.facts(config)
+    facts, resumed = report.facts(job, folder), origin.resumed
+    if resumed:
+        facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
-    for note in origin.resumed.notes if origin.resumed else ():
+    for note in resumed.notes if resumed else ():
         console.note(f"note: {note}")
-    state, history, before = begin(job, folder, origin, summary)
-    surroundings = report.surroundings(job)
-    if origin.resumed and (text := report.changed(surroundings, origin.resumed.state.get("surroundings", {}))):
-        console.note(f"note: {text}")
-    saver = Saver(
-        world,
-        job.models,
-        folder.path,
-        every=config.checkpoint.every,
-        keep=config.checkpoint.keep,
-        texts=folder.texts(),
-    )
+    state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
-    about["surroundings"] = surroundings
+    about["surroundings"] = report.surroundings(job)
+    if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
+        console.note(f"note: {text}")
+    saver = Saver(world, job.models, folder.path, **asdict(config.checkpoint), texts=folder.texts())
     executor = Executor(program, world, job.models, job.calls, recorder, asked)
     world.keep_records(folder.path)
     alarm = Alarm(known, history)
@@ -124,7 +110,7 @@ def train(
                 saver.save(number + 1, about | report.run_state(state))
         saver.check()
         recorder.forget(number + 1 - TIMELINE_ITERATIONS)
-    saver.finish()  # at once: whatever fails from here on, the run can be resumed
+    saver.finish()  # now, so that the run can be resumed whatever fails below
     if before:
         samples = report.join_samples(job, before, report.sample_responses(job))
         folder.write_samples(samples)
@@ -138,15 +124,13 @@ def train(
 
 
 def open_folder(job: Job, origin: Origin) -> RunFolder:
-    """The run folder, made or opened again, and locked. Collective; raises UserError."""
-    world, path = job.world, ""
-    if origin.resumed is None:
+    """Makes or reopens the run folder, and locks it. Collective; raises UserError."""
+    world, path = job.world, str(origin.resumed.folder) if origin.resumed else ""
+    if not path:
         with world.together("making the run folder"):
             if world.rank == 0:
                 path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).path)
         path = world.bcast(path, what="the run folder")
-    else:
-        path = origin.resumed.folder
     folder = RunFolder(path, writes=world.rank == 0)
     with world.together("opening the run folder"):
         folder.find()
@@ -156,11 +140,11 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
     return folder
 
 
-def begin(
+def start_or_resume(
     job: Job, folder: RunFolder, origin: Origin, summary: str
 ) -> tuple[State, list[dict], list[tuple[str, float]]]:
-    """What the first iteration to run begins with: the state between iterations, the metrics of those before, samples
-    of the untrained model. Collective; raises UserError, and then a run that was to go on is left as it was."""
+    """Writes the description of a run -> the state before its next iteration, the metrics of earlier iterations, and
+    samples of the untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
     state, world, resumed = State(job.config.algorithm.start(job.config.options)), job.world, origin.resumed
     history: list[dict] = []
     if resumed is not None:
@@ -193,7 +177,8 @@ def begin(
 
 
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
-    """Writes what runs into the run folder, and drops what a resumed run does again. Collective; raises UserError."""
+    """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
+    again. Collective; raises UserError."""
     with job.world.together("describing the run"):
         if job.config.wandb and folder.writes:  # first, since it may fail
             place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
@@ -201,27 +186,26 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
             folder.keep_metrics(history)
-        folder.write_strategy(origin.source)
+        folder.write("strategy.py", origin.source)
         if job.config.algorithm.from_file:
-            folder.write_algorithm(job.config.algorithm.source)
-        folder.write_program(job.program.fingerprint, summary, strategy=origin.strategy)
+            folder.write("algorithm.py", job.config.algorithm.source)
+        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.splitlines()}
+        folder.write_values("program.json", about)
         if origin.cluster:
-            folder.write_cluster(origin.cluster)
-        folder.write_config(resolved(job.config))  # last: with it, the folder is that of a run
+            folder.write("cluster.toml", origin.cluster)
+        folder.write_values(CONFIG, resolved(job.config))  # last: a folder with config.json is a run
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> State:
-    """What the next iteration begins with. values: as report.run_state wrote them."""
+    """The state before the next iteration. values: from report.run_state."""
     workload = job.program.workload
-    num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those left out by early stops count too
-    return State(
-        job.config.algorithm.read_state(values["state"]),
-        steps={model: num_steps for model in job.models.engines},
-    )
+    num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
+    steps = dict.fromkeys(job.models.engines, num_steps)
+    return State(job.config.algorithm.read_state(values["state"]), steps=steps)
 
 
 def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:
-    """SIGTERM: whatever was saved is finished, and rank 0 says how to go on."""
+    """After SIGTERM: finishes the checkpoint; rank 0 prints the command that resumes the run."""
     saver.finish()
     folder.close()
     if world.rank == 0:
@@ -239,8 +223,8 @@ def _write_timeline(
     history: Sequence[Mapping],
     calibration: Calibration | None,
 ) -> Compared | None:
-    """The last iterations, if any were run, as a timeline and, with a calibration, against their forecast (on rank 0).
-    answers: of the last one. Collective."""
+    """Writes the last iterations, if any were run, as a timeline and, given a calibration, compares them with their
+    forecast (on rank 0). answers: of the last iteration. Collective."""
     if not answers:
         return None
     recent = range(job.config.iterations - TIMELINE_ITERATIONS, job.config.iterations)
@@ -252,7 +236,7 @@ def _write_timeline(
     found = at_hand(job.world, job.config, job.program, calibration, trained_s)
     if job.world.rank > 0:
         return None
-    lengths = forecast_report.lengths_of(answers, job.prompts.prompts)
+    lengths = forecast_report.token_counts(answers, job.prompts.prompts)
     compared = forecast_report.compare(job.program, found, records, lengths)
     with writing(folder.path / "forecast.json"):
         compared.write(folder.path / "forecast.json")
@@ -261,7 +245,7 @@ def _write_timeline(
 
 
 def update(state: State, config: Config, answers: Sequence[Mapping]) -> None:
-    """What changes between iterations, from global numbers only, so that it changes alike on every rank."""
+    """Updates the algorithm's state between iterations, from global numbers only, so that every rank gets the same."""
     num_sequences = config.rollout_batch * config.samples_per_prompt
     state.of_algorithm = config.algorithm.after_iteration(
         state.of_algorithm, config.options, *combine(answers), num_sequences
@@ -269,16 +253,15 @@ def update(state: State, config: Config, answers: Sequence[Mapping]) -> None:
 
 
 def save_models(job: Job, folder: RunFolder) -> None:
-    """The trained models that the algorithm keeps as Hugging Face folders, each written by the first rank that trains
+    """Writes the trained models that the algorithm keeps as Hugging Face folders, each on the first rank that trains
     it."""
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
     for role in (name for name in workflow.trained_models if roles[name].saved):
-        train = workflow.train_call(role)
+        train, path = workflow.train_call(role), folder.path / role
         with job.world.together(f"saving the {role}"):
-            if job.world.rank in layouts[train.name].ranks:
-                state = whole_state(job.models, train)
-                if state is not None:
+            trains = job.world.rank in layouts[train.name].ranks
+            if trains and (state := whole_state(job.models, train)) is not None:
+                with writing(path):
                     config = job.models.engines[role].model.config
-                    with writing(folder.model(role)):
-                        save_state(state, config, roles[role].head, folder.model(role), source=job.config.folder(role))
+                    save_state(state, config, roles[role].head, path, source=job.config.folder(role))

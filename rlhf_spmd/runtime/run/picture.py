@@ -1,13 +1,12 @@
-"""A picture as a page that is filled from the top, in inches: text of one size, whatever the picture shows.
+"""A picture as a page that is filled from the top, in inches, so that all pictures have text of the same size.
 
 At 8.5 inches and 150 dots per inch a page is 1275 pixels wide; shown at 800 pixels its text is still 10 pixels high.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,8 @@ CHARACTER = 0.0078  # inches that a character is wide, per point
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A part of the page: where it is, in inches; texts and axes are placed in it from its left and its top."""
+class Area:
+    """A part of the page. Texts and axes in it have coordinates in inches from its left and its top."""
 
     figure: Figure
     bottom: float
@@ -44,58 +43,51 @@ class Place:
         return self.figure.add_axes((left / page_width, bottom / page_height, width / page_width, height / page_height))
 
 
-Part = Callable[[Place], None]
+Part = Callable[[Area], None]
 
 
 @dataclass(slots=True)
-class Page:
-    """Parts from the top to the bottom. They are drawn when all are known, because only then the height is."""
+class Picture:
+    """Parts from the top to the bottom. They are drawn when all have been added, since the height is the sum of theirs."""
 
     width: float = WIDTH
     parts: list[tuple[float, Part]] = field(default_factory=list)
 
     def add(self, height: float, part: Part) -> None:
-        """A part of so many inches."""
+        """Adds a part, which is `height` inches high."""
         self.parts.append((height, part))
 
     def title(self, title: str, subtitle: str = "") -> None:
-        """A heading, with a line below that says where the numbers come from."""
+        """A heading, and below it the source of the numbers."""
 
-        def part(place: Place) -> None:
-            place.text(MARGIN, 0.24, title, size=TITLE, fontweight="bold")
-            place.text(MARGIN, 0.47, subtitle, colour=FAINT_INK)
+        def part(area: Area) -> None:
+            area.text(MARGIN, 0.24, title, size=TITLE, fontweight="bold")
+            area.text(MARGIN, 0.47, subtitle, colour=FAINT_INK)
 
         self.add(0.62 if subtitle else 0.42, part)
 
     def legend(self, styles: Iterable[Style]) -> None:
-        """What the colours mean, in columns."""
+        """The meaning of the colours, in columns of equal width."""
         from matplotlib.patches import Patch
 
         found = list(styles)
-        columns = next(n for n in range(len(found), 0, -1) if n == 1 or self._width(found, n) < self.width - 2 * MARGIN)
+        inches = max((len(style.label) for style in found), default=0) * CHARACTER * SMALL + 0.42  # of a column
+        columns = max(1, min(len(found), int((self.width - 2 * MARGIN) / inches)))
         rows = -(-len(found) // columns)
         handles = [
             Patch(facecolor=style.colour, hatch=style.hatch, edgecolor=style.edge, linewidth=0, label=style.label)
             for style in found
         ]
 
-        def part(place: Place) -> None:
-            page_width, page_height = place.figure.get_size_inches()
-            place.figure.legend(
+        def part(area: Area) -> None:
+            page_width, page_height = area.figure.get_size_inches()
+            area.figure.legend(
                 handles=handles, loc="upper left", ncols=columns, frameon=False, fontsize=SMALL, labelcolor=INK,
-                bbox_to_anchor=(0.5 * MARGIN / page_width, (place.bottom + place.height) / page_height),
+                bbox_to_anchor=(0.5 * MARGIN / page_width, (area.bottom + area.height) / page_height),
                 handlelength=1.7, handleheight=1.0, columnspacing=1.3, borderaxespad=0.2, labelspacing=0.45,
             )  # fmt: skip
 
         self.add(0.12 + 0.19 * rows, part)
-
-    @staticmethod
-    def _width(styles: Sequence[Style], columns: int) -> float:
-        """Inches of a legend, which is filled column by column."""
-        rows, longer = divmod(len(styles), columns)
-        ends = [number * rows + min(number, longer) for number in range(columns + 1)]
-        longest = [max(len(style.label) for style in styles[a:b]) for a, b in pairwise(ends)]
-        return sum(longest) * CHARACTER * SMALL + 0.42 * columns
 
     def draw(self) -> Figure:
         """The figure."""
@@ -108,7 +100,7 @@ class Page:
         top = height
         for inches, part in self.parts:
             top -= inches
-            part(Place(figure, top, inches))
+            part(Area(figure, top, inches))
         return figure
 
     def save(self, path: str | Path) -> None:
