@@ -15,6 +15,8 @@ from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, re
 
 STALE_S = 15.0  # supervisors write twice a second, but a shared file system may show it later
 WAITS = ("Wait ", "Agree ", "waiting for")
+REPORTED = ("rank", "host", "process", "state", "iteration", "position", "memory_bytes", "most_memory_bytes")
+REPORTED += ("device_bytes", "status", "signal")  # fields of a record in the verbs' JSON
 
 
 def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Divergence | None:
@@ -22,18 +24,10 @@ def find_divergence(records: Sequence[Record], graph: WaitGraph | None) -> Diver
     if all(record.end_s and not record.status and not record.signal for record in records):
         return None
     last_s = max(max(record.beat_s, record.end_s) for record in records)
-    states = [
-        RankState(
-            rank=record.rank,
-            host=record.host,
-            text=record.text,
-            iteration=record.iteration,
-            position=record.position,
-            for_s=max(last_s - record.since_s, 0.0),
-            trouble=trouble_of(record, last_s),
-        )
-        for record in records
-    ]
+    states = []
+    for one in records:
+        for_s, trouble = max(last_s - one.since_s, 0.0), trouble_of(one, last_s)
+        states.append(RankState(one.rank, one.host, one.text, one.iteration, one.position, for_s, trouble))
     return diagnose(states, graph)
 
 
@@ -104,20 +98,6 @@ def how_ended(record: Record) -> str:
 
 def to_json(record: Record, now: float) -> dict[str, Any]:
     """A record as JSON-able values."""
-    return {
-        "rank": record.rank,
-        "host": record.host,
-        "process": record.process,
-        "state": record.state,
-        "iteration": record.iteration,
-        "position": record.position,
-        "doing": record.text,
-        "for_s": round(now - record.since_s, 3),
-        "memory_bytes": record.memory_bytes,
-        "most_memory_bytes": record.most_memory_bytes,
-        "device_bytes": record.device_bytes,
-        "heartbeat_age_s": round(now - record.beat_s, 3),
-        "ended": bool(record.end_s),
-        "status": record.status,
-        "signal": record.signal,
-    }
+    values = {name: getattr(record, name) for name in REPORTED}
+    ages = {"for_s": round(now - record.since_s, 3), "heartbeat_age_s": round(now - record.beat_s, 3)}
+    return values | {"doing": record.text, **ages, "ended": bool(record.end_s)}

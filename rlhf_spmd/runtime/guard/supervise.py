@@ -24,22 +24,8 @@ from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import launcher
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
-from rlhf_spmd.runtime.observe.flight_recorder import (
-    BEAT,
-    BEAT_AT,
-    BOARD_AT,
-    DEVICE_AT,
-    END,
-    END_AT,
-    LEFT_AT,
-    NUMBER,
-    SIZE,
-    Flight,
-    Record,
-    keep_message,
-    parse,
-    record_path,
-)
+from rlhf_spmd.runtime.observe import flight_recorder
+from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
 from rlhf_spmd.runtime.observe.positions import take_claim
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -59,7 +45,7 @@ CLOCK_TICKS, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), resource.getpagesize()
 
 def supervised() -> Flight:
     """Forks; returns in the child, which continues as the rank. The parent never returns."""
-    memory, stack = mmap.mmap(-1, SIZE), os.memfd_create("rlhf_spmd_stack")
+    memory, stack = mmap.mmap(-1, flight_recorder.SIZE), os.memfd_create("rlhf_spmd_stack")
     Flight(memory)  # makes a valid record, even if the child ends at once
     supervisor = os.getpid()
     # before the fork: the rank may start, and the launcher end, before the parent gets here
@@ -118,7 +104,7 @@ class Supervisor:
         if fields is not None:
             state, processor_s, num_bytes = fields
             self.most_bytes = max(self.most_bytes, num_bytes)
-            (device_bytes,) = NUMBER.unpack_from(self.memory, DEVICE_AT)
+            (device_bytes,) = flight_recorder.NUMBER.unpack_from(self.memory, flight_recorder.DEVICE_AT)
             beat = time.time(), processor_s, num_bytes, self.most_bytes, device_bytes, state.encode()
             BEAT.pack_into(self.memory, BEAT_AT, *beat)
         self.num_oom_kills.append(_num_oom_kills())
@@ -128,14 +114,14 @@ class Supervisor:
 
     def _open_board(self) -> None:
         """Opens the node's shared memory, in which ranks agree who reports; it is unlinked, so opened via /proc."""
-        descriptor = int.from_bytes(self.memory[BOARD_AT : BOARD_AT + 4], "little", signed=True)
+        descriptor = int.from_bytes(self.memory[flight_recorder.BOARD_AT : flight_recorder.BOARD_AT + 4], "little", signed=True)
         if descriptor > 0:
             with suppress(OSError):
                 self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
     def _keep(self) -> None:
         """Copies the record into the run folder; errors of the disk are ignored."""
-        path = record_path(self.memory)
+        path = flight_recorder.record_path(self.memory)
         if path is None:
             return
         with suppress(OSError):
@@ -154,12 +140,12 @@ class Supervisor:
         self._keep()
         asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
         record = parse(self.memory)
-        lost = not asked if number else bool(record.host) and not self.memory[LEFT_AT]
+        lost = not asked if number else bool(record.host) and not self.memory[flight_recorder.LEFT_AT]
         status = 128 + number if number else status or int(lost)
         if lost and (self.board is None or take_claim(self.board, mmap.mmap(self.board, 1))):
             by_kernel = _num_oom_kills() > self.num_oom_kills[0]
             text = exit_message(record, most_bytes, by_kernel=by_kernel) + self._stack()
-            keep_message(record.run, text)
+            flight_recorder.keep_message(record.run, text)
             os.write(2, f"rlhf_spmd: error: {text}\n".encode())
             time.sleep(LINGER_S)
             launcher.abort(os.environ, status)
@@ -219,11 +205,8 @@ def waits_for_disk() -> bool:
 
 def _num_oom_kills() -> int:
     """How many processes the kernel has killed for lack of memory, on this host and, if known, in this container."""
-    return sum(_oom_kills_in(path) for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"))
-
-
-def _oom_kills_in(path: str) -> int:
-    with suppress(OSError), open(path, "rb", buffering=0) as file:
-        match = OOM_KILLS.search(file.read(2**16))
-        return int(match[1]) if match else 0
-    return 0
+    num = 0
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            num += sum(map(int, OOM_KILLS.findall(file.read(2**16))))
+    return num

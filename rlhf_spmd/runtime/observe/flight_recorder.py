@@ -51,19 +51,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The contents of a rank's recorder. Times are seconds of the wall clock."""
+    """The contents of a rank's recorder, in the order of WHO, NOW, BEAT and END. Times are seconds of the wall clock."""
 
     rank: int
     size: int
     process: int
     host: str
     run: str  # the run folder, once it is known
+    num_instructions: int  # of the rank's list, once it is known
     num_begun: int
     iteration: int
     position: int
-    num_instructions: int  # of the rank's list, once it is known
+    since_s: float  # when the current action began
     text: str  # the current action
-    since_s: float  # when that began
     beat_s: float  # the last heartbeat of its supervisor
     processor_s: float
     memory_bytes: int
@@ -82,7 +82,7 @@ class Record:
 
 
 def where(text: str, position: int, num_instructions: int) -> str:
-    """A rank's action, with its position in the rank's instruction list if it has one."""
+    """The text of an action, with its position in the rank's instruction list if it has one."""
     of = f" of {num_instructions}" if num_instructions else ""
     return text + (f" (instruction {position}{of})" if position != NOWHERE else "")
 
@@ -94,26 +94,26 @@ class Flight:
         self.memory = mmap.mmap(-1, SIZE) if memory is None else memory
         self.count, self.iteration, self.position, self.num_instructions = 0, NOWHERE, NOWHERE, 0
         self.run, self.board = "", -1
-        self._about = (0, 1, "")
-        self._identify()
+        self._identity = (0, 1, "")
+        self._write_identity()
 
     def identify(self, rank: int, size: int, host: str, board: int) -> None:
         """Sets this rank's identity; board: the descriptor of the memory that the node's ranks share."""
-        self._about, self.board = (rank, size, host), board
-        self._identify()
+        self._identity, self.board = (rank, size, host), board
+        self._write_identity()
 
     def set_run(self, folder: str | Path) -> None:
         """From now on the supervisor also writes the record to this run folder."""
         self.run = str(Path(folder).absolute())
-        self._identify()
+        self._write_identity()
 
     def set_program(self, num_instructions: int) -> None:
         """Sets the length of this rank's instruction list."""
         self.num_instructions = num_instructions
-        self._identify()
+        self._write_identity()
 
-    def _identify(self) -> None:
-        rank, size, host = self._about
+    def _write_identity(self) -> None:
+        rank, size, host = self._identity
         who = (MAGIC, rank, size, os.getpid(), host.encode()[:64], self.run.encode()[:512])
         WHO.pack_into(self.memory, 0, *who, self.board, self.num_instructions)
 
@@ -149,35 +149,16 @@ def parse(memory: bytes | mmap.mmap) -> Record | None:
     if len(memory) < SIZE or memory[: len(MAGIC)] != MAGIC:
         return None
     _, rank, size, process, host, run, _, num_instructions = WHO.unpack_from(memory, 0)
-    count, iteration, position, since_s, length, text = NOW.unpack_from(memory, NOW_AT)
-    beat_s, processor_s, bytes_now, most_bytes, device_bytes, state = BEAT.unpack_from(memory, BEAT_AT)
-    end_s, status, number = END.unpack_from(memory, END_AT)
+    num_begun, iteration, position, since_s, length, text = NOW.unpack_from(memory, NOW_AT)
+    *beat, state = BEAT.unpack_from(memory, BEAT_AT)
     entries = []
-    for index in range(max(0, count - NUM_ENTRIES), count):
+    for index in range(max(0, num_begun - NUM_ENTRIES), num_begun):
         of, place, began_s, ended_s, what = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
         entries.append(Entry(of, place, began_s, ended_s or None, _text(what)))
     return Record(
-        rank=rank,
-        size=size,
-        process=process,
-        host=_text(host),
-        run=_text(run),
-        num_begun=count,
-        iteration=iteration,
-        position=position,
-        num_instructions=num_instructions,
-        text=text[:length].decode(errors="replace"),
-        since_s=since_s,
-        beat_s=beat_s,
-        processor_s=processor_s,
-        memory_bytes=bytes_now,
-        most_memory_bytes=most_bytes,
-        device_bytes=device_bytes,
-        state=state.decode(errors="replace").strip("\0"),
-        end_s=end_s,
-        status=status,
-        signal=number,
-        entries=tuple(entries),
+        *(rank, size, process, _text(host), _text(run), num_instructions),
+        *(num_begun, iteration, position, since_s, text[:length].decode(errors="replace")),
+        *(*beat, _text(state), *END.unpack_from(memory, END_AT), tuple(entries)),
     )
 
 
@@ -201,13 +182,9 @@ def read_records(run: str | Path) -> list[Record]:
     """The records of a run folder, by rank; unreadable ones are left out."""
     records = []
     for path in sorted((Path(run) / FOLDER).glob("rank-*.bin")):
-        try:
-            record = parse(path.read_bytes())
-        except OSError:
-            record = None
-        if record is not None:
-            records.append(record)
-    return records
+        with suppress(OSError):
+            records.append(parse(path.read_bytes()))
+    return [record for record in records if record is not None]
 
 
 def keep_message(run: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Numbers for the log: every rank adds sums and weights; one control message per iteration combines them."""
+"""Metrics of one iteration: every rank adds up sums and weights; one control message per iteration combines them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -25,14 +25,11 @@ class Meter:
 
 def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
     """Global means and maxima, and the weight of each mean; summed in rank order, so every rank gets the same bits."""
-    sums: dict[str, list[float]] = {}
-    values: dict[str, float] = {}
+    total = Meter()
     for message in messages:
-        for name, (total, weight) in message["sums"].items():
-            entry = sums.setdefault(name, [0.0, 0.0])
-            entry[0] += total
-            entry[1] += weight
+        for name, (value, weight) in message["sums"].items():
+            total.add(name, value, weight)
         for name, value in message["maxima"].items():
-            values[name] = max(values.get(name, 0.0), value)
-    values |= {name: total / weight for name, (total, weight) in sums.items() if weight}
-    return values, {name: weight for name, (_, weight) in sums.items()}
+            total.maximum(name, value)
+    means = {name: value / weight for name, (value, weight) in total.sums.items() if weight}
+    return total.maxima | means, {name: weight for name, (_, weight) in total.sums.items()}

@@ -94,7 +94,7 @@ class Console:
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
     def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:
-        """Prints the result, the paths of files, the next commands (purpose -> command) and, last, the result as JSON."""
+        """Prints the result, paths of files, next commands (by their purpose) and, last, the result as JSON."""
         path = folder.path
         facts: dict[str, object] = {}
         for name, (first, last) in result.headlines.items():

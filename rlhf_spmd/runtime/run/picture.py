@@ -48,7 +48,7 @@ Part = Callable[[Area], None]
 
 @dataclass(slots=True)
 class Picture:
-    """Parts from the top to the bottom. They are drawn when all have been added, since the height is the sum of theirs."""
+    """Parts from the top to the bottom, drawn when all have been added, since their heights add up to the picture's."""
 
     width: float = WIDTH
     parts: list[tuple[float, Part]] = field(default_factory=list)
