@@ -49,7 +49,7 @@ def test_generate_calls_have_their_place_as_stream():
             model(name).infer("logprobs", prompts, responses, output=f"{name} logprobs")
         model("actor").train("loss", prompts, responses)
 
-    workflow = trace(twice, dict.fromkeys(("actor", "other"), Role("lm")), {"prompts": "prompt"})
+    workflow = trace(twice, dict.fromkeys(("actor", "other"), Role("lm", lr=1e-5)), {"prompts": "prompt"})
     assert [call.name for call in workflow.generate_calls] == ["actor_generate", "other_generate_other"]
     assert [random_streams.of_call(workflow, call) for call in workflow.generate_calls] == [0, 1]
     with pytest.raises(ValueError):
