@@ -82,7 +82,13 @@ def page() -> str:
     parts = [HEAD, RUN, *_tables(configs.Config), ALGORITHMS]
     for name in algorithms():
         parts += [f"\n### {name}\n\n", *_tables_of_algorithm(load_algorithm(name))]
-    parts += [PRESETS, _table_of_presets(), OFFLINE, *_tables(offline_options.Options, " of generate"), STRATEGIES]
+    parts += [
+        PRESETS,
+        _table_of_presets(),
+        OFFLINE,
+        *_tables(offline_options.GenerateOptions, " of generate"),
+        STRATEGIES,
+    ]
     for name in names():
         rows = [_row(*option) for option in strategy_options(name)]
         parts += [f"\n### {name}\n\n", _lines(("option", "type", "default", "meaning"), rows)]

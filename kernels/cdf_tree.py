@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 FANOUT = 8  # like BLOCK part of the definition: another tree draws other (equally valid) tokens
 BLOCK = FANOUT**3

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 MIN_TOKENS = 64  # a program takes at least this many tokens, if the row has them
 MAX_TOKENS = 2048  # a program is planned to take at most this many: one long row must not delay a batch of short ones

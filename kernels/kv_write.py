@@ -11,7 +11,7 @@ Legend: T new tokens, K key-value heads, d head dim, n blocks, s slots of a bloc
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 
 def heads_of(slots_T: Tensor, num_heads: int, block_size: int) -> Tensor:

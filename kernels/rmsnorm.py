@@ -11,7 +11,7 @@ Legend: N rows, H heads (rows may be [T, H]: norms of queries and keys), D size 
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 TILE = 2048  # numbers that a program holds, if a row is shorter than that
 

@@ -11,7 +11,7 @@ Legend: T tokens, H query heads, K key-value heads, d head dim, f pairs of a hea
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 
 def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ Legend: B sequences, V vocabulary, N vocabulary blocks, K tokens of a block or s
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
 from rlhf_spmd.kernels.cdf_tree import (
     BLOCK,
     LEVELS_INSIDE,
@@ -30,6 +29,7 @@ from rlhf_spmd.kernels.sample_cpu import sample_cpu
 from rlhf_spmd.kernels.support import Rules, Sampled, make_rules, support_ref
 from rlhf_spmd.kernels.support_ids import collect_triton
 from rlhf_spmd.kernels.support_threshold import Support, image, threshold_triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 BLOCKS = 8  # blocks per program of the first kernel
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 TILE = 1024  # numbers of a row that a program takes
 

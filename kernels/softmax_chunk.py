@@ -24,7 +24,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 CACHED_BYTES = 2 * 2**20  # of float32 numbers that a CPU processes at a time, so that they stay in its cache
 LOWEST = -1e30  # used for log 0 where it is multiplied by 0

@@ -12,10 +12,10 @@ Legend: B rows, V vocabulary, N blocks, T tokens of a tile, K stored tokens.
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
 from rlhf_spmd.kernels.cdf_tree import BLOCK
 from rlhf_spmd.kernels.support import Rules
 from rlhf_spmd.kernels.support_threshold import TILE, Support, image, load_tile
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 EMPTY = -(2**63)  # below every key
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels.backend import tl, triton
 from rlhf_spmd.kernels.cdf_tree import BLOCK
 from rlhf_spmd.kernels.support import Rules
+from rlhf_spmd.kernels.triton_import import tl, triton
 
 TILE = 4 * BLOCK
 PIVOTS = 8

@@ -13,7 +13,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.observe.meter import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
@@ -96,7 +96,7 @@ class RunOf:
         self.config, self.world = config, world or OneRank()
         self.program = program or compiled(config)
         self.job = prepare(config, self.program, self.world)
-        self.state = State(config.algorithm.start(config.options))
+        self.state = RunState(config.algorithm.start(config.options))
         self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Tracer())
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration

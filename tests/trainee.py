@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlhf_spmd.runtime.engines.engine import make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.train_engine import make_engine
 from rlhf_spmd.runtime.world.world import World
 
 VOCAB, HIDDEN, LENGTH = 37, 14, 6  # sizes that no number of ranks divides

@@ -30,7 +30,7 @@ from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_tokenizer, save_model
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.rows import generate_rows
+from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 5, "weights": 6, "centre": 7}

@@ -228,8 +228,8 @@ def nano_vllm(light: Light) -> Found:
 def train_step(light: Light) -> Found:
     """Sequences of one length, without recomputation; AdamW with float32 masters."""
     from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
-    from rlhf_spmd.runtime.engines.engine import make_engine
     from rlhf_spmd.runtime.engines.flat_engine import Groups
+    from rlhf_spmd.runtime.engines.train_engine import make_engine
 
     num, prompt, response = (2, 3, 4) if light.dry else (8, 128, 896)
     config, device = DRY if light.dry else LLAMA_1B, light.device

@@ -127,7 +127,7 @@ def write_lengths(file: Path) -> None:
     """Tokens of every prompt and response of the measured iterations, from one rank that runs them."""
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Recorder
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
     from rlhf_spmd.runtime.run.train import update
@@ -141,7 +141,7 @@ def write_lengths(file: Path) -> None:
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
         executor = Executor(program, world, job.models, job.calls, Recorder())
-        state, lengths = State(config.algorithm.start(config.options)), {"prompts": [], "responses": []}
+        state, lengths = RunState(config.algorithm.start(config.options)), {"prompts": [], "responses": []}
         for number in range(config.iterations):
             answers = executor.iteration(make_iteration(job, number), state)
             update(state, config, answers)

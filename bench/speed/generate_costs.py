@@ -14,7 +14,7 @@ from bench.speed.roofline import alternate
 from rlhf_spmd.model import paged
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import engine
-from rlhf_spmd.runtime.generation.kvcache import token_bytes
+from rlhf_spmd.runtime.generation.kv_cache import token_bytes
 
 # what counts as a part of its own, whatever operations it is made of
 PARTS = {"attention": [(paged, "decode_attention"), (paged, "kv_write")], "sampling": [(engine, "sample")]}

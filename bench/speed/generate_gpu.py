@@ -10,7 +10,7 @@ from bench.speed.generate_costs import products_of
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.kvcache import token_bytes
+from rlhf_spmd.runtime.generation.kv_cache import token_bytes
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 from rlhf_spmd.runtime.generation.requests import Sampling
 

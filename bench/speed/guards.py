@@ -57,13 +57,13 @@ def measure(config: Config, program: Program, world: World) -> dict:
     """Shares of an iteration: medians over the pairs, of the slowest rank. The same on every rank."""
     from rlhf_spmd.runtime.checkpoint.saving import Saver
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Recorder
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
 
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Recorder(world.rank))
-    state = State(config.algorithm.start(config.options))
+    state = RunState(config.algorithm.start(config.options))
 
     def iteration(number: int, before: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """Seconds of `before` and of both together, of the slowest rank."""

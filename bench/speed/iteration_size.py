@@ -102,7 +102,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
 
     from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.job import Job, make_iteration
 
@@ -126,7 +126,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
         with Clock() as made:
             data = make_iteration(job, number)
         with Clock() as executed:
-            answers = executor.iteration(data, State(None))
+            answers = executor.iteration(data, RunState(None))
         grown = peak_bytes() - began_bytes
         assert sum(len(answer["rows"]) for answer in answers) == workload.num_sequences
         del data, answers

@@ -99,7 +99,7 @@ def measure(
     that a Run of each call takes besides its sleep; None: what is measured here. scale: of all times in SLOW_S.
     """
     from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import State
+    from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Recorder
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
 
@@ -117,7 +117,7 @@ def measure(
     job.calls.run = slowed
     recorder = Recorder()
     executor, mine = Executor(program, world, job.models, job.calls, recorder), []
-    state = State(config.algorithm.start(config.options))
+    state = RunState(config.algorithm.start(config.options))
     for number in range(iterations):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")

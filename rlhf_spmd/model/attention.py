@@ -1,7 +1,7 @@
 """Attention within sequences. A context defines the position of every token and which tokens a query may see.
 
 There are two layouts. Rows are left-aligned and padded on the right, so causal attention needs no mask: no real token
-sees padding. Packed sequences are concatenated without padding. Attention over a KV cache is in paged.py.
+sees padding. Packed sequences are concatenated without padding. Attention over a KV cache is in kv_attention.py.
 """
 
 # B sequences, T current tokens, N tokens of packed sequences, H heads, K key-value heads, d head_dim;
@@ -21,7 +21,7 @@ from torch import Tensor
 from rlhf_spmd.model.linear import Joined
 
 
-class Context(Protocol):
+class AttentionContext(Protocol):
     """The positions of the current tokens and what they attend to; token dims are [B, T], [B] or, if packed, [N]."""
 
     packed: ClassVar[bool]
@@ -37,7 +37,7 @@ class Context(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Padded:
     """Tokens [B, T], one sequence per row, from position 0."""
 
     positions: Tensor  # [1, T]
@@ -46,7 +46,7 @@ class Rows:
     joined: ClassVar[None] = None
 
     @classmethod
-    def of(cls, num_tokens: int, device: torch.device) -> "Rows":
+    def of(cls, num_tokens: int, device: torch.device) -> "Padded":
         """Rows of `num_tokens` tokens, including padding."""
         return cls(torch.arange(num_tokens, device=device)[None])
 

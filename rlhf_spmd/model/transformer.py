@@ -23,7 +23,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
-from rlhf_spmd.model.attention import Context, Rows
+from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Linear, like_results, linear
 from rlhf_spmd.model.parallel import (
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [..., D] -> [..., D]; cos, sin: of all tokens, from rope.cos_sin."""
         fast = context.cached
         if context.packed:
@@ -156,7 +156,7 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, config.hidden_size, bias=config.mlp_bias, group=self.group)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x [..., D] -> [..., D]."""
         if context.packed:
             x = gather_tokens(x, group=self.group)
@@ -179,7 +179,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, layer, parallel)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """x [..., D] -> [..., D]."""
         mixed = self.self_attn(self.input_layernorm(x, fast=context.cached), cos, sin, context)
         normed, x = self.post_attention_layernorm(mixed, residual=x, fast=context.cached)
@@ -259,18 +259,20 @@ class Transformer(nn.Module):
             if name in mine:
                 mine[name].copy_(drawn[slice_of(name, self.config, shard)])
 
-    def forward(self, tokens: Tensor | None, *, context: Context | None = None, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor | None, *, context: AttentionContext | None = None, hidden: Tensor | None = None
+    ) -> Tensor:
         """tokens int64 [B, T] (negative: padding, on the right) or, in a packed context, [N] -> hidden.
 
         context: see attention.py; None: rows without a cache. hidden: the output of the previous stage; None on the
         first stage, the only one that reads the tokens. Returns this stage's output [..., D], after the final norm on
         the last stage; in a packed context, this tp rank's share of the tokens (see `output_shape`).
-        Do not train with Rows under tp: gradients would lack the other ranks' parts.
+        Do not train with Padded rows under tp: gradients would lack the other ranks' parts.
         Raises UserError if `dynamic` rope is used with a cache beyond the trained length: stored keys would be stale.
         """
         if context is None:
             rows = tokens if hidden is None else hidden
-            context = Rows.of(rows.shape[1], rows.device)
+            context = Padded.of(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
         if self.parallel.is_first:
             assert hidden is None, "the first stage begins with tokens"

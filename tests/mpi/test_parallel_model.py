@@ -20,9 +20,9 @@ from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, res
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.runtime.data.prompts import pad
-from rlhf_spmd.runtime.engines.engine import make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
-from rlhf_spmd.runtime.generation.rows import generate_rows
+from rlhf_spmd.runtime.engines.train_engine import make_engine
+from rlhf_spmd.runtime.generation.rollout import generate_rows
 from tests.draws import random_responses
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.slow_at(5, 8)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.engines.engine import make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.train_engine import make_engine
 from tests.trainee import CLIP, VOCAB, Trainee, global_batch, share_of_loss, single_process, tiny
 
 pytestmark = [

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.engines.engine import make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.train_engine import make_engine
 from tests.trainee import CLIP, LR, Trainee, global_batch, share_of_loss, shares, single_process, tiny
 
 pytestmark = [

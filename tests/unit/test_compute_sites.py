@@ -10,7 +10,7 @@ from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.call_handlers import Calls
-from rlhf_spmd.runtime.execute.handlers.context import Context, State
+from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.observe.meter import combine
 from tests.programs import make_workload, place_calls
@@ -22,7 +22,7 @@ def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     """What a rank's advantage Runs leave in its store, given all inputs; and what they count."""
     config = load("tiny")
     world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    calls = Calls(Context(program, config, world, None, None, eos_ids=(1,), num_known=63))
+    calls = Calls(CallContext(program, config, world, None, None, eos_ids=(1,), num_known=63))
     generator = torch.Generator().manual_seed(0)
     shape = (NUM, MINI_BATCH, program.workload.max_response)
     whole = {"responses": torch.randint(1, 9, shape, generator=generator)}
@@ -38,7 +38,7 @@ def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     data = Iteration(0, 0, nothing, nothing, torch.zeros(1), store)
     for step in program.instructions[rank]:
         if isinstance(step, Run) and step.call == "estimate_advantages":
-            calls.run(step, data, State(ppo.State(kl_coef=0.1)))
+            calls.run(step, data, RunState(ppo.State(kl_coef=0.1)))
     return store, data.meter.to_message()
 
 

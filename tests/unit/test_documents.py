@@ -88,7 +88,7 @@ def test_options_are_those_of_the_code():
 
 
 def test_every_option_has_a_meaning():
-    groups = [(cls, cls.__name__) for cls in (configs.Config, offline_options.Options)]
+    groups = [(cls, cls.__name__) for cls in (configs.Config, offline_options.GenerateOptions)]
     groups += [(field.type, field.name) for cls, _ in groups for field in dataclasses.fields(cls)]
     groups += [(load_algorithm(name).options, name) for name in algorithms()]
     groups = [(cls, name) for cls, name in groups if cls is not Algorithm]  # a page, whose options are among these

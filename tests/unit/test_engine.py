@@ -7,7 +7,7 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.kvcache import KVCache, token_bytes
+from rlhf_spmd.runtime.generation.kv_cache import KVCache, token_bytes
 from rlhf_spmd.runtime.generation.requests import Sampling
 from tests.draws import random_responses
 from tests.unit.test_generate import OFTEN, SHAPES, VOCAB, make_model, make_prompts, rows

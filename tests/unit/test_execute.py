@@ -14,7 +14,7 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
 from rlhf_spmd.runtime.execute import executor as executor_module
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import ROW
 from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
@@ -84,7 +84,7 @@ def test_ranks_that_meet_say_the_same(ranks):
     program = place_calls(make_workload(num_mini_batches=2, epochs=2, whiten="batch"), "1x4", **ranks)
     board = Board(4)
     for number, executor in itertools.product(range(2), executors(program, board)):
-        executor.iteration(iteration(number), State(None))
+        executor.iteration(iteration(number), RunState(None))
     for rank, texts in board.texts.items():
         assert max(Counter(texts).values()) == 1, rank
     for step in {step for steps in program.instructions for step in steps if not isinstance(step, Post | Wait)}:
@@ -105,7 +105,7 @@ def test_only_the_late_rank_is_named(ranks):
         executor.instructions = executor.instructions[: where + 1]
     everyone[1].instructions = everyone[1].instructions[:-1]
     for executor in everyone:
-        executor.iteration(iteration(), State(None))
+        executor.iteration(iteration(), RunState(None))
 
     def lost(*_) -> None:
         raise RuntimeError("[gloo] Timed out waiting 1000ms for recv operation to complete")
@@ -113,7 +113,7 @@ def test_only_the_late_rank_is_named(ranks):
     everyone[0].calls.run = lost
     everyone[0].instructions = (step,)
     with pytest.raises(UserError, match="rank 1 on here last reported: iteration 0: ") as caught:
-        everyone[0].iteration(iteration(), State(None))
+        everyone[0].iteration(iteration(), RunState(None))
     assert caught.value.args[0].count("last reported") == 1
     assert f"gave up waiting in iteration 0, instruction 0: {step}" in str(caught.value)
 
@@ -127,7 +127,7 @@ def test_a_peer_that_posted_is_not_late():
     for rank in (0, 1):
         where = everyone[rank].instructions.index(Post(number))
         everyone[rank].instructions = everyone[rank].instructions[: where + 1]
-        everyone[rank].iteration(iteration(), State(None))
+        everyone[rank].iteration(iteration(), RunState(None))
     board.places[2] = RankStatus("iteration 0: Run actor_generate", 0, 0)
     error = everyone[3]._explained(RuntimeError("gloo: timed out"), Wait(number), 5, iteration())
     assert isinstance(error, UserError) and "rank 2 on here last reported: iteration 0: Run actor_generate" in str(

@@ -11,7 +11,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.data.prompts import pad
-from rlhf_spmd.runtime.generation.rows import generate_rows
+from rlhf_spmd.runtime.generation.rollout import generate_rows
 from tests.draws import random_responses
 from tests.slow_sample import slow_draw
 

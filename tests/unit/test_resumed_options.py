@@ -16,7 +16,7 @@ from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import store
 from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import report
 from tests.runs import OneRank
@@ -186,7 +186,7 @@ def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
     state = run.config.algorithm.read_state(run.state["state"])
     assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
     assert {name: run.state[name] for name in ABOUT} == ABOUT
-    assert report.run_state(State(state)) == {"state": OF_PPO}
+    assert report.run_state(RunState(state)) == {"state": OF_PPO}
 
 
 def test_the_options_of_an_older_run_folder_are_read(tmp_path):

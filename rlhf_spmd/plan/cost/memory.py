@@ -1,6 +1,6 @@
 """Bytes that a rank needs: what it holds all through an iteration, and the most that a call takes besides.
 
-Mixed precision as runtime/engines/flat_engine.py and engine.py lay it out (ZeRO, arXiv 1910.02054, section 3): with p
+Mixed precision as the files of runtime/engines/ lay it out (ZeRO, arXiv 1910.02054, section 3): with p
 parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
 gradients that are accumulated in float32, the two AdamW moments in float32, and, where c < 4, float32 master weights.
 Stages 2 and 3 are DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_spmd.runtime.checkpoint import store as files
 from rlhf_spmd.runtime.checkpoint.train_state import collect, write_tensors
 from rlhf_spmd.runtime.guard.watch import LONGEST_WAIT
-from rlhf_spmd.runtime.weights.models import RankModels
+from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.world import World
 
 

@@ -20,7 +20,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, write
 from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
-from rlhf_spmd.runtime.weights.models import RankModels
+from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # AdamW's; masters are float32 (or the compute dtype if that is wider)

@@ -58,7 +58,7 @@ def shares_of_parts(zero: Any, names: Mapping[int, str], *, rank: int) -> list[S
 
 
 def state_of(optimizer: torch.optim.Optimizer, shares: Sequence[Share]) -> tuple[int, dict]:
-    """See `engine.TrainEngine.optimizer_state`."""
+    """See `TrainEngine.optimizer_state`."""
     num_steps, by_interval = 0, {}
     for share in shares:
         state = optimizer.state[share.master]

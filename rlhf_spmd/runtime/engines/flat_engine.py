@@ -116,7 +116,7 @@ class FlatEngine:
         return [master]
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
-        """One optimizer step; see `engine.TrainEngine.step`."""
+        """One optimizer step; see `TrainEngine.step`."""
         self.begin()
         for micro_batch in micro_batches:
             self.backward(loss(self.model, micro_batch))
@@ -209,7 +209,7 @@ class FlatEngine:
         return slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """See `engine.TrainEngine.optimizer_state`."""
+        """See `TrainEngine.optimizer_state`."""
         by_interval, mine = {}, self._share()
         place_of = {id(p): number for number, p in enumerate(self._weights)}
         for interval, p, start in self._shares(mine):
@@ -224,7 +224,7 @@ class FlatEngine:
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
-        """See `engine.TrainEngine.load`."""
+        """See `TrainEngine.load`."""
         self._adamw.begin(num_steps)
         if self._flat_weights is None:
             for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):

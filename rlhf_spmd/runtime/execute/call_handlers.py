@@ -7,7 +7,7 @@ from rlhf_spmd.model.sequences import forward
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
-from rlhf_spmd.runtime.execute.handlers.context import Context, State
+from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.optimizer_step import Training
 from rlhf_spmd.runtime.execute.pipeline_runtime import Inference, Optimization, Passes
@@ -16,11 +16,11 @@ from rlhf_spmd.runtime.execute.pipeline_runtime import Inference, Optimization, 
 class Calls:
     """The calls of one program on this rank."""
 
-    def __init__(self, context: Context):
+    def __init__(self, context: CallContext):
         self.context = context
         self.training = Training(context.config, context.workload, context.world.rank, context.sampling, context.masks)
 
-    def run(self, step: Run, data: Iteration, state: State) -> None:
+    def run(self, step: Run, data: Iteration, state: RunState) -> None:
         """Executes one Run without stages."""
         context = self.context
         call = context.workload.workflow.call(step.call)
@@ -42,7 +42,7 @@ class Calls:
                     finish(index, forward(model, batch))
                 close()
 
-    def passes(self, step: Run, data: Iteration, state: State) -> Passes | None:
+    def passes(self, step: Run, data: Iteration, state: RunState) -> Passes | None:
         """The passes of a Run with stages; None if there is nothing to do."""
         context = self.context
         call = context.workload.workflow.call(step.call)

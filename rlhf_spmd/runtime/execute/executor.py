@@ -28,16 +28,16 @@ from rlhf_spmd.plan.program.instructions import (
 from rlhf_spmd.plan.program.pipeline import body, is_pipelined
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.call_handlers import Calls
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
-from rlhf_spmd.runtime.generation.kvcache import release_unused
+from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
 from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.guard.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.weights.models import RankModels
+from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
 from rlhf_spmd.runtime.world.world import World
@@ -70,7 +70,7 @@ class Executor:
         self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it
         self.num_bytes_sent, self.num_messages_sent = 0, 0
 
-    def iteration(self, data: Iteration, state: State) -> list[dict]:
+    def iteration(self, data: Iteration, state: RunState) -> list[dict]:
         """One pass over the list; returns what every rank said at the closing Agree."""
         self.recorder.iteration = data.number
         self.num_bytes_sent, self.num_messages_sent = 0, 0
@@ -91,7 +91,7 @@ class Executor:
         self.world.progress(f"iteration {data.number}: over", data.number)
         return answers
 
-    def _execute(self, step: Instruction, data: Iteration, state: State) -> list[dict] | None:
+    def _execute(self, step: Instruction, data: Iteration, state: RunState) -> list[dict] | None:
         if isinstance(step, Run):
             call, layout = self.program.workload.workflow.call(step.call), self.program.layout_of(step)
             if is_pipelined(call, layout):
@@ -125,7 +125,7 @@ class Executor:
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
 
-    def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: State) -> None:
+    def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: RunState) -> None:
         """A Run with stages: its body, for the number of micro-batches that the ranks agree on."""
         about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
         with self.recorder.span(step.call, "compute", **about):

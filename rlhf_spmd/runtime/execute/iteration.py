@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.words import TOKEN_SHAPES
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.generation.rows import Rollout
+from rlhf_spmd.runtime.generation.rollout import Rollout
 from rlhf_spmd.runtime.observe.meter import Meter
 
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix

@@ -37,7 +37,7 @@ from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.engines.engine import TrainEngine
+from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.observe.meter import Meter
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
@@ -74,7 +74,7 @@ class Step:
 
 class Training:
     """Makes optimizer steps of rows that a handler has gathered. sampling: of generation, which every pass repeats.
-    masks: as Context.masks."""
+    masks: as CallContext.masks."""
 
     def __init__(self, config: Config, workload: Workload, rank: int, sampling: dict, masks: Callable):
         self.config, self.workload, self.rank, self.sampling, self.masks = config, workload, rank, sampling, masks

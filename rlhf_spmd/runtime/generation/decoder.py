@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
+from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Joined, in_mkl_order
-from rlhf_spmd.model.paged import DecodeStep, Prefill, Round
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation.blocks import Scheduler
 from rlhf_spmd.runtime.generation.cuda_graphs import Graphs
-from rlhf_spmd.runtime.generation.kvcache import KVCache, slots_of
+from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
+from rlhf_spmd.runtime.generation.scheduler import Scheduler
 
 
 class Decoder:

@@ -29,10 +29,10 @@ from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import logits_of
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation.blocks import Admission, Blocks, Scheduler, WaitingRequest
 from rlhf_spmd.runtime.generation.decoder import Decoder
-from rlhf_spmd.runtime.generation.kvcache import GPU_BLOCK, KVCache, blocks_that_fit
+from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit
 from rlhf_spmd.runtime.generation.requests import Batch, Requests, Sampling
+from rlhf_spmd.runtime.generation.scheduler import Admission, Blocks, Scheduler, WaitingRequest
 
 PREFILL_TOKENS = 4096  # limit of one prefill with more than one prompt
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.generation.blocks import Admission
+from rlhf_spmd.runtime.generation.scheduler import Admission
 
 
 @dataclass(frozen=True, slots=True)

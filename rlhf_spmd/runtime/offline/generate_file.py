@@ -32,10 +32,10 @@ from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.kvcache import free_bytes, release_unused
-from rlhf_spmd.runtime.offline.options import Options
+from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
+from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
-from rlhf_spmd.runtime.weights.models import DTYPES
+from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
 
@@ -153,7 +153,7 @@ class Replica:
     engine: Engine
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
-    options: Options
+    options: GenerateOptions
     windows: Iterator[Sequence[Prompt]]
     _queue: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
 
@@ -207,7 +207,7 @@ def merge_in_order(lines: Sequence[Sequence[dict]], samples: int) -> list[dict]:
 
 
 def make_replica(
-    folder: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, layout: Layout, world: World, options: Options
+    folder: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, layout: Layout, world: World, options: GenerateOptions
 ) -> Replica | None:
     """This rank's copy of the model with its share of the prompts; None without prompts. Collective over the copy."""
     group = layout.tensor_ranks(world.rank)
@@ -234,13 +234,13 @@ def make_replica(
     return Replica(engine, tokenizer, tokenizer.eos_ids(config), options, windows)
 
 
-def window_of(options: Options) -> int:
+def window_of(options: GenerateOptions) -> int:
     """Number of prompts in a window, the same on every copy."""
     return max(WINDOW * options.generation.max_sequences // options.samples_per_prompt, 1)
 
 
 def generate_file(
-    world: World, layout: Layout, options: Options, *, model: str, prompts: Path, out: Path, overwrite: bool
+    world: World, layout: Layout, options: GenerateOptions, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
     """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the values of its last line."""
     with world.together("reading tokenizer and prompts"):

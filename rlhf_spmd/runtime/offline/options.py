@@ -29,7 +29,7 @@ class OfflineData:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GenerateOptions:
     """One run of `generate`."""
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers
@@ -42,9 +42,9 @@ class Options:
     generation: OfflineGeneration = OfflineGeneration()
 
 
-def load_options(words: Iterable[str]) -> Options:
+def load_options(words: Iterable[str]) -> GenerateOptions:
     """Options from KEY=VALUE words; later words win. Raises UserError for an unknown key or a bad value."""
-    options = Options()
+    options = GenerateOptions()
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
@@ -62,7 +62,7 @@ def load_options(words: Iterable[str]) -> Options:
 def keys() -> list[str]:
     """All keys."""
     names = []
-    for field in dataclasses.fields(Options):
+    for field in dataclasses.fields(GenerateOptions):
         inner = dataclasses.fields(field.type) if dataclasses.is_dataclass(field.type) else ()
         names += [f"{field.name}.{leaf.name}" for leaf in inner] or [field.name]
     return names

@@ -19,7 +19,7 @@ from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.offline.options import OfflineGeneration, Options
+from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration
 from rlhf_spmd.runtime.world.world import World
 
 SAMPLING_KEYS = tuple(each.name for each in dataclasses.fields(Sampling))
@@ -69,7 +69,7 @@ def _samplings(path: Path, generation: OfflineGeneration, num: int) -> list[Samp
 
 
 def read_offline_prompts(
-    path: Path, tokenizer: Tokenizer, model: ModelConfig, options: Options, world: World | None = None
+    path: Path, tokenizer: Tokenizer, model: ModelConfig, options: GenerateOptions, world: World | None = None
 ) -> list[Prompt]:
     """The prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 

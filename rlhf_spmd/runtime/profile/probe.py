@@ -38,10 +38,10 @@ from rlhf_spmd.plan.cost.seconds import Lengths
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.profile.clock import last_level_cache_bytes
-from rlhf_spmd.runtime.profile.grid import Grid
 from rlhf_spmd.runtime.profile.machine import machines
-from rlhf_spmd.runtime.profile.passes import TimedModel
-from rlhf_spmd.runtime.weights.models import DTYPES
+from rlhf_spmd.runtime.profile.model_timings import TimedModel
+from rlhf_spmd.runtime.profile.sizes import Grid
+from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.world import World
 
 LIMIT_S = 2.0  # of a probe

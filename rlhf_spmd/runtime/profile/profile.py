@@ -18,8 +18,8 @@ from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured, fit_link
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
-from rlhf_spmd.runtime.profile.grid import Grid
 from rlhf_spmd.runtime.profile.machine import machines, processor
+from rlhf_spmd.runtime.profile.sizes import Grid
 from rlhf_spmd.runtime.world.devices import type_of
 from rlhf_spmd.runtime.world.world import World
 
@@ -59,8 +59,8 @@ def profile(
 
     import torch
 
-    from rlhf_spmd.runtime.profile.links import constants, links
-    from rlhf_spmd.runtime.profile.passes import measure_shape
+    from rlhf_spmd.runtime.profile.hardware import constants, links
+    from rlhf_spmd.runtime.profile.model_timings import measure_shape
 
     kind = type_of(world.computes, config.device_type)
     machine = machines(world)[world.rank]

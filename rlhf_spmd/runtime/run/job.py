@@ -18,9 +18,9 @@ from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.scorer import Scorer
 from rlhf_spmd.runtime.execute.call_handlers import Calls
-from rlhf_spmd.runtime.execute.handlers.context import Context
+from rlhf_spmd.runtime.execute.handlers.context import CallContext
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.weights.models import RankModels, shared_vocabulary
+from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
 
@@ -63,7 +63,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         scorer = Scorer(config, judges.pop(), tokenizer) if judges else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
-    calls = Calls(Context(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))
+    calls = Calls(CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))
     columns = program.held(world.rank)
     return Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns)
 

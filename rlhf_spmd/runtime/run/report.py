@@ -18,11 +18,11 @@ from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.reward_function import source_file
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.rows import generate_rows
+from rlhf_spmd.runtime.generation.rollout import generate_rows
 from rlhf_spmd.runtime.observe.meter import combine
 from rlhf_spmd.runtime.run.console import Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
@@ -114,7 +114,7 @@ def format_count(num: int) -> str:
     return str(num)
 
 
-def run_state(state: State) -> dict:
+def run_state(state: RunState) -> dict:
     """The state of a run besides weights, options and inputs, for a checkpoint."""
     return {"state": asdict(state.of_algorithm) if state.of_algorithm is not None else {}}
 

@@ -7,7 +7,7 @@ import time
 from rlhf_spmd.config import Config
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.observe.device_clock import clock_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
@@ -21,7 +21,7 @@ def iteration_s(config: Config, program: Program, world: World) -> float:
     groups. Frees the models before it returns."""
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
-    state, seconds = State(config.algorithm.start(config.options)), []
+    state, seconds = RunState(config.algorithm.start(config.options)), []
     for number in range(NUM_ITERATIONS):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")

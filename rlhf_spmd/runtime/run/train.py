@@ -15,7 +15,7 @@ from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.store import remove_drafts
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
-from rlhf_spmd.runtime.execute.handlers.context import State
+from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
@@ -142,10 +142,10 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
 
 def start_or_resume(
     job: Job, folder: RunFolder, origin: Origin, summary: str
-) -> tuple[State, list[dict], list[tuple[str, float]]]:
+) -> tuple[RunState, list[dict], list[tuple[str, float]]]:
     """Writes the description of a run -> the state before its next iteration, the metrics of earlier iterations, and
     samples of the untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
-    state, world, resumed = State(job.config.algorithm.start(job.config.options)), job.world, origin.resumed
+    state, world, resumed = RunState(job.config.algorithm.start(job.config.options)), job.world, origin.resumed
     history: list[dict] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
@@ -196,12 +196,12 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write_values(CONFIG, resolved(job.config))  # last: a folder with config.json is a run
 
 
-def state_after(job: Job, num_iterations: int, values: Mapping) -> State:
+def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
     """The state before the next iteration. values: from report.run_state."""
     workload = job.program.workload
     num_steps = num_iterations * workload.epochs * workload.num_mini_batches  # those skipped by early stops included
     steps = dict.fromkeys(job.models.engines, num_steps)
-    return State(job.config.algorithm.read_state(values["state"]), steps=steps)
+    return RunState(job.config.algorithm.read_state(values["state"]), steps=steps)
 
 
 def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_iterations: int) -> None:
@@ -244,7 +244,7 @@ def _write_timeline(
     return compared
 
 
-def update(state: State, config: Config, answers: Sequence[Mapping]) -> None:
+def update(state: RunState, config: Config, answers: Sequence[Mapping]) -> None:
     """Updates the algorithm's state between iterations, from global numbers only, so that every rank gets the same."""
     num_sequences = config.rollout_batch * config.samples_per_prompt
     state.of_algorithm = config.algorithm.after_iteration(

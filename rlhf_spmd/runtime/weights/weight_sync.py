@@ -9,7 +9,7 @@ from rlhf_spmd.plan.program.tensors import weights_of
 from rlhf_spmd.plan.program.transfers import holding
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.weights.models import RankModels
+from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_mover import Mover
 
 

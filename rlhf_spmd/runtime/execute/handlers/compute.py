@@ -12,11 +12,11 @@ from rlhf_spmd.algorithm import bound, mask_words
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.handlers.context import Context, State, shape_of
+from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration
 
 
-def compute(context: Context, call: Call, step: Run, data: Iteration, state: State) -> None:
+def compute(context: CallContext, call: Call, step: Run, data: Iteration, state: RunState) -> None:
     """Runs the function of a call on this rank's columns, with all rows that its scope asks for."""
     algorithm, workflow = context.config.algorithm, context.workload.workflow
     place, seen = context.place(step), context.place_seen(step)
@@ -50,7 +50,7 @@ def compute(context: Context, call: Call, step: Run, data: Iteration, state: Sta
             data.meter.add(name, *_own_part(total, weight, leading, shape_of(seen), own))
 
 
-def _leading(context: Context, call: Call, shape: tuple[int, int]) -> tuple[int, ...]:
+def _leading(context: CallContext, call: Call, shape: tuple[int, int]) -> tuple[int, ...]:
     """The first dims of what a function gets: rows [B], groups [N, S], mini-batches [M, C]; of the batch [B]."""
     num_rows = shape[0] * shape[1]
     if call.scope == "group":
@@ -60,7 +60,7 @@ def _leading(context: Context, call: Call, shape: tuple[int, int]) -> tuple[int,
 
 
 def _finished(
-    context: Context, call: Call, step: Run, given: dict, results: dict[str, Tensor], reports: bool
+    context: CallContext, call: Call, step: Run, given: dict, results: dict[str, Tensor], reports: bool
 ) -> dict[str, Tensor]:
     """The results of a compute that ends with sums over the batch. Collective over the Run's group."""
     algorithm = context.config.algorithm
@@ -73,7 +73,7 @@ def _finished(
     return dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
 
 
-def _counts(context: Context, call: Call, step: Run) -> bool:
+def _counts(context: CallContext, call: Call, step: Run) -> bool:
     """Whether this rank counts for the log: of ranks that all see the same rows, one does."""
     everything = call.scope in ("mini_batch", "batch")
     return not everything or context.program.layout_of(step).dp_index(context.world.rank) == 0

@@ -23,12 +23,12 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.scorer import Scorer
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.observe.meter import Meter
-from rlhf_spmd.runtime.weights.models import RankModels
+from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.world import World
 
 
 @dataclass(slots=True)
-class State:
+class RunState:
     """What changes between iterations, the same on every rank. of_algorithm: as the algorithm's page defines it."""
 
     of_algorithm: Any
@@ -36,7 +36,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class CallContext:
     """eos_ids: what ends a response. num_known: how many token ids every model that reads them knows. decode: token ids
     to text, for stop texts."""
 

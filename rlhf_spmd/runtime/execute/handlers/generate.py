@@ -9,14 +9,14 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Run
 from rlhf_spmd.plan.words import RESPONSES
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.handlers.context import Context, shape_of
+from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.kvcache import free_bytes
-from rlhf_spmd.runtime.generation.rows import Rollout
+from rlhf_spmd.runtime.generation.kv_cache import free_bytes
+from rlhf_spmd.runtime.generation.rollout import Rollout
 
 
-def generate(context: Context, call: Call, step: Run, data: Iteration) -> None:
+def generate(context: CallContext, call: Call, step: Run, data: Iteration) -> None:
     """Draws the responses of a Run. Raises UserError for a token that other models do not know."""
     place = context.place(step)
     started = time.perf_counter()
@@ -44,7 +44,7 @@ def generate(context: Context, call: Call, step: Run, data: Iteration) -> None:
 
 
 def _all_of_iteration(
-    context: Context, call: Call, model: Transformer, step: Run, data: Iteration, columns: slice
+    context: CallContext, call: Call, model: Transformer, step: Run, data: Iteration, columns: slice
 ) -> Rollout:
     """All that this rank generates for a call in an iteration, in the order in which it will be asked for."""
     generation, num_rows = context.config.generation, columns.stop - columns.start

@@ -14,7 +14,7 @@ from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.words import LOGPROBS, SCORES, VALUES
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.handlers.context import Context, shape_of
+from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.execute.pipeline_runtime import through_stages
 
@@ -22,7 +22,7 @@ HEADS = {VALUES: response_values, SCORES: sequence_scores}
 
 
 def inference(
-    context: Context, call: Call, step: Run, data: Iteration, model: Transformer
+    context: CallContext, call: Call, step: Run, data: Iteration, model: Transformer
 ) -> tuple[list[Sequences], Callable[[int, Tensor], None], Callable[[], None]]:
     """The micro-batches of a Run, what makes a result of the last stage's output, and what keeps the results."""
     place, layout = context.place(step), context.layout(call)
@@ -57,12 +57,12 @@ def inference(
     return batches, finish, close if last else _nothing
 
 
-def judges(context: Context, call: Call) -> bool:
+def judges(context: CallContext, call: Call) -> bool:
     """Whether a call scores whole responses, so that the reward function counts, too."""
     return call.function == SCORES and context.config.algorithm.roles[call.model].judge
 
 
-def keep_scores(context: Context, call: Call, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
+def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
     prompts, responses = (context.held(data, key, place).flatten(0, 1) for key in call.tokens)
     scores_B = add_function(context, call, prompts, responses, of_model_B)
@@ -74,7 +74,7 @@ def keep_scores(context: Context, call: Call, data: Iteration, place: Place, of_
 
 
 def add_function(
-    context: Context, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None
+    context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None
 ) -> Tensor:
     """scores_B: the reward model's, if there is one, plus the reward function's. The function runs once for each row:
     what is random or slow in it must not differ between ranks that go on with the same row."""
@@ -90,7 +90,7 @@ def add_function(
     return scores_B
 
 
-def scores(context: Context, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
+def scores(context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
     """Scores [B] of whole responses outside an iteration; collective where ranks share the reward model. None on the
     ranks of a stage before the last one."""
     of_model_B = None

@@ -5,12 +5,14 @@ import torch
 from rlhf_spmd.algorithms.controllers import learning_rate
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.handlers.context import Context, State
+from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.optimizer_step import Step, Training
 
 
-def begin(context: Context, training: Training, call: Call, step: Run, data: Iteration, state: State) -> Step | None:
+def begin(
+    context: CallContext, training: Training, call: Call, step: Run, data: Iteration, state: RunState
+) -> Step | None:
     """One optimizer step on one global mini-batch begins; None if the model's steps have been stopped early."""
     number = state.steps.get(call.model, 0)
     state.steps[call.model] = number + 1
@@ -36,13 +38,13 @@ def begin(context: Context, training: Training, call: Call, step: Run, data: Ite
     )
 
 
-def end(context: Context, training: Training, begun: Step, data: Iteration) -> None:
+def end(context: CallContext, training: Training, begun: Step, data: Iteration) -> None:
     """Notes whether this was the model's last step of the iteration."""
     if training.should_stop(begun, group=context.group(begun.run), device=context.world.device):
         data.stopped.add(begun.call.model)
 
 
-def rate_of(context: Context, model: str, step: int) -> float:
+def rate_of(context: CallContext, model: str, step: int) -> float:
     """The learning rate of a model's optimizer step."""
     optimizer, workload = context.config.optimizer, context.workload
     return learning_rate(

@@ -1,4 +1,4 @@
-"""The tensors of a paged KV cache, and how many blocks fit on a device. blocks.py assigns blocks to requests."""
+"""The tensors of a paged KV cache, and how many blocks fit on a device. scheduler.py assigns blocks to requests."""
 
 # L layers of this stage, n blocks, K key-value heads of this tp slice, s tokens of a block, d head_dim
 
@@ -12,7 +12,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import layers_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import split
-from rlhf_spmd.runtime.generation.blocks import Copies
+from rlhf_spmd.runtime.generation.scheduler import Copies
 
 GPU_BLOCK = 16  # tokens; smaller blocks waste less memory, larger ones need shorter tables
 

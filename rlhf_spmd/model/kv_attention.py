@@ -15,7 +15,7 @@ from rlhf_spmd.model.linear import Joined
 
 
 class Cache(Protocol):
-    """The interface of a KV cache (runtime/generation/kvcache.py)."""
+    """The interface of a KV cache (runtime/generation/kv_cache.py)."""
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """keys_nKsd, values_nKsd of a layer, given its number in the whole model."""

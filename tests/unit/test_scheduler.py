@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.runtime.generation.blocks import Blocks, Scheduler, WaitingRequest
+from rlhf_spmd.runtime.generation.scheduler import Blocks, Scheduler, WaitingRequest
 
 LONGEST = 20
 

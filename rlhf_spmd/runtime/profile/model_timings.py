@@ -23,15 +23,15 @@ from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.words import MASK
 from rlhf_spmd.plan.workload import ModelShape, Workload
-from rlhf_spmd.runtime.engines.engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.execute.optimizer_step import Training, sequences_of
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.meter import Meter
 from rlhf_spmd.runtime.profile.clock import Clock
-from rlhf_spmd.runtime.profile.grid import Grid, rows_up_to
-from rlhf_spmd.runtime.weights.models import DTYPES
+from rlhf_spmd.runtime.profile.sizes import Grid, rows_up_to
+from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.world import World
 
 FEW, MANY = 1, 3  # layers of the measured models
@@ -105,7 +105,7 @@ class TimedModel:
         return rows
 
     def _masks(self, words: dict[str, tuple[str, str]], rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As Context.masks; every response has ended."""
+        """As CallContext.masks; every response has ended."""
         masks = {word: rows[key] >= 0 for word, (key, _) in words.items()}
         return {word: masks[word] if what == MASK else masks[word].any(1) for word, (_, what) in words.items()}
 

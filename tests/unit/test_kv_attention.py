@@ -5,9 +5,9 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.decode_attention import Decode
+from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Joined
-from rlhf_spmd.model.paged import DecodeStep, Prefill, Round
-from rlhf_spmd.runtime.generation.kvcache import KVCache, slots_of
+from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
 from tests.unit.test_transformer import ours, some_tokens, theirs
 
 CASES = ["llama", "llama mha", "llama3", "mistral window", "mistral window 1", "qwen2 window", "qwen3 window"]

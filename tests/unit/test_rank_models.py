@@ -8,7 +8,7 @@ import pytest
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer
-from rlhf_spmd.runtime.weights.models import RankModels, shared_vocabulary
+from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from tests.folders import write_all, write_model
 from tests.runs import OneRank, RunOf, compiled, load
 

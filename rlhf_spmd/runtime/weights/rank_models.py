@@ -22,8 +22,8 @@ from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.engines.engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.engines.flat_engine import Groups
+from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.weights.frozen_weights import OffloadedCopy, ShardedCopy
 from rlhf_spmd.runtime.weights.shared_memory import Arena
 from rlhf_spmd.runtime.weights.weight_mover import slot_bytes
