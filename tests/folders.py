@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.hf import save_model
+from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.model.transformer import Transformer
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in "aeiou"]  # 60 words
@@ -29,6 +29,11 @@ def write_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def save_model(model: Transformer, folder: Path, **options) -> None:
+    """Writes a whole model as a Hugging Face folder. options: of save_state."""
+    save_state(model.state_dict(), model.config, model.head, folder, **options)
 
 
 def write_model(folder: Path, *, head: str = "lm", seed: int = 0, **sizes) -> Path:

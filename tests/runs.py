@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.run.train import update
 from rlhf_spmd.runtime.world.devices import RankDevice
 from rlhf_spmd.strategies import flattening
+from tests.trainee import whole_weights
 
 
 class OneRank:
@@ -133,4 +134,4 @@ class RunOf:
         """A copy of a trained model's weights; on ranks that do not train it, nothing."""
         if model not in self.job.models.engines:
             return {}
-        return {name: tensor.clone() for name, tensor in self.job.models.engines[model].state().items()}
+        return whole_weights(self.job.models.engines[model])

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from bench.embedded import grammar
 from rlhf_spmd import embedded
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.hf import load_tokenizer, save_model
+from rlhf_spmd.model.hf import load_tokenizer, save_state
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
@@ -361,8 +361,8 @@ def make(out: Path, recipe: Recipe) -> dict:
         "grammar_score_of_actor": sum(grammar.score(text) for text, _ in samples) / len(samples),
     }
     (out / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-    save_model(actor.bfloat16(), out / "actor")
-    save_model(reward.bfloat16(), out / "reward", tokenizer=tokenizer)
+    save_state(actor.bfloat16().state_dict(), actor.config, "lm", out / "actor")
+    save_state(reward.bfloat16().state_dict(), reward.config, "scalar", out / "reward", tokenizer=tokenizer)
     made = {key: round(value, 4) for key, value in made.items()}
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "tokenizers": version("tokenizers")}
     made |= {

@@ -20,7 +20,7 @@ from bench.speed.roofline import alternate, matrix_ceiling, memory_ceiling
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation import kvcache
+from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 from rlhf_spmd.runtime.generation.requests import Sampling
@@ -191,7 +191,7 @@ def nano_vllm(light: Light) -> Found:
     model = random_model(DRY if light.dry else QWEN3_06B, light.device)
     prompts, lengths = nano_vllm_requests(num, least, most)
     prompts = [[token % model.config.vocab_size for token in prompt] for prompt in prompts]
-    free_bytes = CACHE_SHARE * kvcache.free_bytes(light.device, 1)
+    free_bytes = CACHE_SHARE * kv_cache.free_bytes(light.device, 1)
     engine = Engine(model, longest=2 * most, max_sequences=num, free_bytes=free_bytes)
 
     def run(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[float, Tensor]:

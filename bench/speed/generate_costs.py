@@ -11,13 +11,16 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.speed.roofline import alternate
-from rlhf_spmd.model import paged
+from rlhf_spmd.model import kv_attention
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import engine
 from rlhf_spmd.runtime.generation.kv_cache import token_bytes
 
 # what counts as a part of its own, whatever operations it is made of
-PARTS = {"attention": [(paged, "decode_attention"), (paged, "kv_write")], "sampling": [(engine, "sample")]}
+PARTS = {
+    "attention": [(kv_attention, "decode_attention"), (kv_attention, "kv_write")],
+    "sampling": [(engine, "sample")],
+}
 PRODUCTS = (
     "aten::mm",
     "aten::addmm",

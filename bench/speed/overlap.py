@@ -50,7 +50,7 @@ def small(folder: Path) -> Config:
 def write_models(folder: Path) -> None:
     """Random weights with the embedded tokenizer."""
     from rlhf_spmd import embedded
-    from rlhf_spmd.model.hf import load_model, save_model
+    from rlhf_spmd.model.hf import load_model, save_state
     from rlhf_spmd.model.transformer import Transformer
 
     for name, head in (("actor", "lm"), ("reward", "scalar")):
@@ -59,7 +59,7 @@ def write_models(folder: Path) -> None:
         shape = dataclasses.replace(load_model(str(source), head=head).config, **sizes, head_dim=4)
         model = Transformer(shape, head=head)
         model.init_weights(seed=0)
-        save_model(model, folder / name, source=source)
+        save_state(model.state_dict(), shape, head, folder / name, source=source)
 
 
 def slow_s(program: Program, step: Run, scale: float = 1.0) -> float:

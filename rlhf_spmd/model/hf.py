@@ -89,26 +89,6 @@ def load_model(
     return model
 
 
-def save_model(
-    model: Transformer,
-    folder: str | Path,
-    *,
-    tokenizer: Tokenizer | None = None,
-    source: str | Path | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Writes a model as a Hugging Face folder; see save_state."""
-    save_state(
-        model.state_dict(),
-        model.config,
-        model.head,
-        folder,
-        tokenizer=tokenizer,
-        source=source,
-        max_shard_bytes=max_shard_bytes,
-    )
-
-
 def save_state(
     state: Mapping[str, Tensor],
     config: ModelConfig,

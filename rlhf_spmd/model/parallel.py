@@ -58,26 +58,23 @@ WHOLE = Parallel()
 # ---- the slices of a shard ------------------------------------------------------------------------------------------
 
 _QUERIES, _KEYS, _INNER, _VOCABULARY = "queries", "keys", "intermediate", "vocabulary"
-_SPLIT = {  # end of a parameter's name -> the dim that tp splits, and its meaning
-    "q_proj.weight": (0, _QUERIES),
-    "q_proj.bias": (0, _QUERIES),
-    "k_proj.weight": (0, _KEYS),
-    "k_proj.bias": (0, _KEYS),
-    "v_proj.weight": (0, _KEYS),
-    "v_proj.bias": (0, _KEYS),
-    "o_proj.weight": (1, _QUERIES),
-    "gate_proj.weight": (0, _INNER),
-    "gate_proj.bias": (0, _INNER),
-    "up_proj.weight": (0, _INNER),
-    "up_proj.bias": (0, _INNER),
-    "down_proj.weight": (1, _INNER),
-    "embed_tokens.weight": (0, _VOCABULARY),
-    "lm_head.weight": (0, _VOCABULARY),
+_SPLIT = {  # module -> the dim of its weight that tp splits, and its meaning; dim 0 is also that of the bias
+    "q_proj": (0, _QUERIES),
+    "k_proj": (0, _KEYS),
+    "v_proj": (0, _KEYS),
+    "o_proj": (1, _QUERIES),
+    "gate_proj": (0, _INNER),
+    "up_proj": (0, _INNER),
+    "down_proj": (1, _INNER),
+    "embed_tokens": (0, _VOCABULARY),
+    "lm_head": (0, _VOCABULARY),
 }
 
 
 def _split_of(name: str) -> tuple[int, str] | None:
-    return _SPLIT.get(".".join(name.split(".")[-2:]))
+    module, _, kind = name.rpartition(".")
+    split_dim = _SPLIT.get(module.rpartition(".")[2])
+    return None if split_dim is None or (kind == "bias" and split_dim[0] == 1) else split_dim
 
 
 def is_split(name: str) -> bool:
@@ -121,22 +118,22 @@ def vocabulary_of(config: ModelConfig, shard: Shard) -> range:
 
 def gather_tokens(x_nD: Tensor, *, group: Group) -> Tensor:
     """Token shards -> all tokens x_ND. Backward sums the ranks' gradients, which are partial sums."""
-    return x_nD if group is None else _Gather.apply(x_nD, group)
+    return x_nD if group is None else _Collective.apply(x_nD, group, all_gather_rows, _reduce_scatter_rows)
 
 
 def scatter_tokens(x_ND: Tensor, *, group: Group) -> Tensor:
     """The sum of the ranks' partial x_ND -> this rank's share of its tokens x_nD; N is a multiple of the ranks."""
-    return x_ND if group is None else _Scatter.apply(x_ND, group)
+    return x_ND if group is None else _Collective.apply(x_ND, group, _reduce_scatter_rows, all_gather_rows)
 
 
 def sum_over(x: Tensor, *, group: Group) -> Tensor:
     """The sum of the ranks' parts, on every rank. All ranks continue identically, so a part's gradient is the sum's."""
-    return x if group is None else _Sum.apply(x, group)
+    return x if group is None else _Collective.apply(x, group, _all_reduced, lambda gradient, _: gradient)
 
 
 def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
     """Token shards -> all tokens x_N, if all ranks continue identically: backward takes this rank's share."""
-    return x_n if group is None else _Collect.apply(x_n, group)
+    return x_n if group is None else _Collective.apply(x_n, group, all_gather_rows, _own_rows)
 
 
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -151,46 +148,24 @@ def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_nD, group):
-        ctx.group = group
-        return all_gather_rows(x_nD, group)
+def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()]
+
+
+class _Collective(torch.autograd.Function):
+    """forward: compute(x, group); backward: gradient_of(its gradient, group)."""
 
     @staticmethod
-    def backward(ctx, grad_ND):
-        return _reduce_scatter_rows(grad_ND, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_ND, group):
-        ctx.group = group
-        return _reduce_scatter_rows(x_ND, group)
+    def forward(ctx, x, group, compute, gradient_of):
+        ctx.group, ctx.gradient_of = group, gradient_of
+        return compute(x, group)
 
     @staticmethod
-    def backward(ctx, grad_nD):
-        return all_gather_rows(grad_nD, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_n, group):
-        ctx.group = group
-        return all_gather_rows(x_n, group)
-
-    @staticmethod
-    def backward(ctx, grad_N):
-        return grad_N.chunk(ctx.group.size())[ctx.group.rank()], None
+    def backward(ctx, gradient):
+        return ctx.gradient_of(gradient, ctx.group), None, None, None

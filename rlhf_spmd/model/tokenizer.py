@@ -142,14 +142,9 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
 
 
 def _preference(name: str, names: dict[str, str]) -> int:
-    """The preference among special tokens to pad with, lowest first."""
-    if "pad" in name.lower():
-        return 0
-    if "reserved" in name.lower():
-        return 1
-    if name == names.get("unk_token"):
-        return 2
-    return 4 if name != names.get("bos_token") else 3
+    """The rank of a special token among those to pad with: the lowest one is chosen."""
+    unknown, first = name == names.get("unk_token"), name == names.get("bos_token")
+    return ("pad" in name.lower(), "reserved" in name.lower(), unknown, first, True).index(True)
 
 
 def _special_names(folder: Path) -> dict[str, str]:

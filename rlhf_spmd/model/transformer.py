@@ -64,7 +64,10 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embeddings; also the output layer of a model with tied embeddings (see Unembedding)."""
+    """Token embeddings, or the output layer, or with tied embeddings both.
+
+    A head runs inside forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
+    """
 
     def __init__(self, vocabulary: range, hidden_size: int, group: Group):
         super().__init__()
@@ -81,20 +84,6 @@ class Embedding(nn.Module):
         elsewhere = (local < 0) | (local >= len(self.weight))  # tokens of other ranks
         part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
         return scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
-
-
-class Unembedding(nn.Module):
-    """The output layer of a model with untied embeddings: applies head(hidden, weight_VD).
-
-    The head runs inside forward(), because engines that shard weights (ZeRO 3) gather them around module calls.
-    """
-
-    def __init__(self, vocabulary: range, hidden_size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(len(vocabulary), hidden_size))
-
-    def forward(self, x: Tensor, *, head: Callable) -> Tensor:
-        return head(x, self.weight)
 
 
 class RowLinear(nn.Linear):
@@ -225,7 +214,7 @@ class Transformer(nn.Module):
                 if head == "scalar":
                     self.score = nn.Linear(config.hidden_size, 1, bias=False)
             if unembeds and not config.tie_embeddings:
-                self.lm_head = Unembedding(vocabulary, config.hidden_size)
+                self.lm_head = Embedding(vocabulary, config.hidden_size, parallel.group)
         self.to(dtype)
         if torch.device(device).type != "meta":
             # not to_empty(): it makes torch import sympy, half a second

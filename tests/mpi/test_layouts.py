@@ -26,7 +26,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines import flat_engine
 from rlhf_spmd.runtime.execute import optimizer_step
-from rlhf_spmd.runtime.weights import models
+from rlhf_spmd.runtime.weights import rank_models
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.strategies import flattening, separation
 from tests.edges import explain_flips
@@ -302,7 +302,7 @@ def test_the_world_still_works(world):
 def first_gradients(settings, world, place, num_ranks: int, monkeypatch) -> tuple[dict, RunOf]:
     """One epoch in float64 -> model -> (parameter -> this rank's part of the first summed gradient)."""
     settings = with_value(settings, "ppo.epochs", 1)
-    monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
+    monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
     found, real = {}, flat_engine.FlatEngine._norm
 

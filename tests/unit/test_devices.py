@@ -9,7 +9,7 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.runtime.generation import kvcache
+from rlhf_spmd.runtime.generation import kv_cache
 from rlhf_spmd.runtime.world import devices, visible_devices
 from rlhf_spmd.runtime.world.devices import RankDevice, check_program, choose_devices, describe_device
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
@@ -131,9 +131,9 @@ def test_the_cache_gets_what_is_left_to_the_ranks_on_the_same_device(monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     bound = choose_devices("auto", seen(*([f"device {rank}"] for rank in range(8))), "", (0,) * 8, ("one",) * 8)
     device = torch.device("cuda", bound[3].index)
-    assert kvcache.free_bytes(device, bound[3].num_ranks) == 70_000
+    assert kv_cache.free_bytes(device, bound[3].num_ranks) == 70_000
     shared = choose_devices("shared", seen(*[["device"]] * 4), "", (0,) * 4, ("one",) * 4)
-    assert kvcache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4
+    assert kv_cache.free_bytes(device, shared[3].num_ranks) == 70_000 / 4
 
 
 def test_the_heading_says_where_ranks_compute(monkeypatch):

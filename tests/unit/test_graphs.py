@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from rlhf_spmd.model import paged
+from rlhf_spmd.model import kv_attention
 from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
@@ -47,7 +47,7 @@ def captured(monkeypatch):
 
     monkeypatch.setattr(cuda_graphs, "can_capture", lambda model, device: True)
     monkeypatch.setattr(cuda_graphs.Graphs, "_capture", capture)
-    monkeypatch.setattr(paged, "heads_of", lambda *_: None)  # a CPU's short cut, which knows no padding
+    monkeypatch.setattr(kv_attention, "heads_of", lambda *_: None)  # a CPU's short cut, which knows no padding
     monkeypatch.setattr(StandIn, "replays", 0)
 
 

@@ -12,6 +12,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model import hf
 from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.model.transformer import Transformer
+from tests.folders import save_model
 
 SMALL = {
     "vocab_size": 61,
@@ -109,7 +110,7 @@ def test_loads_what_transformers_saved_and_back(case, tmp_path):
         expected = model(TOKENS_BT).logits
     close(our_logits(mine), expected)
 
-    hf.save_model(mine, tmp_path / "ours")
+    save_model(mine, tmp_path / "ours")
     close(their_logits(tmp_path / "ours"), expected)
     again = hf.load_model(tmp_path / "ours", head="lm")
     assert again.config == mine.config
@@ -121,7 +122,7 @@ def test_loads_what_transformers_saved_and_back(case, tmp_path):
 def test_shards(folder, tmp_path, save_in_shards):
     if save_in_shards:
         mine = hf.load_model(folder, head="lm")
-        hf.save_model(mine, tmp_path, max_shard_bytes=20_000)
+        save_model(mine, tmp_path, max_shard_bytes=20_000)
     else:
         theirs("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -130,7 +131,7 @@ def test_shards(folder, tmp_path, save_in_shards):
     close(our_logits(mine), their_logits(folder))
     close(our_logits(mine), their_logits(tmp_path))
 
-    hf.save_model(mine, tmp_path)  # over the shards, from which it was loaded
+    save_model(mine, tmp_path)  # over the shards, from which it was loaded
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
     close(their_logits(tmp_path), their_logits(folder))
 
@@ -143,7 +144,7 @@ def test_reward_models_both_ways(case, tmp_path):
     model = theirs(case, "scalar")
     model.save_pretrained(tmp_path / "theirs")
     mine = hf.load_model(tmp_path / "theirs", head="scalar")
-    hf.save_model(mine, tmp_path / "ours")
+    save_model(mine, tmp_path / "ours")
     lengths_B = torch.tensor([15, 4, 9])
     padding_BT = torch.arange(15) >= lengths_B[:, None]
     tokens_BT = TOKENS_BT.clone()
@@ -167,7 +168,7 @@ def test_a_reward_folder_pads_with_what_no_sequence_ends_with(pad, tmp_path):
     theirs("llama", pad_token_id=2).save_pretrained(tmp_path / "source")
     mine = hf.load_model(tmp_path / "source", head="scalar")
     mine.score.weight.data.normal_()
-    hf.save_model(mine, tmp_path / "out", source=tmp_path / "source")
+    save_model(mine, tmp_path / "out", source=tmp_path / "source")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.pad_token_id == model.config.pad_token_id != tokenizer.eos_token_id
@@ -203,7 +204,7 @@ def test_precision_and_independence_of_the_file(broken):
         file.write(b"\0" * 20000)
     assert torch.equal(mine.embed_tokens.weight, before)
     half = hf.load_model(broken, head="lm", dtype=torch.bfloat16)
-    hf.save_model(half, broken)
+    save_model(half, broken)
     assert json.loads((broken / "config.json").read_text())["dtype"] == "bfloat16"
     assert load_file(broken / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
@@ -345,7 +346,7 @@ def test_tokenizer_equals_transformers(folder, tmp_path):
     got = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.vocab_size)
     assert got == (1, 2, 3, 61)
 
-    hf.save_model(hf.load_model(folder, head="lm"), tmp_path, tokenizer=tokenizer)
+    save_model(hf.load_model(folder, head="lm"), tmp_path, tokenizer=tokenizer)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
     wrapped = hf.Tokenizer.from_transformers(expected, folder)
     assert wrapped.encode(text) == tokenizer.encode(text) and wrapped.decode(ids) == tokenizer.decode(ids)
@@ -355,8 +356,8 @@ def test_several_end_tokens(broken, tmp_path):
     (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "temperature": 0.7}))
     mine = hf.load_model(broken, head="lm")
     assert mine.config.eos_token_ids == (2, 3)
-    hf.save_model(mine, tmp_path / "a")
-    hf.save_model(mine, tmp_path / "b", source=broken)
+    save_model(mine, tmp_path / "a")
+    save_model(mine, tmp_path / "b", source=broken)
     for name in ("a", "b"):
         assert hf.read_config(tmp_path / name).eos_token_ids == (2, 3)
     assert json.loads((tmp_path / "b" / "generation_config.json").read_text())["temperature"] == 0.7

@@ -16,6 +16,7 @@ from rlhf_spmd.model.config import ModelConfig, from_hf
 from rlhf_spmd.model.parallel import Parallel, is_split, layers_of, slice_of, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.shard import Shard, split
+from tests.folders import save_model
 
 SMALL = {
     "vocab_size": 37,
@@ -163,7 +164,7 @@ def test_a_shard_is_a_slice_of_the_whole(case, head, shard, tmp_path):
     """The same names; drawn from a seed or read from a folder, the same numbers."""
     whole = make_model(case, head=head)
     state = {name: weight.clone() for name, weight in whole.state_dict().items()}
-    hf.save_model(whole, tmp_path)
+    save_model(whole, tmp_path)
     read = hf.load_model(tmp_path, head=head, dtype=torch.float64, parallel=place(shard))
     drawn = Transformer(whole.config, head=head, dtype=torch.float64, seed=3, parallel=place(shard)).state_dict()
     whole.init_weights(3)
@@ -193,7 +194,7 @@ def test_the_slices_make_the_whole(case, tp):
 
 
 def test_a_fresh_critic_of_a_shard(tmp_path):
-    hf.save_model(make_model("llama"), tmp_path)
+    save_model(make_model("llama"), tmp_path)
     last = hf.load_model(tmp_path, head="scalar", parallel=place(Shard(1, 2, 0, 2)))
     assert last.score.weight.shape == (1, 24) and not last.score.weight.any()
     with pytest.raises(UserError, match="not a reward model"):  # on every shard, not only on the one with the head
@@ -203,7 +204,7 @@ def test_a_fresh_critic_of_a_shard(tmp_path):
 def test_every_shard_checks_the_whole_model(tmp_path):
     """A wrong tensor of another stage or slice is found too."""
     model = make_model("qk norm")
-    hf.save_model(model, tmp_path)
+    save_model(model, tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"model.norm.weight": torch.ones(5)}, file)

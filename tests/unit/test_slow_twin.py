@@ -20,7 +20,7 @@ from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.iteration import Store
-from rlhf_spmd.runtime.weights import models
+from rlhf_spmd.runtime.weights import rank_models
 from tests import slow_ppo
 from tests.folders import write_all, write_model
 from tests.runs import RunOf, load
@@ -84,7 +84,7 @@ def config(overrides, variant) -> Config:
 @pytest.fixture
 def float64(monkeypatch) -> None:
     """Lets a config of dtype float64 run, and makes the store float64 too (rollouts come rounded to float32 anyway)."""
-    monkeypatch.setitem(models.DTYPES, "float64", torch.float64)
+    monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
     monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
     make = Store.make
 
@@ -119,7 +119,7 @@ class SlowRun:
 
     def __init__(self, config: Config):
         self.config, self.options = config, options_of(config)
-        dtype = models.DTYPES[config.dtype]
+        dtype = rank_models.DTYPES[config.dtype]
         folders = config.models
         self.actor = load_model(folders["actor"], head="lm", dtype=dtype)
         self.critic = load_model(folders["critic"] or folders["reward"], head="scalar", dtype=dtype)

@@ -1,12 +1,46 @@
-"""AdamW (arXiv 1711.05101) with torch's fused operation, for flat_engine.py.
+"""AdamW (arXiv 1711.05101) with torch's fused operation, for flat_engine.py; the state of checkpoints by parameter.
 
 torch.optim.AdamW runs the same operation, but constructing it imports torch's compiler: a second of every rank's start.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Interval = tuple[str, int, int]  # a parameter's name, and an interval [start, stop) of its flattened local shard
+ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg_sq" -> the numbers, [stop - start]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An interval of a weight, stored at `offset` in each of the flattened `values`: the master and its moments."""
+
+    interval: Interval
+    values: Mapping[str, Tensor]
+    offset: int
+
+    @property
+    def part(self) -> slice:
+        _, start, stop = self.interval
+        return slice(self.offset, self.offset + stop - start)
+
+
+def state_of(shares: Iterable[Share]) -> dict[Interval, dict[str, Tensor]]:
+    """Master and moments of each interval, as flat views."""
+    return {
+        share.interval: {kind: value.detach().reshape(-1)[share.part] for kind, value in share.values.items()}
+        for share in shares
+    }
+
+
+def read_into(shares: Iterable[Share], read: ReadState) -> None:
+    """Reads master and moments of each interval."""
+    for share in shares:
+        for kind, value in share.values.items():
+            value.detach().view(-1)[share.part] = read(kind, share.interval).to(value.device)
 
 
 class AdamW:
@@ -29,8 +63,7 @@ class AdamW:
         """Sets the number of steps and zero moments, which a resumed run then overwrites."""
         self._steps = [torch.tensor(float(num_steps), device=master.device) for master in self.masters]
         self.moments: list[dict[str, Tensor]] = [
-            {kind: torch.zeros_like(master, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
-            for master in self.masters
+            {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS} for master in self.masters
         ]
 
     @torch.no_grad()

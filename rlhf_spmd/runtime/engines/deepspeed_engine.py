@@ -22,7 +22,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.plan.cost.memory import REDUCE_NUMEL
 from rlhf_spmd.runtime.engines import deepspeed_state
-from rlhf_spmd.runtime.engines.flat_engine import Groups, Interval, Loss, ReadState, StepStats
+from rlhf_spmd.runtime.engines.adamw import MOMENTS, Interval, ReadState, Share, read_into, state_of
+from rlhf_spmd.runtime.engines.flat_engine import Groups, Loss
 
 
 class _Subgroup:
@@ -146,7 +147,7 @@ class DeepSpeedEngine:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
         numbering.param_id = int(highest)
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> float:
         """One optimizer step; see `TrainEngine.step`."""
         assert len(micro_batches) > 0, "every rank passes at least one micro-batch"
         for settings in self.optimizer.param_groups:
@@ -163,7 +164,7 @@ class DeepSpeedEngine:
             self.engine.step()
             for p in self.model.parameters():
                 p.grad = None  # stage 2 leaves one of them
-            return StepStats(float(self.engine.get_global_grad_norm()))
+            return float(self.engine.get_global_grad_norm())
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -193,24 +194,19 @@ class DeepSpeedEngine:
         parameters = self.model.named_parameters()
         return {name: (p.ds_tensor if self._zero == 3 else p).detach() for name, p in parameters}
 
-    def state(self) -> dict[str, Tensor]:
-        """See `TrainEngine.state`."""
-        if self._zero < 3:
-            return {name: p.detach() for name, p in self.model.named_parameters()}
-        state = {}
-        with self._as_world():
-            for name, p in self.model.named_parameters():  # one at a time, so the device need not hold the whole model
-                with self._deepspeed.zero.GatheredParameters([p]):
-                    state[name] = p.detach().to("cpu", copy=True)
-        return state
-
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """See `TrainEngine.optimizer_state`."""
-        return deepspeed_state.state_of(self.optimizer, self._shares())
+        num_steps = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+        return num_steps, state_of(self._shares())
 
+    @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
         """See `TrainEngine.load`."""
-        deepspeed_state.load_into(self.optimizer, self._shares(), num_steps, read)
+        zero = self.engine.optimizer
+        for master in zero.fp32_partitioned_groups_flat if self._zero == 3 else zero.single_partition_of_fp32_groups:
+            step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
+            self.optimizer.state[master] = {"step": step} | {kind: torch.zeros_like(master) for kind in MOMENTS}
+        read_into(self._shares(), read)
 
     def publish(self) -> None:
         """See `TrainEngine.publish`."""
@@ -220,11 +216,11 @@ class DeepSpeedEngine:
             else:
                 deepspeed_state.publish_flat(self.engine.optimizer, group=self._group)
 
-    def _shares(self) -> list[deepspeed_state.Share]:
+    def _shares(self) -> list[Share]:
         """The intervals of weights that this rank updates, and where they are stored."""
         of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return of_stage(self.engine.optimizer, names, rank=self._group.rank())
+        return of_stage(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())
 
 
 def _sum_over(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:

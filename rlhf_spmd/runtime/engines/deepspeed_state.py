@@ -4,34 +4,18 @@ DeepSpeed's own checkpoints are pickles. The actual state is plain tensors: the 
 the state of the inner AdamW for each of them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from rlhf_spmd.runtime.engines.flat_engine import Interval, ReadState
+from rlhf_spmd.runtime.engines.adamw import MOMENTS, Share
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """An interval of a weight, stored in a flat master at `offset`."""
-
-    interval: Interval
-    master: Tensor
-    offset: int
-
-    @property
-    def part(self) -> slice:
-        _, start, stop = self.interval
-        return slice(self.offset, self.offset + stop - start)
+States = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of the inner AdamW, by master
 
 
-def shares_of_flat(zero: Any, names: Mapping[int, str], *, rank: int) -> list[Share]:
+def shares_of_flat(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
     """ZeRO 2: all weights concatenated; each rank has one part. zero: DeepSpeed's optimizer; names: by id(weight)."""
     (flat,), (weights,), (master,) = zero.bit16_groups_flat, zero.bit16_groups, zero.single_partition_of_fp32_groups
     shares, first, last = [], rank * master.numel(), (rank + 1) * master.numel()
@@ -39,11 +23,11 @@ def shares_of_flat(zero: Any, names: Mapping[int, str], *, rank: int) -> list[Sh
         begin = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
         start, stop = max(first, begin), min(last, begin + p.numel())
         if start < stop:
-            shares.append(Share((names[id(p)], start - begin, stop - begin), master, start - first))
+            shares.append(Share((names[id(p)], start - begin, stop - begin), _values(master, states), start - first))
     return shares
 
 
-def shares_of_parts(zero: Any, names: Mapping[int, str], *, rank: int) -> list[Share]:
+def shares_of_parts(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
     """ZeRO 3: each rank has a part of every weight. Arguments as above."""
     shares = []
     for weights, master in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
@@ -52,32 +36,13 @@ def shares_of_parts(zero: Any, names: Mapping[int, str], *, rank: int) -> list[S
             size = p.partition_numel()
             start, stop = rank * size, min((rank + 1) * size, p.ds_numel)
             if start < stop:
-                shares.append(Share((names[id(p)], start, stop), master, offset))
+                shares.append(Share((names[id(p)], start, stop), _values(master, states), offset))
             offset += size
     return shares
 
 
-def state_of(optimizer: torch.optim.Optimizer, shares: Sequence[Share]) -> tuple[int, dict]:
-    """See `TrainEngine.optimizer_state`."""
-    num_steps, by_interval = 0, {}
-    for share in shares:
-        state = optimizer.state[share.master]
-        values = {"master": share.master} | {kind: state[kind] for kind in MOMENTS}
-        by_interval[share.interval] = {kind: value.detach()[share.part] for kind, value in values.items()}
-        num_steps = int(state["step"])
-    return num_steps, by_interval
-
-
-@torch.no_grad()
-def load_into(optimizer: torch.optim.Optimizer, shares: Sequence[Share], num_steps: int, read: ReadState) -> None:
-    """Reads masters and moments of these shares; padding of a partition stays zero."""
-    for master in {id(share.master): share.master for share in shares}.values():
-        step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
-        optimizer.state[master] = {"step": step} | {kind: torch.zeros_like(master) for kind in MOMENTS}
-    for share in shares:
-        state = optimizer.state[share.master]
-        for kind, value in {"master": share.master, **{kind: state[kind] for kind in MOMENTS}}.items():
-            value.detach()[share.part] = read(kind, share.interval).to(value.device)
+def _values(master: torch.Tensor, states: States) -> dict[str, torch.Tensor]:
+    return {"master": master} | {kind: states[master][kind] for kind in MOMENTS}
 
 
 @torch.no_grad()

@@ -21,22 +21,13 @@ from torch import Tensor, nn
 
 from rlhf_spmd.kernels.collectives import all_gather
 from rlhf_spmd.model.parallel import is_split
-from rlhf_spmd.runtime.engines.adamw import AdamW
+from rlhf_spmd.runtime.engines.adamw import AdamW, Interval, ReadState, Share, read_into, state_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Interval = tuple[str, int, int]  # a parameter's name, and an interval [start, stop) of its flattened local shard
-ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg_sq" -> the numbers, [stop - start]
 
 BUCKET_NUMEL = 1 << 25  # numbers per all-reduce: large enough for bandwidth, small enough for pipelining in the backend
 NORM_ROW = 1 << 12  # numbers whose squares are summed in their own precision
 TIED = "embed_tokens.weight"  # on the first and the last stage if embeddings are tied
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """The statistics of one optimizer step."""
-
-    grad_norm: float  # the global L2 norm before clipping; if not finite, the step changed no weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +98,14 @@ class FlatEngine:
         self._flat_weights = torch.zeros_like(self._gradient, dtype=self._weights[0].dtype)
         for p, view in zip(self._weights, self._views(self._flat_weights), strict=True):
             p.data = view.copy_(p.data)
-        part = len(self._gradient) // shards
-        mine = slice(self._groups.data.rank() * part, (self._groups.data.rank() + 1) * part)
+        mine = self._own_part()
         self._part = self._flat_weights[mine]
         # wide == dtype: the optimizer writes the weights themselves
         master = nn.Parameter(self._part.detach() if self._wide == self._part.dtype else self._part.to(self._wide))
         master.grad = self._gradient[mine]
         return [master]
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> float:
         """One optimizer step; see `TrainEngine.step`."""
         self.begin()
         for micro_batch in micro_batches:
@@ -133,17 +123,17 @@ class FlatEngine:
         if output.requires_grad:  # a rank without data may return a constant
             torch.autograd.backward(output, gradient)
 
-    def update(self, *, lr: float) -> StepStats:
-        """Sums, clips and applies the gradients. Collective over the layout."""
+    def update(self, *, lr: float) -> float:
+        """Sums, clips and applies the gradients -> their norm, see `TrainEngine.step`. Collective over the layout."""
         self._sum_gradients()
         grad_norm = self._norm()
         if not math.isfinite(grad_norm):
-            return StepStats(grad_norm)
+            return grad_norm
         if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
             self._gradient.mul_(self._max_grad_norm / (grad_norm + 1e-6))
         self._adamw.step(lr=lr)
         self.publish()
-        return StepStats(grad_norm)
+        return grad_norm
 
     def _sum_gradients(self) -> None:
         """Sums over replicas first, then over slices and stages that share a weight, so its copies get equal bits."""
@@ -192,16 +182,18 @@ class FlatEngine:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _shares(self, numbers: slice) -> Iterator[tuple[Interval, nn.Parameter, int]]:
-        """For a part of the flat buffer: intervals of weights in it, the weight, and where it begins in the buffer."""
+    def _shares(self, numbers: slice) -> Iterator[Share]:
+        """The intervals of weights in a part of the flat buffer, and where they are stored."""
         start = 0
-        for name, p in zip(self._names, self._weights, strict=True):
+        for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
             first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
             if first < last:
-                yield (name, first - start, last - start), p, start
+                master, begin = (place, start) if self._flat_weights is None else (0, numbers.start)
+                values = {"master": self.masters[master], **self._adamw.moments[master]}
+                yield Share((name, first - start, last - start), values, first - begin)
             start += p.numel()
 
-    def _share(self) -> slice:
+    def _own_part(self) -> slice:
         """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""
         if self._replicas == 1:
             return slice(0, len(self._gradient))
@@ -210,49 +202,22 @@ class FlatEngine:
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """See `TrainEngine.optimizer_state`."""
-        by_interval, mine = {}, self._share()
-        place_of = {id(p): number for number, p in enumerate(self._weights)}
-        for interval, p, start in self._shares(mine):
-            _, first, last = interval
-            if self._flat_weights is not None:
-                place, offset = 0, start - mine.start
-            else:
-                place, offset = place_of[id(p)], 0
-            values, part = self._values(place), slice(offset + first, offset + last)
-            by_interval[interval] = {kind: value.detach().reshape(-1)[part] for kind, value in values.items()}
-        return self._adamw.num_steps, by_interval
+        return self._adamw.num_steps, state_of(self._shares(self._own_part()))
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
         """See `TrainEngine.load`."""
         self._adamw.begin(num_steps)
-        if self._flat_weights is None:
-            for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
-                self._fill(place, (name, 0, p.numel()), slice(0, p.numel()), read)
-            return
-        mine = self._share()
-        for interval, _, start in self._shares(mine):
-            offset = start - mine.start
-            self._fill(0, interval, slice(offset + interval[1], offset + interval[2]), read)
-
-    def _values(self, place: int) -> dict[str, Tensor]:
-        """The tensors of a master that a checkpoint holds."""
-        return {"master": self.masters[place], **self._adamw.moments[place]}
-
-    def _fill(self, place: int, interval: Interval, part: slice, read: ReadState) -> None:
-        for kind, value in self._values(place).items():
-            value.detach().view(-1)[part] = read(kind, interval).to(value.device)
+        whole = slice(0, len(self._gradient))
+        read_into(self._shares(whole if self._flat_weights is None else self._own_part()), read)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters()}
-
     def held(self) -> dict[str, Tensor]:
-        return self.state()
+        return {name: p.detach() for name, p in self.model.named_parameters()}
 
 
 def _move_gradient(weight: Tensor, into: Tensor) -> None:

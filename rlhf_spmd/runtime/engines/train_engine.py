@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.engines.adamw import Interval, ReadState
 from rlhf_spmd.runtime.engines.deepspeed_engine import DeepSpeedEngine
-from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Interval, Loss, ReadState, StepStats
+from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Loss
 
 
 class TrainEngine(Protocol):
@@ -21,8 +22,9 @@ class TrainEngine(Protocol):
 
     model: nn.Module  # for forwards, also for inference (at stage 3 inside `gathered`)
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> StepStats:
-        """One AdamW step on the sum of the micro-batches' gradients over all ranks of the group.
+    def step(self, micro_batches: Sequence[Any], loss: Loss, *, lr: float) -> float:
+        """One AdamW step on the sum of the micro-batches' gradients over all ranks of the group -> the global L2 norm
+        of the gradient before clipping; if it is not finite, the step changed no weight.
 
         `loss(model, micro_batch)` is this rank's share of the *global* loss, a scalar already divided by the global
         count; shares are summed, not averaged. Every rank passes the same number of micro-batches (at least one). A
@@ -37,15 +39,9 @@ class TrainEngine(Protocol):
         At stage 3 it is collective and takes the memory of the whole model; else it does nothing. Not for training.
         """
 
-    def state(self) -> dict[str, Tensor]:
-        """The full weights (of a split model: this rank's shard) by parameter name, in the compute dtype; a tied weight
-        once, under its first name.
-
-        Stages 0 to 2: the live weights (valid until the next step). Stage 3: copies on the CPU; collective.
-        """
-
     def held(self) -> dict[str, Tensor]:
-        """The part of each weight that this rank always holds: at stage 3 a flat part, else as in `state`."""
+        """The part of each weight that this rank always holds, by parameter name, in the compute dtype; a tied weight
+        once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat part of it."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """The number of optimizer steps, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat views;

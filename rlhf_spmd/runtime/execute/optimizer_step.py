@@ -188,7 +188,7 @@ class Training:
             return self._loss(step, model, batch, forward(model, batch), index)
 
         indices = range(len(step.micro_batches))
-        return self._checked(step, step.engine.step(indices, share, lr=step.rate).grad_norm)
+        return self._checked(step, step.engine.step(indices, share, lr=step.rate))
 
     def forward(self, step: Step, index: int, received: Tensor | None) -> Tensor | None:
         """One micro-batch through this stage; returns what goes to the next one. received: from the stage before."""
@@ -208,7 +208,7 @@ class Training:
 
     def update(self, step: Step) -> float:
         """The optimizer's part; returns the gradient's norm."""
-        return self._checked(step, step.engine.update(lr=step.rate).grad_norm)
+        return self._checked(step, step.engine.update(lr=step.rate))
 
     def _checked(self, step: Step, grad_norm: float) -> float:
         """Raises UserError where there is no way on; else logs the step."""
