@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -283,6 +284,19 @@ class Transformer(nn.Module):
     def output_shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
         return -(-num_tokens // self.parallel.shard.tp), self.config.hidden_size
+
+    def through_stages(self, tokens: Tensor, context: AttentionContext) -> Tensor:
+        """Receives from the previous stage, runs this one, sends to the next -> this stage's output. Collective over
+        the ranks of one copy."""
+        parallel, hidden = self.parallel, None
+        if parallel.previous is not None:
+            shape = self.output_shape(len(tokens)) if context.packed else (len(tokens), self.config.hidden_size)
+            hidden = torch.empty(shape, dtype=self.dtype, device=tokens.device)
+            dist.recv(hidden, src=parallel.previous, group=parallel.stages)
+        hidden = self(tokens, context=context, hidden=hidden)
+        if parallel.next is not None:
+            dist.send(hidden.contiguous(), dst=parallel.next, group=parallel.stages)
+        return hidden
 
     def logits(self, hidden: Tensor, *, head: Callable = F.linear) -> Tensor:
         """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary; or the result

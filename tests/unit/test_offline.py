@@ -49,7 +49,7 @@ def test_words_set_options():
     assert options.data.long_prompts == "drop"
 
 
-@pytest.mark.parametrize("key", options.keys())
+@pytest.mark.parametrize("key", options.types())
 def test_every_key_can_be_set(key):
     words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
     value = (words | {"generation.stop": "x"}).get(key, "1")
@@ -177,25 +177,24 @@ def test_how_a_response_ended(tokenizer, response, stop, finish):
 
 
 def test_the_file_gets_its_name_at_the_end(tmp_path):
-    lines = OutputFile(tmp_path / "out.jsonl")
-    lines.drop()  # nothing was written yet
-    for number in range(2):
-        lines.write([{"a": number, "b": "é"}])
-        assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
-    lines.finish()
+    with pytest.raises(ZeroDivisionError), OutputFile(tmp_path / "out.jsonl"):
+        raise ZeroDivisionError  # nothing was written yet
+    with OutputFile(tmp_path / "out.jsonl") as file:
+        for number in range(2):
+            file.write([{"a": number, "b": "é"}])
+            assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert (tmp_path / "out.jsonl").read_text() == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
-    lines = OutputFile(tmp_path / "other.jsonl")
-    lines.write([{}])
-    lines.drop()
+    with pytest.raises(ZeroDivisionError), OutputFile(tmp_path / "other.jsonl") as file:
+        file.write([{}])
+        raise ZeroDivisionError
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_a_file_of_a_broken_run_is_begun_anew(tmp_path):
     (tmp_path / "out.jsonl.part").write_text("half\n")
-    lines = OutputFile(tmp_path / "out.jsonl")
-    lines.write([{"a": 1}])
-    lines.finish()
+    with OutputFile(tmp_path / "out.jsonl") as file:
+        file.write([{"a": 1}])
     assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
 
 

@@ -94,12 +94,8 @@ class Iteration:
         """
         prompt_B, sample_B = self.prompt_MC[:, columns].flatten(), self.sample_MC[:, columns].flatten()
         width, shape = self.store.workload.max_response, self.prompt_MC[:, columns].shape
-        rows = max(1, NUMBERS_AT_ONCE // max(width, 1))
-        found: Tensor | None = None
-        for start in range(0, max(len(prompt_B), 1), rows):
+        bits_BG, rows = np.empty((len(prompt_B), width), np.int64), max(1, NUMBERS_AT_ONCE // max(width, 1))
+        for start in range(0, len(prompt_B), rows):
             part = slice(start, start + rows)
-            some = torch.from_numpy(random_bits(self.seed, stream, self.number, prompt_B[part], sample_B[part], width))
-            if found is None:
-                found = some.new_empty(len(prompt_B), width)
-            found[part] = some
-        return found.unflatten(0, shape).to(self.store.device)
+            bits_BG[part] = random_bits(self.seed, stream, self.number, prompt_B[part], sample_B[part], width)
+        return torch.from_numpy(bits_BG).unflatten(0, shape).to(self.store.device)

@@ -180,15 +180,15 @@ class Training:
 
     # ---- a whole step, or its passes --------------------------------------------------------------------------------
 
-    def whole(self, step: Step) -> float:
-        """All micro-batches and the update, without stages; returns the gradient's norm."""
+    def whole(self, step: Step) -> None:
+        """All micro-batches and the update, without stages."""
 
         def share(model: Transformer, index: int) -> Tensor:
             batch = sequences_of(step.call, step.micro_batches[index])
             return self._loss(step, model, batch, forward(model, batch), index)
 
         indices = range(len(step.micro_batches))
-        return self._checked(step, step.engine.step(indices, share, lr=step.rate))
+        self._log(step, step.engine.step(indices, share, lr=step.rate))
 
     def forward(self, step: Step, index: int, received: Tensor | None) -> Tensor | None:
         """One micro-batch through this stage; returns what goes to the next one. received: from the stage before."""
@@ -206,12 +206,12 @@ class Training:
         step.engine.backward(step.outputs.pop(index), received)
         return step.inputs.pop(index).grad if index in step.inputs else None
 
-    def update(self, step: Step) -> float:
-        """The optimizer's part; returns the gradient's norm."""
-        return self._checked(step, step.engine.update(lr=step.rate))
+    def update(self, step: Step) -> None:
+        """The optimizer's part of a step with stages."""
+        self._log(step, step.engine.update(lr=step.rate))
 
-    def _checked(self, step: Step, grad_norm: float) -> float:
-        """Raises UserError where there is no way on; else logs the step."""
+    def _log(self, step: Step, grad_norm: float) -> None:
+        """Counts a step's sums. Raises UserError if the gradient was not finite."""
         if not math.isfinite(grad_norm):
             raise UserError(
                 f"{step.call.name}: the gradient norm is {grad_norm} at epoch {step.run.epoch}, mini-batch "
@@ -223,7 +223,6 @@ class Training:
         if step.layout.dp_index(self.rank) == 0:
             step.meter.add(f"{step.call.model}_grad_norm", grad_norm, 1)
             step.meter.add(f"{step.call.model}_lr", step.rate, 1)
-        return grad_norm
 
     def should_stop(self, step: Step, *, group: dist.ProcessGroup | None, device: torch.device) -> bool:
         """Whether a mean of the step is beyond the call's limit, so that the model's other steps of the iteration are

@@ -63,21 +63,6 @@ class Inference:
         return None
 
 
-@torch.no_grad()
-def through_stages(model: Transformer, batch: Sequences) -> Tensor:
-    """One batch through all stages outside a program -> this stage's output. Collective over the ranks of one copy."""
-    parallel, received_nD = model.parallel, None
-    if parallel.previous is not None:
-        received_nD = torch.empty(
-            model.output_shape(len(batch.tokens_N)), dtype=model.dtype, device=batch.tokens_N.device
-        )
-        dist.recv(received_nD, src=parallel.previous, group=parallel.stages)
-    output_nD = forward(model, batch, received_nD)
-    if parallel.next is not None:
-        dist.send(output_nD.contiguous(), dst=parallel.next, group=parallel.stages)
-    return output_nD
-
-
 class Optimization:
     """1F1B of one optimizer step."""
 

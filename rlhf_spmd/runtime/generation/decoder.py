@@ -5,7 +5,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
@@ -57,7 +56,7 @@ class Decoder:
             prefill = Prefill(lengths, self.cache, slots_N)
             new_N = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
             tokens_B = torch.cat((tokens_B, new_N))
-        hidden = self._through_stages(tokens_B, Round(step, prefill, self._joined))
+        hidden = self.model.through_stages(tokens_B, Round(step, prefill, self._joined))
         if not self.model.parallel.is_last or not prompts:
             return hidden if self.model.parallel.is_last else None
         last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows
@@ -86,16 +85,4 @@ class Decoder:
         """The decode step that a graph captures; missing rows have cached_B = -1."""
         step = self._step(cached_B.clamp_min(0), cached_B, tables_BM)
         step.slots_B = torch.where(cached_B < 0, -1, step.slots_B)  # missing rows are not stored
-        return self._through_stages(tokens_B, Round(step, None))
-
-    def _through_stages(self, tokens_N: Tensor, context: Round) -> Tensor:
-        """Receives from the previous stage, runs this one, sends to the next -> output_ND of this stage."""
-        parallel, hidden_ND = self.model.parallel, None
-        if parallel.previous is not None:
-            shape = (len(tokens_N), self.model.config.hidden_size)
-            hidden_ND = torch.empty(shape, dtype=self.model.dtype, device=self.device)
-            dist.recv(hidden_ND, src=parallel.previous, group=parallel.stages)
-        hidden_ND = self.model(tokens_N, context=context, hidden=hidden_ND)
-        if parallel.next is not None:
-            dist.send(hidden_ND.contiguous(), dst=parallel.next, group=parallel.stages)
-        return hidden_ND
+        return self.model.through_stages(tokens_B, Round(step, None))

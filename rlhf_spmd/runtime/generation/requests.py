@@ -50,7 +50,7 @@ class Requests:
         self.bits_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.responses_RG = torch.zeros(0, 0, dtype=torch.int64, device=device)
         self.logprobs_RG = torch.zeros(0, 0, device=device)
-        self.support_RGK = torch.zeros(0, 0, num_stored, dtype=torch.int32, device=device) if num_stored else None
+        self.support_RGK = torch.zeros(0, 0, num_stored, dtype=torch.int32, device=device)
         self._keys: dict[tuple[int, ...], int] = {}
         self._prepare()
 
@@ -68,8 +68,7 @@ class Requests:
         self.bits_RG = _stack(self.bits_RG, bits_RG.to(self.device), width, 0)
         self.responses_RG = _stack(self.responses_RG, self.responses_RG.new_empty(num, 0), width, -1)
         self.logprobs_RG = _stack(self.logprobs_RG, self.logprobs_RG.new_empty(num, 0), width, 0)
-        if self.support_RGK is not None:
-            self.support_RGK = _stack(self.support_RGK, self.support_RGK.new_empty(num, 0, self.num_stored), width, -1)
+        self.support_RGK = _stack(self.support_RGK, self.support_RGK.new_empty(num, 0, self.num_stored), width, -1)
         self._prepare()
         return range(start, start + num)
 
@@ -104,8 +103,7 @@ class Requests:
         """responses_RG, logprobs_RG, support_RGK of requests that have ended."""
         part = slice(numbers.start - self.first, numbers.stop - self.first)
         assert all(length is not None for length in self.lengths[part]), "some of these requests have not ended"
-        support_RGK = None if self.support_RGK is None else self.support_RGK[part]
-        return self.responses_RG[part], self.logprobs_RG[part], support_RGK
+        return self.responses_RG[part], self.logprobs_RG[part], self.support_RGK[part] if self.num_stored else None
 
     def forget(self, before: int) -> None:
         """Drops the requests with smaller numbers."""
@@ -113,8 +111,7 @@ class Requests:
         assert all(length is not None for length in self.lengths[:num]), "some of these requests have not ended"
         del self.prompts[:num], self.sampling[:num], self.lengths[:num]
         self.bits_RG, self.responses_RG = self.bits_RG[num:], self.responses_RG[num:]
-        self.logprobs_RG = self.logprobs_RG[num:]
-        self.support_RGK = None if self.support_RGK is None else self.support_RGK[num:]
+        self.logprobs_RG, self.support_RGK = self.logprobs_RG[num:], self.support_RGK[num:]
         self.first = before
         self._keys = {tuple(prompt): self._keys[tuple(prompt)] for prompt in self.prompts}
         self._prepare()

@@ -175,7 +175,7 @@ class Scheduler:
             index = 0
             while index < len(self.rows):
                 row = self.rows[index]
-                if self._is_full(row):
+                if self._room(row) == 0:
                     if self.blocks.num_free == 0:
                         preempted.append(self._preempt())
                         continue  # retry this row, unless it was the preempted one
@@ -190,9 +190,6 @@ class Scheduler:
     def _room(self, row: RunningRequest) -> int:
         """Number of further tokens that the row's blocks can hold."""
         return len(row.blocks) * self.blocks.size - self.num_cached(row)
-
-    def _is_full(self, row: RunningRequest) -> bool:
-        return self._room(row) == 0
 
     def _preempt(self) -> int:
         """Moves the last row to the head of the queue; its prompt and drawn tokens will be prefilled again."""

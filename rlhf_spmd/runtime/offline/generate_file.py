@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,25 +43,12 @@ WINDOW = 8  # sequences in a window per row of the batch; while its last ones en
 AHEAD = 2  # windows queued
 
 
-@dataclass(slots=True)
-class Totals:
-    """Counts of the written responses."""
-
-    sequences: int = 0
-    tokens: int = 0
-    ended: int = 0  # by an EOS or a stop text
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        self.sequences += 1
-        self.tokens += line["num_tokens"]
-        self.ended += line["finish"] != "length"
-
-
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
 class OutputFile:
-    """Rank 0's file: lines are written to FILE.part, which is renamed when complete."""
+    """Rank 0's file. Lines are written to FILE.part, which is renamed at the end of the context, or deleted on an
+    error."""
 
     def __init__(self, path: Path):
         self.path, self.part = path, path.with_name(path.name + ".part")
@@ -89,12 +76,13 @@ class OutputFile:
         except OSError as error:
             raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
 
-    def finish(self) -> None:
-        self.part.replace(self.path)
+    def __enter__(self) -> "OutputFile":
+        return self
 
-    def drop(self) -> None:
-        """Deletes an incomplete file."""
-        if self._begun:
+    def __exit__(self, kind: type | None, *_) -> None:
+        if self._begun and kind is None:
+            self.part.replace(self.path)
+        elif self._begun:
             with suppress(OSError):
                 self.part.unlink()
 
@@ -118,8 +106,11 @@ class Bar:
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(min(round(self.ended / self.share), self.total) - self._bar.n)
 
-    def close(self, *, done: bool) -> None:
-        self._bar.update(self.total - self._bar.n if done else 0)
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        self._bar.update(self.total - self._bar.n if kind is None else 0)
         self._bar.close()
 
 
@@ -130,18 +121,13 @@ def line_of(
     prompt: Prompt, response: Sequence[int], logprob: float, tokenizer: Tokenizer, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
     """A line of the file. num_tokens includes the EOS; logprob is under the distribution sampled from."""
-    if response[-1] in eos_ids:
-        finish = "eos"
-    elif len(response) < prompt.sampling.max_new_tokens:
-        finish = "stop"
-    else:
-        decoded = tokenizer.decode(response) if prompt.sampling.stop else ""
-        finish = "stop" if any(text in decoded for text in prompt.sampling.stop) else "length"
+    decoded = tokenizer.decode(response) if prompt.sampling.stop else ""
+    stopped = len(response) < prompt.sampling.max_new_tokens or any(text in decoded for text in prompt.sampling.stop)
     return {
         "prompt": prompt.text,
         "response": tokenizer.decode_pair(prompt.tokens, response)[1],
         "num_tokens": len(response),
-        "finish": finish,
+        "finish": "eos" if response[-1] in eos_ids else "stop" if stopped else "length",
         "logprob": round(logprob, 4),  # the precision of float32 over hundreds of tokens
     }
 
@@ -251,10 +237,10 @@ def generate_file(
     world.agree("the start", {"prompts": repr(asked)})
     replica = make_replica(model, asked, tokenizer, layout, world, options)
     world.barrier("the start of generation")
-    started, totals, file = time.perf_counter(), Totals(), OutputFile(out)
+    started, totals = time.perf_counter(), Counter()
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
-    bar = Bar(len(asked) * options.samples_per_prompt, share, enabled=world.rank == 0)
-    try:
+    num = len(asked) * options.samples_per_prompt
+    with OutputFile(out) as file, Bar(num, share, enabled=world.rank == 0) as bar:
         for start in range(0, len(asked), window_of(options) * layout.dp):
             window = replica.next_window(bar) if replica else []
             answers = world.allgather(window if layout.reports(world.rank) else [], f"the responses from {start}")
@@ -263,24 +249,17 @@ def generate_file(
                 lines = merge_in_order(of_copies, options.samples_per_prompt)
                 file.write(lines)
                 for line in lines:
-                    totals.add(line)
+                    totals.update(sequences=1, tokens=line["num_tokens"], ended=line["finish"] != "length")
         seconds = time.perf_counter() - started
-        if world.rank == 0:
-            bar.close(done=True)
-            file.finish()
-    except BaseException:
-        bar.close(done=False)
-        file.drop()
-        raise
     result = {
         "out": str(out),
         "ranks": world.size,
-        "sequences": totals.sequences,
-        "tokens": totals.tokens,
+        "sequences": totals["sequences"],
+        "tokens": totals["tokens"],
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(totals.tokens / seconds, 1),
-        "mean_length": round(totals.tokens / max(totals.sequences, 1), 2),
-        "ended_share": round(totals.ended / max(totals.sequences, 1), 4),
+        "tokens_per_s": round(totals["tokens"] / seconds, 1),
+        "mean_length": round(totals["tokens"] / max(totals["sequences"], 1), 2),
+        "ended_share": round(totals["ended"] / max(totals["sequences"], 1), 4),
         "device": describe_device(world.computes, world.size),
         "ok": True,
     }

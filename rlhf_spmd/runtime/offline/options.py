@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -49,20 +49,19 @@ def load_options(words: Iterable[str]) -> GenerateOptions:
         key, equals, text = word.partition("=")
         if not equals:
             raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
-        if key not in keys():
-            raise UserError(f"unknown key {key!r}{suggest_option(key, (), keys())}; known: {', '.join(keys())}")
-        *group, name = key.split(".")
-        part = getattr(options, group[0]) if group else options
-        hints = get_type_hints(type(part), include_extras=True)
-        part = dataclasses.replace(part, **{name: configs.parse_value(hints[name], text, key)})
-        options = dataclasses.replace(options, **{group[0]: part}) if group else part
+        known = types()
+        if key not in known:
+            raise UserError(f"unknown key {key!r}{suggest_option(key, (), known)}; known: {', '.join(known)}")
+        value, (group, _, name) = configs.parse_value(known[key], text, key), key.rpartition(".")
+        part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
+        options = dataclasses.replace(options, **{group or name: part})
     return options
 
 
-def keys() -> list[str]:
-    """All keys."""
-    names = []
-    for field in dataclasses.fields(GenerateOptions):
-        inner = dataclasses.fields(field.type) if dataclasses.is_dataclass(field.type) else ()
-        names += [f"{field.name}.{leaf.name}" for leaf in inner] or [field.name]
-    return names
+def types() -> dict[str, Any]:
+    """The type of every option, by its key."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(GenerateOptions, include_extras=True).items():
+        parts = get_type_hints(kind, include_extras=True) if dataclasses.is_dataclass(kind) else {}
+        found |= {f"{name}.{leaf}": of_leaf for leaf, of_leaf in parts.items()} or {name: kind}
+    return found

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.errors import UserError
@@ -19,7 +19,7 @@ from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration
+from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
 from rlhf_spmd.runtime.world.world import World
 
 SAMPLING_KEYS = tuple(each.name for each in dataclasses.fields(Sampling))
@@ -37,8 +37,7 @@ class Prompt:
 
 def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = None) -> Sampling:
     """The sampling parameters of a prompt: the run's options, overridden by the prompt's own (null is ignored)."""
-    values = {name: getattr(generation, name) for name in SAMPLING_KEYS}
-    hints = get_type_hints(OfflineGeneration, include_extras=True)
+    values, known = {name: getattr(generation, name) for name in SAMPLING_KEYS}, types()
     for name, value in (own or {}).items():
         if name not in SAMPLING_KEYS or value is None:
             continue
@@ -46,7 +45,7 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
             value = [value] if isinstance(value, str) else value  # a single text, even with commas
         elif isinstance(value, bool) or not isinstance(value, int | float):  # unlike on the command line, "1" is wrong
             raise UserError(f"{name}={json.dumps(value)} is not a number")
-        values[name] = configs.parse_value(hints[name], value, name)
+        values[name] = configs.parse_value(known[f"generation.{name}"], value, name)
     return Sampling(**values)
 
 
@@ -74,7 +73,7 @@ def read_offline_prompts(
     """The prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 
     world: if given, one rank of each node tokenises for the node; collective, in a block of World.together."""
-    data, context = options.data, model.max_position_embeddings
+    data, context, kind = options.data, model.max_position_embeddings, path.suffix.lower()
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:
         raise UserError(
@@ -97,9 +96,8 @@ def read_offline_prompts(
     for index, (text, tokens, sampling) in enumerate(zip(loaded.texts, loaded.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:
             continue
-        where, longest = f"{path}, {'row' if path.suffix.lower() == '.parquet' else 'line'} {index + 1}", len(tokens)
-        longest += sampling.max_new_tokens
-        if longest > context:
+        where = f"{path}, {'row' if kind == '.parquet' else 'line'} {index + 1}"
+        if len(tokens) + sampling.max_new_tokens > context:
             raise UserError(
                 f"{where}: the prompt has {len(tokens)} tokens and may get {sampling.max_new_tokens} new ones, but the "
                 f"model has a context of {context}; lower max_new_tokens, or set data.long_prompts=truncate (or drop) "

@@ -55,12 +55,10 @@ class OffloadedCopy:
         """model: with all its weights; from now on it is empty except between `load` and `release`."""
         self._weights = list(model.parameters())
         self._device = self._weights[0].device
-        self.host = [self._to_host(p.detach()) for p in self._weights]
+        on_cpu = self._device.type == "cpu"
+        self.host = [p.detach() if on_cpu else p.detach().cpu().pin_memory() for p in self._weights]
         self._is_loaded = True
         self.release()
-
-    def _to_host(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._device.type == "cpu" else weight.cpu().pin_memory()  # pinned: faster copies
 
     def load(self) -> None:
         """Copies the weights to the device."""
@@ -75,7 +73,7 @@ class OffloadedCopy:
         self._is_loaded = False
 
     @contextmanager
-    def loaded(self) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """Inside, the weights are on the device; afterwards they are where they were before."""
         was_loaded = self._is_loaded
         if not was_loaded:

@@ -5,7 +5,7 @@ here in a different split.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -160,19 +160,12 @@ class RankModels:
     def weights(self, call: Call) -> Iterator[Transformer]:
         """The model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
         key = self.key(call)
-        with torch.no_grad():
-            if key in self.sharded:
-                with self.sharded[key].gathered():
-                    yield self.copies[key]
-            elif key in self.offloaded:
-                with self.offloaded[key].loaded():
-                    yield self.copies[key]
-            elif key is not None:
-                yield self.copies[key]
-            else:
-                engine = self.engines[call.model]
-                with engine.gathered():
-                    yield engine.model
+        if key is None:
+            holder, model = self.engines[call.model], self.engines[call.model].model
+        else:
+            holder, model = self.sharded.get(key) or self.offloaded.get(key), self.copies[key]
+        with torch.no_grad(), holder.gathered() if holder is not None else nullcontext():
+            yield model
 
     def load(self, name: str) -> None:
         """Copies the weights of an offloaded model to the device."""

@@ -16,7 +16,6 @@ from rlhf_spmd.plan.words import LOGPROBS, SCORES, VALUES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
-from rlhf_spmd.runtime.execute.pipeline_runtime import through_stages
 
 HEADS = {VALUES: response_values, SCORES: sequence_scores}
 
@@ -54,7 +53,7 @@ def inference(
         elif whole is not None:
             context.keep(data, call.outputs[0], place, whole.unflatten(0, shape_of(place)))
 
-    return batches, finish, close if last else _nothing
+    return batches, finish, close if last else lambda: None
 
 
 def judges(context: CallContext, call: Call) -> bool:
@@ -96,13 +95,10 @@ def scores(context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: T
     of_model_B = None
     if context.workload.models[call.model] is not None:
         with torch.no_grad(), context.models.weights(call) as model:
-            batch = context.scorer.batch(prompts_BP, responses_BG) if len(prompts_BP) else None
-            output = through_stages(model, batch) if batch is not None else None
+            if len(prompts_BP):
+                batch = context.scorer.batch(prompts_BP, responses_BG)
+                output = model.through_stages(batch.tokens_N, batch.context(model.parallel.shard.tp))
+                of_model_B = sequence_scores(model, batch, output) if model.parallel.is_last else None
             if not model.parallel.is_last:
                 return None
-            of_model_B = sequence_scores(model, batch, output) if batch is not None else None
     return add_function(context, call, prompts_BP, responses_BG, of_model_B)
-
-
-def _nothing() -> None:
-    """A stage before the last one has no results."""
