@@ -36,11 +36,7 @@ class Tokenizer:
     pad_token_id: int | None
     _encode: Callable[[str, bool], list[int]]
     _decode: Callable[[list[int], bool], str]
-    _vocabulary: Callable[[], dict[str, int]]
-
-    def vocabulary(self) -> dict[str, int]:
-        """Token -> id, including added tokens. The ids may have gaps."""
-        return self._vocabulary()
+    vocabulary: Callable[[], dict[str, int]]  # token -> id, including added tokens; the ids may have gaps
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; with `special`, including the special tokens that the tokenizer adds (such as a beginning of
@@ -90,7 +86,7 @@ class Tokenizer:
             pad_token_id=ids.get("pad_token"),
             _encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
             _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
-            _vocabulary=backend.get_vocab,
+            vocabulary=backend.get_vocab,
         )
 
     @classmethod
@@ -104,7 +100,7 @@ class Tokenizer:
             pad_token_id=tokenizer.pad_token_id,
             _encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special),
             _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
-            _vocabulary=tokenizer.get_vocab,
+            vocabulary=tokenizer.get_vocab,
         )
 
 

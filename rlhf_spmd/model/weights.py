@@ -124,9 +124,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_byte
         owned = {key: tensor.detach().cpu().contiguous() for key, tensor in shard.items()}
         temporary = folder / (name + ".tmp")
         temporary.touch()
-        mode = (
-            temporary.stat().st_mode
-        )  # as the user's umask allows; save_file would make files readable by the owner only
+        mode = temporary.stat().st_mode  # as the umask allows; save_file makes files that only their owner can read
         try:
             save_file(owned, temporary, metadata={"format": "pt"})
         except SafetensorError as error:

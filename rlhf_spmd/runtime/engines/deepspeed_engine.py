@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,32 +27,18 @@ from rlhf_spmd.runtime.engines.adamw import MOMENTS, Interval, ReadState, Share,
 from rlhf_spmd.runtime.engines.flat_engine import Groups, Loss
 
 
-class _Subgroup:
+def _mpu(groups: Groups) -> SimpleNamespace:
     """DeepSpeed's `mpu` interface: the data-parallel ranks, and the ranks that hold the slices of one model."""
-
-    def __init__(self, groups: Groups):
-        self._data, self._model, self._tp_index = groups.data, groups.model, groups.tp_index
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._data)
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._data.size()
-
-    def get_data_parallel_rank(self) -> int:
-        return self._data.rank()
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._model
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1 if self._model is None else self._model.size()
-
-    def get_model_parallel_rank(self) -> int:
-        return self._tp_index  # only rank 0 counts weights that are not split
+    data, model = groups.data, groups.model
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: data,
+        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(data),
+        get_data_parallel_world_size=data.size,
+        get_data_parallel_rank=data.rank,
+        get_model_parallel_group=lambda: model,
+        get_model_parallel_world_size=lambda: 1 if model is None else model.size(),
+        get_model_parallel_rank=lambda: groups.tp_index,  # only rank 0 counts weights that are not split
+    )
 
 
 class _LossModule(nn.Module):
@@ -88,7 +75,7 @@ class DeepSpeedEngine:
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
         self.model = model
-        self._group, self._zero, self._mpu = groups.data, zero, _Subgroup(groups)
+        self._group, self._zero, self._mpu = groups.data, zero, _mpu(groups)
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
@@ -233,19 +220,14 @@ def _sum_over(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 @contextmanager
 def _environment(values: dict[str, str | None]) -> Iterator[None]:
     """Sets environment variables (None: unset) and restores them afterwards."""
-
-    def put(values: dict[str, str | None]) -> None:
-        for name, value in values.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-    before = {name: os.environ.get(name) for name in values}
-    put(values)
+    before = {name: os.environ.pop(name, None) for name in values}
+    os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
         yield
     finally:
-        put(before)
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -3,14 +3,13 @@ in the engines."""
 
 from torch import Tensor
 
-from rlhf_spmd.model.sequences import forward
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration
 from rlhf_spmd.runtime.execute.optimizer_step import Training
-from rlhf_spmd.runtime.execute.pipeline_runtime import Inference, Optimization, Passes
+from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 
 
 class Calls:
@@ -37,10 +36,10 @@ class Calls:
             infer.keep_scores(context, call, data, context.place(step), None)
         else:
             with context.models.weights(call) as model:
-                batches, finish, close = infer.inference(context, call, step, data, model)
-                for index, batch in enumerate(batches):
-                    finish(index, forward(model, batch))
-                close()
+                passes = infer.inference(context, call, step, data, model)
+                for index in range(passes.num_micro_batches):
+                    passes.forward(index, None)
+                passes.close()
 
     def passes(self, step: Run, data: Iteration, state: RunState) -> Passes | None:
         """The passes of a Run with stages; None if there is nothing to do."""
@@ -48,16 +47,9 @@ class Calls:
         call = context.workload.workflow.call(step.call)
         if call.kind == "train":
             begun = train.begin(context, self.training, call, step, data, state)
-            if begun is None:
-                return None
-
-            def update() -> None:
-                self.training.update(begun)
-                train.end(context, self.training, begun, data)
-
-            return Optimization(self.training, begun, update)
+            return None if begun is None else train.passes(context, self.training, begun, data)
         with context.models.weights(call) as model:  # without ZeRO 3, which has no stages, they stay
-            return Inference(model, *infer.inference(context, call, step, data, model))
+            return infer.inference(context, call, step, data, model)
 
     def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
         """Scores [B] of whole responses outside an iteration, as infer.scores."""

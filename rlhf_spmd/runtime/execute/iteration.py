@@ -6,7 +6,7 @@ them by their number in the whole matrix; where they lie on this rank is known h
 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,29 +24,19 @@ ALL = slice(None)
 NUMBERS_AT_ONCE = 2**14  # random numbers: what they are made from stays in the processor's cache
 
 
-class Store(Mapping[str, Tensor]):
+class Store(dict[str, Tensor]):
     """Data key -> tensor [M, columns of this rank, ...], made when it is first needed: -1 where tokens are to come,
     0 elsewhere."""
 
     def __init__(self, workload: Workload, columns: Mapping[str, Sequence[range]], device: torch.device | str = "cpu"):
         """columns: of every key that this rank holds, ascending (Program.held)."""
         self.workload, self.columns, self.device = workload, columns, device
-        self._tensors: dict[str, Tensor] = {}
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._tensors[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def at(self, key: str, place: Place) -> Tensor:
         """The rows at a place, [M', C', ...], to be read or written."""
-        if key not in self._tensors:
-            self._tensors[key] = self.make(key)
-        return self._tensors[key][place[0], self._local(key, place[1])]
+        if key not in self:
+            self[key] = self.make(key)
+        return self[key][place[0], self._local(key, place[1])]
 
     def make(self, key: str) -> Tensor:
         """A tensor for all rows that this rank holds of a key."""

@@ -270,8 +270,7 @@ class Training:
             kept_BGK = rows[call.kept] if call.kept else None
             found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, **self.sampling)
             return dict(zip((LOGPROBS, ENTROPY), found, strict=True)) if call.entropy else {LOGPROBS: found}
-        made = {VALUES: response_values, SCORES: sequence_scores}
-        return {what: made[what](model, batch, output) for what in asked}
+        return {what: read_output(what, model, batch, output, None, self.sampling) for what in asked}
 
     def _parity_gate(self, old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, responses_BG: Tensor, meter: Meter) -> None:
         """On the first mini-batch the weights are still those that generated: both passes must agree."""
@@ -303,6 +302,15 @@ def sequences_of(call: Call, rows: Rows) -> Sequences:
     if len(call.responses) == 1:
         return Sequences.join(prompts_BP[0], responses_BG[0])
     return Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+
+
+def read_output(
+    what: str, model: Transformer, batch: Sequences, output: Tensor, kept_BGK: Tensor | None, sampling: Mapping
+) -> Tensor:
+    """Logprobs, values or scores, from what the last stage puts out."""
+    if what == LOGPROBS:
+        return response_logprobs(model, batch, output, kept_BGK, **sampling)
+    return {VALUES: response_values, SCORES: sequence_scores}[what](model, batch, output)
 
 
 def divisor_of(call: Call, rows: Rows) -> Tensor:

@@ -5,83 +5,32 @@ plan/program/pipeline.py says in which order passes and messages come; `Passage`
 
 # n tokens of a tp rank's share, D hidden
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.model.sequences import Sequences, forward
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import Instruction, Post, Run, Wait
 from rlhf_spmd.plan.program.pipeline import Body, Pass
-from rlhf_spmd.runtime.execute.optimizer_step import Step, Training
+
+OnePass = Callable[[int, Tensor | None], Tensor | None]  # micro-batch, received_nD -> what is sent on, if anything is
 
 
-class Passes(Protocol):
-    """The passes of one Run on one rank."""
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The passes of one Run on one rank. num_tokens: real tokens of a micro-batch. forward: from the output of the
+    previous stage to that of this one. backward: from the gradient of this stage's output to that of its input. close:
+    called after the last pass."""
 
     model: Transformer
     num_micro_batches: int
-
-    def num_tokens(self, index: int) -> int:
-        """Real tokens of a micro-batch."""
-
-    def forward(self, index: int, received_nD: Tensor | None) -> Tensor | None:
-        """One micro-batch through this stage -> what goes to the next one, if there is one."""
-
-    def backward(self, index: int, received_nD: Tensor | None) -> Tensor | None:
-        """The gradient of this stage's output -> that of its input."""
-
-    def close(self) -> None:
-        """After the last pass."""
-
-
-class Inference:
-    """Forwards without gradients; `finish` makes the results of a micro-batch from the last stage's output."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        batches: Sequence[Sequences],
-        finish: Callable[[int, Tensor], None],
-        close: Callable[[], None],
-    ):
-        self.model, self.batches, self.finish, self.close = model, batches, finish, close
-        self.num_micro_batches = len(batches)
-
-    def num_tokens(self, index: int) -> int:
-        return len(self.batches[index].tokens_N)
-
-    @torch.no_grad()
-    def forward(self, index: int, received_nD: Tensor | None) -> Tensor | None:
-        output_nD = forward(self.model, self.batches[index], received_nD)
-        if not self.model.parallel.is_last:
-            return output_nD
-        self.finish(index, output_nD)
-        return None
-
-
-class Optimization:
-    """1F1B of one optimizer step."""
-
-    def __init__(self, training: Training, step: Step, close: Callable[[], None]):
-        self.training, self.step, self.close = training, step, close
-        self.model, self.num_micro_batches = step.engine.model, len(step.micro_batches)
-        step.engine.begin()
-
-    def num_tokens(self, index: int) -> int:
-        rows = self.step.micro_batches[index]
-        call = self.step.call
-        num_prompts = int((rows[call.prompts] >= 0).sum())
-        return len(call.responses) * num_prompts + sum(int((rows[key] >= 0).sum()) for key in call.responses)
-
-    def forward(self, index: int, received_nD: Tensor | None) -> Tensor | None:
-        return self.training.forward(self.step, index, received_nD)
-
-    def backward(self, index: int, received_nD: Tensor | None) -> Tensor | None:
-        return self.training.backward(self.step, index, received_nD)
+    num_tokens: Callable[[int], int]
+    forward: OnePass
+    close: Callable[[], None]
+    backward: OnePass | None = None
 
 
 class Passage:

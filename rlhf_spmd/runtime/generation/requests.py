@@ -3,7 +3,7 @@
 # R requests, B running rows, G longest response, K largest sampling support
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class Sampling:
                 f"temperature={self.temperature:g}, top_k={self.top_k}, top_p={self.top_p:g}, min_p={self.min_p:g}: "
                 "need temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1"
             )
+
+
+SAMPLING_KEYS = tuple(field.name for field in fields(Sampling))
 
 
 class Requests:

@@ -2,13 +2,11 @@
 
 # M mini-batches, B sequences, P prompt tokens, G response tokens, K largest sampling support
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
-from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 
 
 class Rollout:
@@ -20,22 +18,15 @@ class Rollout:
         model: Transformer,
         prompts_MBP: Tensor,
         bits_MBG: Tensor,
-        *,
-        eos_ids: Sequence[int] = (),
-        min_new_tokens: int = 0,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        stop: tuple[str, ...] = (),
-        **settings,
+        **options,
     ):
-        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. settings: of the
-        engine."""
+        """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. options: of
+        Sampling, and of the engine."""
         self.num_rows, max_response = bits_MBG.shape[1:]
-        sampling = Sampling(max_response, min_new_tokens, temperature, top_k, top_p, min_p, stop)
+        own = {name: options[name] for name in SAMPLING_KEYS if name in options}
+        sampling, settings = Sampling(max_response, **own), {name: options[name] for name in options if name not in own}
         longest = prompts_MBP.shape[2] + max_response
-        self.engine = Engine(model, longest=longest, eos_ids=eos_ids, num_stored=top_k, **settings)
+        self.engine = Engine(model, longest=longest, num_stored=sampling.top_k, **settings)
         prompts = [[token for token in row if token >= 0] for row in prompts_MBP.flatten(0, 1).tolist()]
         self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling)
 

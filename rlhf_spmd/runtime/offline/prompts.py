@@ -4,7 +4,6 @@ A line of a .jsonl file may set the sampling parameters of its prompt: max_new_t
 top_k, top_p, min_p, stop (a list of texts). Other keys are ignored.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -18,11 +17,9 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.data.node_prompts import once_per_node
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
-from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
 from rlhf_spmd.runtime.world.world import World
-
-SAMPLING_KEYS = tuple(each.name for each in dataclasses.fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,17 @@ from torch import Tensor
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import Parallel
-from rlhf_spmd.model.sequences import forward, response_logprobs, response_values
+from rlhf_spmd.model.sequences import forward
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.cost.calibration import ByLength, Curve, Layered, Measured
 from rlhf_spmd.plan.cost.seconds import decode_steps
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.words import MASK
+from rlhf_spmd.plan.words import LOGPROBS, MASK, VALUES
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
-from rlhf_spmd.runtime.execute.optimizer_step import Training, sequences_of
+from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, sequences_of
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.observe.meter import Meter
@@ -120,14 +120,9 @@ class TimedModel:
     @torch.no_grad()
     def infer(self, rows: dict[str, Tensor]) -> None:
         """One micro-batch of an inference call."""
-        batch = sequences_of(self.call, rows)
-        output = forward(self.model, batch)
-        if self.shape.scalar_head:
-            response_values(self.model, batch, output)
-        else:
-            response_logprobs(
-                self.model, batch, output, rows[self.call.kept] if self.call.kept else None, **self.sampling
-            )
+        batch, kept = sequences_of(self.call, rows), rows[self.call.kept] if self.call.kept else None
+        what = VALUES if self.shape.scalar_head else LOGPROBS
+        read_output(what, self.model, batch, forward(self.model, batch), kept, self.sampling)
 
     def train(self, engine: TrainEngine, rows: dict[str, Tensor], *, update: bool = False) -> None:
         """One optimizer step of one micro-batch without the update; or only the update."""
@@ -181,37 +176,33 @@ class TimedModel:
         return make_engine(self.model.train(), groups=groups, zero=0, dtype=DTYPES[self.config.dtype])
 
 
-def num_together(clock: Clock, tp: int) -> int:
-    """How many ranks of a node wait for each other in tensor-parallel passes; 0: none."""
-    return clock.world.nodes.count(clock.world.node) if tp > 1 else 0
-
-
 def measure_shape(clock: Clock, config: Config, workload: Workload, grid: Grid, shape: ModelShape, tp: int) -> Measured:
     """The tables of a shape in tp slices. Collective over all ranks."""
     few, many = both = tuple(TimedModel(clock.world, config, workload, grid, shape, tp, num) for num in (FEW, MANY))
-    seconds = partial(clock.seconds, together=num_together(clock, tp))
+    # in tensor-parallel passes, the ranks of a node wait for each other
+    seconds = partial(clock.seconds, together=clock.world.nodes.count(clock.world.node) if tp > 1 else 0)
     drawn = {} if shape.scalar_head else generation(seconds, grid, both)
-    infer: dict[float, Points] = {}
-    train: dict[float, Points] = {}
-    cases = [(share, lengths) for share in grid.shares for lengths in passes(grid, share)]
-    for share, lengths in cases:
-        rows, amount = few.rows(lengths), float(sum(map(sum, lengths)))
-        infer.setdefault(share, {})[amount] = seconds(*(partial(one.infer, rows) for one in both))
+    passes = [
+        (share, grid.rows(share, num_rows))
+        for share in grid.shares
+        for num_rows in rows_up_to(round(grid.most_rows / share))
+    ]
+
+    def table(works: Callable[[dict[str, Tensor]], list[Callable]]) -> ByLength:
+        """Seconds of passes, up to the tokens of the largest micro-batch. works: of both models, for some rows."""
+        points: dict[float, Points] = {}
+        for share, lengths in passes:
+            points.setdefault(share, {})[float(sum(map(sum, lengths)))] = seconds(*works(few.rows(lengths)))
+        return by_length(points, grid.longest)
+
+    infer = table(lambda rows: [partial(one.infer, rows) for one in both])
     engines = [one.engine() for one in both]
-    for share, lengths in cases:
-        rows, amount = few.rows(lengths), float(sum(map(sum, lengths)))
-        works = (partial(one.train, engine, rows) for one, engine in zip(both, engines, strict=True))
-        train.setdefault(share, {})[amount] = seconds(*works)
+    train = table(lambda rows: [partial(one.train, engine, rows) for one, engine in zip(both, engines, strict=True)])
+    rows = few.rows(passes[-1][1])
     works = (partial(one.train, engine, rows, update=True) for one, engine in zip(both, engines, strict=True))
     update_s, more_update_s = seconds(*works)
     update = Curve((float(few.num_params), float(many.num_params)), (update_s, max(update_s, more_update_s)))
-    tables = (by_length(by_share, grid.longest) for by_share in (infer, train))
-    return Measured(shape, tp, workload.param_bytes, *tables, update, **drawn)
-
-
-def passes(grid: Grid, share: float) -> list[list[tuple[int, int]]]:
-    """The rows of passes with a mean length, up to the tokens of the largest micro-batch."""
-    return [grid.rows(share, num_rows) for num_rows in rows_up_to(round(grid.most_rows / share))]
+    return Measured(shape, tp, workload.param_bytes, infer, train, update, **drawn)
 
 
 def generation(seconds: Callable[..., tuple[float, ...]], grid: Grid, both: tuple[TimedModel, ...]) -> dict:

@@ -43,7 +43,7 @@ def compute(context: CallContext, call: Call, step: Run, data: Iteration, state:
     own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
     for key in call.outputs:
         whole = results[key].flatten(0, len(leading) - 1).unflatten(0, shape_of(seen))
-        context.keep(data, key, place, whole[:, own])
+        data.store.at(key, place)[:] = whole[:, own]
     first_site = context.program.placement.sites(call, workflow)[0]
     if reports and step.reader == first_site and _counts(context, call, step):
         for name, (total, weight) in log.items():

@@ -96,10 +96,6 @@ class CallContext:
         """The group of a Run, None if this rank computes alone."""
         return self.world.group(step.group) if step.group else None
 
-    def keep(self, data: Iteration, key: str, place: Place, value: Tensor) -> None:
-        """Puts the rows of a Run into the store."""
-        data.store.at(key, place)[:] = value
-
     def held(self, data: Iteration, key: str, place: Place) -> Tensor:
         """The rows of a key at a place. A rank without columns may have nothing of the key."""
         assert key in data.store or place[1].start == place[1].stop, f"{key} is read before it is there"

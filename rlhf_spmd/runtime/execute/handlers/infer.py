@@ -2,28 +2,24 @@
 
 # B sequences, P prompt tokens, G response tokens
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.model.sequences import Sequences, lengths_of, response_logprobs, response_values, sequence_scores
+from rlhf_spmd.model.sequences import Sequences, forward, lengths_of, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.words import LOGPROBS, SCORES, VALUES
+from rlhf_spmd.plan.words import SCORES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
+from rlhf_spmd.runtime.execute.optimizer_step import read_output
+from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 
-HEADS = {VALUES: response_values, SCORES: sequence_scores}
 
-
-def inference(
-    context: CallContext, call: Call, step: Run, data: Iteration, model: Transformer
-) -> tuple[list[Sequences], Callable[[int, Tensor], None], Callable[[], None]]:
-    """The micro-batches of a Run, what makes a result of the last stage's output, and what keeps the results."""
+def inference(context: CallContext, call: Call, step: Run, data: Iteration, model: Transformer) -> Passes:
+    """Forwards of the micro-batches of a Run; `close` stores the results of the last stage."""
     place, layout = context.place(step), context.layout(call)
     prompts, responses = (context.held(data, key, place) for key in call.tokens)
     last = model.parallel.is_last
@@ -39,21 +35,23 @@ def inference(
     batches = [join(prompts[part], responses[part]) for part in parts]
     results: list[Tensor] = []
 
-    def finish(index: int, output: Tensor) -> None:
-        if call.function == LOGPROBS:
-            sets = None if kept is None else kept[parts[index]]
-            results.append(response_logprobs(model, batches[index], output, sets, **context.sampling))
-        else:
-            results.append(HEADS[call.function](model, batches[index], output))
+    @torch.no_grad()
+    def one_pass(index: int, received_nD: Tensor | None) -> Tensor | None:
+        output_nD = forward(model, batches[index], received_nD)
+        if not last:
+            return output_nD
+        sets = None if kept is None else kept[parts[index]]
+        results.append(read_output(call.function, model, batches[index], output_nD, sets, context.sampling))
+        return None
 
     def close() -> None:
         whole = torch.cat(results).float() if results else None
-        if judges(context, call):
+        if last and judges(context, call):
             keep_scores(context, call, data, place, whole)
         elif whole is not None:
-            context.keep(data, call.outputs[0], place, whole.unflatten(0, shape_of(place)))
+            data.store.at(call.outputs[0], place)[:] = whole.unflatten(0, shape_of(place))
 
-    return batches, finish, close if last else lambda: None
+    return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, close)
 
 
 def judges(context: CallContext, call: Call) -> bool:
@@ -65,7 +63,7 @@ def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place,
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
     prompts, responses = (context.held(data, key, place).flatten(0, 1) for key in call.tokens)
     scores_B = add_function(context, call, prompts, responses, of_model_B)
-    context.keep(data, call.outputs[0], place, scores_B.unflatten(0, shape_of(place)))
+    data.store.at(call.outputs[0], place)[:] = scores_B.unflatten(0, shape_of(place))
     wide_B, name = scores_B.double(), call.outputs[0].removesuffix("s")
     meter = context.meter(call, data)
     meter.add(name, wide_B.sum(), len(wide_B))

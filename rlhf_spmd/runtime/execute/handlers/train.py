@@ -1,5 +1,7 @@
 """Calls that train: the rows of a global mini-batch, and the learning rate of its optimizer step."""
 
+from functools import partial
+
 import torch
 
 from rlhf_spmd.algorithms.controllers import learning_rate
@@ -8,6 +10,7 @@ from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.optimizer_step import Step, Training
+from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 
 
 def begin(
@@ -36,6 +39,23 @@ def begin(
         meter=data.meter,
         group=context.group(step),
     )
+
+
+def passes(context: CallContext, training: Training, begun: Step, data: Iteration) -> Passes:
+    """The forwards and backwards of a step with stages (1F1B); `close` updates the weights."""
+    call = begun.call
+    keys = (call.prompts,) * len(call.responses) + call.responses
+
+    def num_tokens(index: int) -> int:
+        return sum(int((begun.micro_batches[index][key] >= 0).sum()) for key in keys)
+
+    def update() -> None:
+        training.update(begun)
+        end(context, training, begun, data)
+
+    begun.engine.begin()
+    forward, backward = partial(training.forward, begun), partial(training.backward, begun)
+    return Passes(begun.engine.model, len(begun.micro_batches), num_tokens, forward, update, backward)
 
 
 def end(context: CallContext, training: Training, begun: Step, data: Iteration) -> None:
