@@ -85,7 +85,7 @@ def load_model(
     for name in missing_head:  # a fresh critic's values are zero
         if name in parts:
             tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
-    model.load_state_dict({_to_our_name(name): tensor for name, tensor in tensors.items()}, assign=True)
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, assign=True)
     return model
 
 
@@ -169,7 +169,7 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
         raise UserError(f"{gguf_file}: transformers cannot read this GGUF file ({error})") from None
     with naming(gguf_file):
         config = model_config.from_hf(model.config.to_dict() | {"quantization_config": None})  # dequantised by now
-    state = {_to_our_name(name): tensor for name, tensor in model.state_dict().items()}
+    state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
     if config.tie_embeddings:
         state.pop("lm_head.weight", None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,10 +182,6 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
 
 def _to_hf_name(name: str) -> str:
     return name if name in _HEADS else "model." + name
-
-
-def _to_our_name(name: str) -> str:
-    return name.removeprefix("model.")
 
 
 def _check_names(

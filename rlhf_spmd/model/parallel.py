@@ -128,7 +128,7 @@ def scatter_tokens(x_ND: Tensor, *, group: Group) -> Tensor:
 
 def sum_over(x: Tensor, *, group: Group) -> Tensor:
     """The sum of the ranks' parts, on every rank. All ranks continue identically, so a part's gradient is the sum's."""
-    return x if group is None else _Collective.apply(x, group, _all_reduced, lambda gradient, _: gradient)
+    return x if group is None else _Collective.apply(x, group, all_reduced, lambda gradient, _: gradient)
 
 
 def collect_tokens(x_n: Tensor, *, group: Group) -> Tensor:
@@ -148,7 +148,8 @@ def _reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over a group, as a new tensor."""
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total

@@ -48,7 +48,7 @@ def test_everybody_gets_through(requests, size, max_rows, spare, chance):
     scheduler = Scheduler(blocks, max_rows, prefill_tokens=16, one_block=one_block)
     line = waiting(requests)
     keys = {one.request: one for one in line}
-    scheduler.submit(line)
+    scheduler.waiting.extend(line)
     order, left = [], {one.request for one in line}
     while left:
         admitted = scheduler.admit()
@@ -84,7 +84,7 @@ def test_everybody_gets_through(requests, size, max_rows, spare, chance):
 
 def test_the_youngest_leaves_and_comes_back_first():
     scheduler = Scheduler(Blocks(4, 4), 3, prefill_tokens=100)
-    scheduler.submit(waiting([(0, 4), (1, 3), (2, 2)]))
+    scheduler.waiting.extend(waiting([(0, 4), (1, 3), (2, 2)]))
     assert [one.waiting.request for one in scheduler.admit()] == [0, 1, 2]
     assert scheduler.grow() == []  # request 0 takes the last block
     assert scheduler.grow() == [2]  # request 1 needs one
@@ -99,7 +99,7 @@ def test_the_youngest_leaves_and_comes_back_first():
 
 def test_prompt_blocks_are_shared_and_given_back_last():
     scheduler = Scheduler(Blocks(9, 4), 4, prefill_tokens=100)
-    scheduler.submit(waiting([(7, 10), (7, 10), (8, 4), (7, 10)]))
+    scheduler.waiting.extend(waiting([(7, 10), (7, 10), (8, 4), (7, 10)]))
     first, second, other, third = scheduler.admit()
     assert first.row.blocks == [0, 1, 2] and first.donor is None
     assert second.row.blocks == [0, 1, 3] and second.donor == 0 and second.copy == (2, 3)
@@ -108,7 +108,7 @@ def test_prompt_blocks_are_shared_and_given_back_last():
     assert scheduler.blocks.num_free == 3
     scheduler.remove([0])
     assert scheduler.blocks.num_free == 4  # two are still in use
-    scheduler.submit([WaitingRequest(9, 7, 10, 10)])
+    scheduler.waiting.extend([WaitingRequest(9, 7, 10, 10)])
     (late,) = scheduler.admit()
     assert late.donor == 0 and late.row.blocks == [0, 1, 2]  # by now request 1 is the first row
 
@@ -116,7 +116,7 @@ def test_prompt_blocks_are_shared_and_given_back_last():
 @pytest.mark.parametrize("ended", [[0], [2], [0, 2], [1, 3], [0, 1, 2, 3]])
 def test_one_block_rows_stay_together(ended):
     scheduler = Scheduler(Blocks(4, LONGEST), 4, prefill_tokens=100, one_block=True)
-    scheduler.submit(waiting([(n, 3) for n in range(4)]))
+    scheduler.waiting.extend(waiting([(n, 3) for n in range(4)]))
     scheduler.admit()
     order, copies = scheduler.remove(ended)
     assert [row.blocks for row in scheduler.rows] == [[i] for i in range(4 - len(ended))]
@@ -127,7 +127,7 @@ def test_one_block_rows_stay_together(ended):
 def test_tables_are_new_only_when_blocks_come_or_go():
     """Whoever copies them to a device need not do so in every step."""
     scheduler = Scheduler(Blocks(12, 4), max_rows=3, prefill_tokens=16)
-    scheduler.submit(waiting([(0, 3), (1, 5)]))
+    scheduler.waiting.extend(waiting([(0, 3), (1, 5)]))
     new = []
     for _ in range(7):
         scheduler.admit()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.model.parallel import is_split
+from rlhf_spmd.model.parallel import all_reduced, is_split
 from rlhf_spmd.plan.cost.memory import REDUCE_NUMEL
 from rlhf_spmd.runtime.engines import deepspeed_state
 from rlhf_spmd.runtime.engines.adamw import MOMENTS, Interval, ReadState, Share, read_into, state_of
@@ -85,8 +85,8 @@ class DeepSpeedEngine:
         if groups.tensor is not None:
             for name, p in model.named_parameters():
                 p.model_parallel = is_split(name)  # each slice of it counts in the norm
-                if not is_split(name):
-                    p.register_hook(lambda gradient: _sum_over(gradient, group=groups.tensor))
+                if not is_split(name):  # every slice has a partial sum
+                    p.register_hook(lambda gradient: all_reduced(gradient, groups.tensor))
         with self._as_world(), redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory statistics
             self._agree_on_numbers()
             self.engine, *_ = self._deepspeed.initialize(
@@ -208,13 +208,6 @@ class DeepSpeedEngine:
         of_stage = deepspeed_state.shares_of_parts if self._zero == 3 else deepspeed_state.shares_of_flat
         names = {id(p): name for name, p in self.model.named_parameters()}
         return of_stage(self.engine.optimizer, self.optimizer.state, names, rank=self._group.rank())
-
-
-def _sum_over(gradient: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Sums the gradient of a weight that is not split; every slice has a partial sum."""
-    total = gradient.clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 
 @contextmanager

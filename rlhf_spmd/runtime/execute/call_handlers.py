@@ -1,5 +1,4 @@
-"""Runs the calls of a program on this rank: each kind by its handler. Collectives are entered there, in the models and
-in the engines."""
+"""Runs the calls of a program on this rank, each kind by its handler."""
 
 from torch import Tensor
 

@@ -59,7 +59,7 @@ class Executor:
         recorder: Tracer,
         asked: Asked | None = None,
     ):
-        """asked: signals, told to all ranks at the end of an iteration; None for a program that is not sent any."""
+        """asked: signals received, which all ranks learn at the end of an iteration; None: there are none."""
         self.program, self.world, self.models, self.calls, self.recorder = program, world, models, calls, recorder
         self.asked = asked or Asked()
         self.instructions = program.instructions[world.rank]
@@ -71,7 +71,7 @@ class Executor:
         self.num_bytes_sent, self.num_messages_sent = 0, 0
 
     def iteration(self, data: Iteration, state: RunState) -> list[dict]:
-        """One pass over the list; returns what every rank said at the closing Agree."""
+        """One pass over the list -> the messages of all ranks at the closing Agree."""
         self.recorder.iteration = data.number
         self.num_bytes_sent, self.num_messages_sent = 0, 0
         answers: list[dict] = []
@@ -119,14 +119,14 @@ class Executor:
         return None
 
     def _agree(self, data: Iteration, what: str) -> list[dict]:
-        """What every rank says at the end: its numbers, and under "rows" the responses that it generated itself
-        (response_hashes.py), which travel as they lie in memory behind the line of JSON."""
+        """Exchanges messages at the end -> for each rank its numbers and, under "rows", a record of each response that
+        it generated (response_hashes.py). A message is a line of JSON followed by the records as they are in memory."""
         message = json.dumps(self._message(data)).encode() + b"\n" + self._digests(data).tobytes()
         said = (answer.partition(b"\n") for answer in self.world.allgather_bytes(message, what))
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
 
     def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: RunState) -> None:
-        """A Run with stages: its body, for the number of micro-batches that the ranks agree on."""
+        """A Run with stages: executes its body for the number of micro-batches."""
         about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
         with self.recorder.span(step.call, "compute", **about):
             passes = self.calls.passes(step, data, state)
@@ -151,8 +151,8 @@ class Executor:
         return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
 
     def _digests(self, data: Iteration) -> np.ndarray:
-        """Of the responses that this rank generated and reports; those of a second generating call count as further
-        samples."""
+        """Records of the responses that this rank generated and reports; those of a second generate call count as
+        further samples."""
         made = [np.empty(0, ROW)]
         for number, call in enumerate(self.program.workload.workflow.generate_calls):
             columns = reported_columns(self.program, call, self.world.rank)
@@ -187,8 +187,8 @@ class Executor:
         self.pending[number] = (dist.batch_isend_irecv(operations), arriving)
 
     def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
-        """The rows of a message as one buffer of 4-byte words, key after key; rows of one key that lie side by side in
-        the store leave from there: nothing changes a row once it is made."""
+        """The rows of a message as one buffer of 4-byte words, key after key. Contiguous rows of a single key are sent
+        from the store itself, because a row never changes once it is made."""
         place = self._rows(transfer, message)
         words = [data.store.at(key, place).contiguous().view(torch.int32).flatten() for key in message.keys]
         return words[0] if len(words) == 1 else torch.cat(words)

@@ -1,7 +1,7 @@
-"""The data of one iteration on one rank: of every key the rows that the rank reads, makes or receives, and no others.
+"""The data of one iteration on one rank: for every key, the rows that the rank reads, makes or receives.
 
-Rows of an iteration lie in a matrix [M mini-batches, C columns], and a rank holds whole columns of it. Everybody names
-them by their number in the whole matrix; where they lie on this rank is known here alone.
+The rows of an iteration form a matrix [M mini-batches, C columns], and a rank holds whole columns of it. Columns are
+named by their number in the whole matrix; only `Store` knows where they are on this rank.
 """
 
 # M mini-batches, C columns (= mini_batch), B sequences, P prompt tokens, G response tokens
@@ -21,12 +21,11 @@ from rlhf_spmd.runtime.observe.meter import Meter
 
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
 ALL = slice(None)
-NUMBERS_AT_ONCE = 2**14  # random numbers: what they are made from stays in the processor's cache
+NUMBERS_AT_ONCE = 2**14  # random numbers: the generator's intermediate results stay in the processor's cache
 
 
 class Store(dict[str, Tensor]):
-    """Data key -> tensor [M, columns of this rank, ...], made when it is first needed: -1 where tokens are to come,
-    0 elsewhere."""
+    """Data key -> tensor [M, columns of this rank, ...], allocated at its first use: -1 for tokens, 0 for all else."""
 
     def __init__(self, workload: Workload, columns: Mapping[str, Sequence[range]], device: torch.device | str = "cpu"):
         """columns: of every key that this rank holds, ascending (Program.held)."""
@@ -35,20 +34,14 @@ class Store(dict[str, Tensor]):
     def at(self, key: str, place: Place) -> Tensor:
         """The rows at a place, [M', C', ...], to be read or written."""
         if key not in self:
-            self[key] = self.make(key)
+            workload, num_columns = self.workload, sum(map(len, self.columns.get(key, ())))
+            fill, dtype = (-1, torch.int32) if workload.workflow.shapes[key] in TOKEN_SHAPES else (0.0, torch.float32)
+            shape = (workload.num_mini_batches, num_columns, *workload.row_shape(key))
+            self[key] = torch.full(shape, fill, dtype=dtype, device=self.device)
         return self[key][place[0], self._local(key, place[1])]
 
-    def make(self, key: str) -> Tensor:
-        """A tensor for all rows that this rank holds of a key."""
-        workload = self.workload
-        rows = (workload.num_mini_batches, sum(map(len, self.columns.get(key, ()))))
-        shape = (*rows, *workload.row_shape(key))
-        if workload.workflow.shapes[key] in TOKEN_SHAPES:
-            return torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        return torch.zeros(shape, device=self.device)
-
     def _local(self, key: str, columns: slice) -> slice:
-        """Where columns of the whole matrix, one run of them, lie in this rank's tensor of a key."""
+        """Consecutive columns of the whole matrix -> those of this rank's tensor of a key."""
         if columns.start == columns.stop:
             return slice(0, 0)
         before = 0
@@ -66,22 +59,19 @@ class Iteration:
 
     number: int
     seed: int
-    prompt_MC: np.ndarray  # prompt index of each place, of all rows
+    prompt_MC: np.ndarray  # prompt index of each row of the whole matrix
     sample_MC: np.ndarray  # sample index
-    source_EMC: Tensor  # [epochs, M, C]: the mini-batch of epoch 0 whose row stands here in epoch e
+    source_EMC: Tensor  # [epochs, M, C]: for each place in epoch e, the mini-batch of its row in epoch 0
     store: Store
     meter: Meter = field(default_factory=Meter)
     generations: dict[str, Rollout] = field(default_factory=dict)  # engines of calls, while they have anything to do
     generate_s: float = 0.0  # on this rank so far
-    stopped: set[str] = field(default_factory=set)  # models that train no more in this iteration
+    stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
-        """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: what
-        the tokens are for (random_streams.py).
-
-        Made when they are generated, for the rows that are generated here, and few at a time: what the generator
-        works with takes ten times the memory of its results.
-        """
+        """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: the
+        purpose of the tokens (random_streams.py). Made for a few rows at a time: the generator needs ten times the
+        memory of its results."""
         prompt_B, sample_B = self.prompt_MC[:, columns].flatten(), self.sample_MC[:, columns].flatten()
         width, shape = self.store.workload.max_response, self.prompt_MC[:, columns].shape
         bits_BG, rows = np.empty((len(prompt_B), width), np.int64), max(1, NUMBERS_AT_ONCE // max(width, 1))

@@ -1,9 +1,9 @@
 """One optimizer step of one model on one global mini-batch, whole or pass by pass through the stages of a pipeline.
 
 A step begins with one sum over all ranks of the call: counts and moments of the mini-batch, to which each row
-contributes once, whatever number of ranks hold it. Where a budget of tokens cuts the rows, the ranks then agree on the
-largest number of micro-batches; those that have fewer pass blank ones, whose loss is 0. (Over torch, in the call's own
-group: a control message among all ranks would make the generating ones wait for those that train.)
+contributes once, however many ranks hold it. If a budget of tokens cuts the rows, the ranks then agree on the largest
+number of micro-batches; ranks with fewer add blank ones, whose loss is 0. They agree over torch, in the call's own
+group: a control message among all ranks would make the ranks that generate wait for those that train.
 """
 
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
@@ -41,11 +41,11 @@ from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.observe.meter import Meter
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
-# Nats: of one token, and of the mean over some. In bfloat16 a logit between 16 and 32 has a last digit of 0.125, so one
-# token in a thousand may be half a nat off by rounding (bench/LOG.md); a fault moves the mean, by nats.
+# Limits in nats: of one token, and of the mean over many. In bfloat16 a logit between 16 and 32 has a last digit of
+# 0.125, so rounding moves one token in a thousand by half a nat (bench/LOG.md); a fault moves the mean by nats.
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0}
 MEAN_TOLERANCE = {"bfloat16": 0.5}
-MEAN_TOKENS = 256  # fewer make no mean
+MEAN_TOKENS = 256  # the mean of fewer tokens is not checked
 
 
 @dataclass(slots=True)
@@ -57,13 +57,13 @@ class Step:
     layout: Layout
     engine: TrainEngine
     micro_batches: list[Rows]
-    prepared: list[dict[str, Tensor]]  # of each micro-batch: arguments of the loss that are not as they were read
+    prepared: list[dict[str, Tensor]]  # of each micro-batch: arguments of the loss made by its `_prepare`
     divisor: float  # of the global mini-batch's loss
     numbers: Mapping[str, Any]  # options and state of the algorithm
     rate: float
-    meter: Meter  # a meter that nobody reads where another rank reports the rows
+    meter: Meter  # discarded if another rank reports the rows
     stats: list[Mapping[str, tuple]] = field(default_factory=list)
-    inputs: dict[int, Tensor] = field(default_factory=dict)  # of a stage's forwards under way
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # of a stage's micro-batches between forward and backward
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -73,8 +73,7 @@ class Step:
 
 
 class Training:
-    """Makes optimizer steps of rows that a handler has gathered. sampling: of generation, which every pass repeats.
-    masks: as CallContext.masks."""
+    """Makes optimizer steps of rows that a handler has gathered. sampling, masks: of CallContext."""
 
     def __init__(self, config: Config, workload: Workload, rank: int, sampling: dict, masks: Callable):
         self.config, self.workload, self.rank, self.sampling, self.masks = config, workload, rank, sampling, masks
@@ -96,9 +95,8 @@ class Training:
         meter: Meter,
         group: dist.ProcessGroup | None,
     ) -> Step:
-        """rows: this rank's part of the mini-batch, of the keys that it reads. numbers: options and state of the
-        algorithm. micro_batch: rows, if no budget of tokens counts. mini_batch: rows of all ranks. group: of the
-        layout; None for one rank."""
+        """rows: this rank's part of the mini-batch. numbers: options and state of the algorithm. micro_batch: rows,
+        if there is no budget of tokens. mini_batch: rows of all ranks. group: of the layout; None: one rank."""
         reports, algorithm = layout.reports(self.rank), self.config.algorithm
         count = algorithm.companion(call.function, "_sums")
         counted_rows = rows if reports else self._no_rows(call, rows[call.prompts].device)
@@ -108,7 +106,9 @@ class Training:
         sums = summed(torch.cat(counted), group=group)
         prepared: dict[str, Tensor] = {}
         prepare = algorithm.companion(call.function, "_prepare")
-        if prepare is not None and all(key in rows for key in call.inputs):  # an early stage has the tokens alone
+        if prepare is not None and all(
+            key in rows for key in call.inputs
+        ):  # stages before the last one hold only tokens
             given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
             prepared = prepare(**bound(prepare, given))
         micro_batches, prepared_parts = self._micro_batches(
@@ -128,13 +128,13 @@ class Training:
         )
 
     def _arguments(self, call: Call, rows: Rows) -> dict[str, Tensor]:
-        """What a loss and its companions may ask for of stored rows."""
+        """The arguments of a loss and its companions that stored rows give."""
         tokens = {key: rows[key] for key in call.responses}
         given = {name: rows[key] for name, key in call.arguments}
         return given | self.masks(mask_words(self.workload.workflow, call), tokens)
 
     def _no_rows(self, call: Call, device: torch.device) -> Rows:
-        """Of every key that a call reads nothing, for sums of a rank whose rows another one counts."""
+        """Zero rows of every key that a call reads, for a rank whose rows another rank counts."""
         shapes, rows = self.workload.workflow.shapes, {}
         for key in call.inputs:
             dtype = torch.int32 if shapes[key] in TOKEN_SHAPES else torch.float32
@@ -151,7 +151,7 @@ class Training:
         mini_batch: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[list[Rows], list[dict[str, Tensor]]]:
-        """Rows and what was prepared of them; equal number on every rank of the layout."""
+        """Cuts rows and prepared arguments, into the same number of micro-batches on every rank of the layout."""
         lengths = [
             sum(one) for one in zip(*(lengths_of(rows[call.prompts], rows[key]) for key in call.responses), strict=True)
         ]
@@ -159,7 +159,7 @@ class Training:
         chunks, made = (
             [{key: value[part] for key, value in all_.items()} for part in parts] for all_ in (rows, prepared)
         )
-        if layout.tokens is None:  # every rank knows what the one with most rows has
+        if layout.tokens is None:  # every rank knows the number of the rank with most rows
             most_rows = math.ceil(mini_batch / layout.dp)
             num = math.ceil(most_rows / micro_batch)
         else:
@@ -191,7 +191,7 @@ class Training:
         self._log(step, step.engine.step(indices, share, lr=step.rate))
 
     def forward(self, step: Step, index: int, received: Tensor | None) -> Tensor | None:
-        """One micro-batch through this stage; returns what goes to the next one. received: from the stage before."""
+        """One micro-batch through this stage -> the input of the next stage. received: from the previous stage."""
         model = step.engine.model
         if received is not None:
             step.inputs[index] = received.requires_grad_(True)
@@ -202,7 +202,7 @@ class Training:
         return None if last else output.detach()
 
     def backward(self, step: Step, index: int, received: Tensor | None) -> Tensor | None:
-        """The way back; received: the gradient of this stage's output; returns that of its input."""
+        """The backward pass of one micro-batch. received: the gradient of this stage's output -> that of its input."""
         step.engine.backward(step.outputs.pop(index), received)
         return step.inputs.pop(index).grad if index in step.inputs else None
 
@@ -225,8 +225,8 @@ class Training:
             step.meter.add(f"{step.call.model}_lr", step.rate, 1)
 
     def should_stop(self, step: Step, *, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        """Whether a mean of the step is beyond the call's limit, so that the model's other steps of the iteration are
-        left out; the same on every rank of the layout. NaN is beyond any limit."""
+        """Whether a mean of the step exceeds the call's limit, so that the model's other steps of the iteration are
+        left out; the same on every rank of the layout. NaN exceeds any limit."""
         if step.call.stop is None:
             return False
         name, limit = step.call.stop
@@ -242,7 +242,7 @@ class Training:
     # ---- losses -----------------------------------------------------------------------------------------------------
 
     def _loss(self, step: Step, model: Transformer, batch: Sequences, output: Tensor, index: int) -> Tensor:
-        """A micro-batch's share of the global loss, from what the last stage puts out."""
+        """A micro-batch's share of the global loss, from the output of the last stage."""
         rows, call = step.micro_batches[index], step.call
         loss = self.config.algorithm.function(call.function)
         asked = {word_of(name) for name in signature(loss).parameters}
@@ -265,7 +265,7 @@ class Training:
     def _outputs(
         self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, asked: set[str]
     ) -> dict[str, Tensor]:
-        """What is read off the model's output, for all responses one key after the other."""
+        """Logprobs (and entropy), or what is asked of a scalar head, for all responses, one key after the other."""
         if self.workload.workflow.heads[call.model] == "lm":
             kept_BGK = rows[call.kept] if call.kept else None
             found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, **self.sampling)
@@ -273,7 +273,7 @@ class Training:
         return {what: read_output(what, model, batch, output, None, self.sampling) for what in asked}
 
     def _parity_gate(self, old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, responses_BG: Tensor, meter: Meter) -> None:
-        """On the first mini-batch the weights are still those that generated: both passes must agree."""
+        """Raises UserError unless both passes agree; called while the weights are still those that generated."""
         found = parity(old_BG, new_BG, mask_BG)
         meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
         meter.maximum("parity_max_abs", found.max_abs)
@@ -296,8 +296,7 @@ class Training:
 
 
 def sequences_of(call: Call, rows: Rows) -> Sequences:
-    """What a model reads of some rows: prompts and responses, and where a call reads two, those with the first ones
-    before those with the second ones."""
+    """The sequences of some rows. If a call reads two responses to a prompt, all first ones come before the second."""
     prompts_BP, responses_BG = [rows[call.prompts]] * len(call.responses), [rows[key] for key in call.responses]
     if len(call.responses) == 1:
         return Sequences.join(prompts_BP[0], responses_BG[0])
@@ -307,15 +306,14 @@ def sequences_of(call: Call, rows: Rows) -> Sequences:
 def read_output(
     what: str, model: Transformer, batch: Sequences, output: Tensor, kept_BGK: Tensor | None, sampling: Mapping
 ) -> Tensor:
-    """Logprobs, values or scores, from what the last stage puts out."""
+    """Logprobs, values or scores, from the output of the last stage."""
     if what == LOGPROBS:
         return response_logprobs(model, batch, output, kept_BGK, **sampling)
     return {VALUES: response_values, SCORES: sequence_scores}[what](model, batch, output)
 
 
 def divisor_of(call: Call, rows: Rows) -> Tensor:
-    """What the loss of these rows is divided by, float64: their response tokens, their responses that have any, or the
-    rows."""
+    """The divisor of the loss of these rows, float64: response tokens, responses that have tokens, or rows."""
     masks = [response_mask(rows[key]) for key in call.responses]
     if call.divisor == "rows":
         return masks[0].new_tensor(len(masks[0]), dtype=torch.float64)

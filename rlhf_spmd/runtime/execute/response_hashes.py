@@ -1,7 +1,7 @@
-"""What the ranks say of the responses at the end of an iteration: of each its length and a hash, 44 bytes.
+"""Records of responses, which the ranks exchange at the end of an iteration: each a length and a hash, 44 bytes.
 
-The hash of all tokens, `tokens_sha256`, is made of these in the order of prompts and samples. So it does not depend on
-who generated which response, and no rank needs the tokens of another.
+`tokens_sha256` is the hash of these hashes in the order of prompts and samples. It therefore does not depend on which
+rank generated a response, and no rank needs the tokens of another.
 """
 
 # M mini-batches, C columns, B sequences, G response tokens
@@ -30,7 +30,7 @@ def digests(prompt_MC: np.ndarray, sample_MC: np.ndarray, responses_MCG: Tensor)
 
 
 def tokens_sha256(said: Iterable[np.ndarray]) -> str:
-    """Hash of all response tokens, from the rows of all ranks: of the hashes in the order of prompts and samples."""
+    """Hash of all response tokens, from the records of all ranks."""
     rows = np.concatenate(list(said))
     rows = rows[np.lexsort((rows["sample"], rows["prompt"]))]
     return hashlib.sha256(np.ascontiguousarray(rows["sha256"]).tobytes()).hexdigest()

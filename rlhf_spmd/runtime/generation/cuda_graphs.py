@@ -44,12 +44,6 @@ class Graphs:
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = None  # memory that the graphs share: they never run at the same time
 
-    @classmethod
-    def of(cls, model: Transformer, max_rows: int, blocks_per_row: int) -> "Graphs | None":
-        """Graphs for a model; None if its steps cannot be captured."""
-        device = next(model.parameters()).device
-        return cls(max_rows, blocks_per_row, device) if can_capture(model, device) else None
-
     def __call__(self, step: PaddedStep, tokens_B: Tensor, cached_B: Tensor) -> Tensor:
         """Runs the step for these rows -> hidden_BD, overwritten by the next call."""
         num_rows = len(tokens_B)

@@ -96,7 +96,8 @@ class Engine:
             most = self.requests.sampling[number - self.requests.first].max_new_tokens
             assert 0 < len(prompt) <= self.longest - most, (len(prompt), most, self.longest)
             queued.append(WaitingRequest(number, key, len(prompt), len(prompt)))
-        self.scheduler.submit(sorted(queued, key=lambda waiting: first[waiting.key]))  # equal prompts are adjacent
+        # equal prompts are adjacent
+        self.scheduler.waiting.extend(sorted(queued, key=lambda waiting: first[waiting.key]))
         return numbers
 
     @property

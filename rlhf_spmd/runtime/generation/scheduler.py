@@ -11,7 +11,7 @@ cache, which a CPU reads fastest. All ranks of one copy of the model run the sam
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,10 +115,6 @@ class Scheduler:
 
     def __post_init__(self):
         self.tables_BM = np.zeros((self.max_rows, self.blocks_per_row or self.blocks.num_blocks), dtype=np.int32)
-
-    def submit(self, requests: Iterable[WaitingRequest]) -> None:
-        """Appends requests to the queue."""
-        self.waiting.extend(requests)
 
     def num_cached(self, row: RunningRequest) -> int:
         """Number of a row's tokens in the cache."""

@@ -98,11 +98,13 @@ def profile(
 def provenance(world: World, config: Config, num_threads: int, has_between: bool) -> str:
     """Machine, versions, date, and missing measurements."""
     versions = ", ".join(f"{package} {version_of(package)}" for package in PACKAGES)
-    ranks = f"{world.size} ranks on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    ranks = f"{world.size} ranks on {world.num_nodes} node{'s' if world.num_nodes > 1 else ''}, {num_threads} thread"
+    ranks += "s each" if num_threads > 1 else " each"
+    device = "" if world.computes.index is None else f"{world.computes.name}, "
     missing = "" if has_between else " Nothing was measured between nodes: `between` repeats `inside`."
     return (
         f"Measured on {time.strftime('%Y-%m-%d')} by `python -m rlhf_spmd profile --preset {config.preset}` with "
-        f"{ranks}, {num_threads} thread{'s' if num_threads > 1 else ''} each, {config.dtype}, on {computes_on(world)}; "
+        f"{ranks}, {config.dtype}, on {device}{processor()}; "
         f"Python {platform.python_version()}, {versions}.{missing}"
     )
 
@@ -113,13 +115,6 @@ def version_of(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "from its source tree"
-
-
-def computes_on(world: World) -> str:
-    """The names of this machine's processor and, if used, of its GPU."""
-    if world.computes.index is None:
-        return processor()
-    return f"{world.computes.name}, {processor()}"
 
 
 def summary(calibration: Calibration) -> str:

@@ -33,11 +33,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
-    """How many token ids all models know that read the first role's tokens; `tokenizer` is its own.
+    """The number of token ids known to all models that read the tokens of the first role, whose tokenizer is given.
 
-    Those are all models but a judge of another tokenizer, which reads text. Embeddings
-    are often padded to more rows than there are tokens, to another number in each model, so only the tokenizer's own
-    ids must be known to all. Raises UserError where they are not, or where they mean other tokens.
+    All models read them but a judge with another tokenizer, which reads text. Embeddings are often padded to more rows
+    than there are tokens, differently in each model, so all models need to know only the tokenizer's own ids. Raises
+    UserError for a model that does not, or whose tokenizer has other tokens for them.
     """
     roles, main, folder_of_main = config.algorithm.roles, config.main_role, config.main_folder
     fewest = read_config(folder_of_main).vocab_size

@@ -34,10 +34,11 @@ def compute(context: CallContext, call: Call, step: Run, data: Iteration, state:
     if num_made != len(call.outputs):
         raise UserError(
             f"{call.function}() returned {num_made} results, but the workflow of {algorithm.name} makes "
-            f"{', '.join(call.outputs)} of them; return as many, and sums for the log behind them"
+            f"{', '.join(call.outputs)} of them; return as many, and sums for the log after them"
         )
     results = dict(zip(call.outputs, made, strict=False))
-    reports = context.program.layout_of(step).reports(context.world.rank)
+    layout = context.program.layout_of(step)
+    reports = layout.reports(context.world.rank)
     if call.sums:
         results = _finished(context, call, step, numbers | given, results, reports)
     own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
@@ -45,13 +46,15 @@ def compute(context: CallContext, call: Call, step: Run, data: Iteration, state:
         whole = results[key].flatten(0, len(leading) - 1).unflatten(0, shape_of(seen))
         data.store.at(key, place)[:] = whole[:, own]
     first_site = context.program.placement.sites(call, workflow)[0]
-    if reports and step.reader == first_site and _counts(context, call, step):
+    # of ranks that all see the same rows, one counts
+    counts = call.scope not in ("mini_batch", "batch") or layout.dp_index(context.world.rank) == 0
+    if reports and counts and step.reader == first_site:
         for name, (total, weight) in log.items():
             data.meter.add(name, *_own_part(total, weight, leading, shape_of(seen), own))
 
 
 def _leading(context: CallContext, call: Call, shape: tuple[int, int]) -> tuple[int, ...]:
-    """The first dims of what a function gets: rows [B], groups [N, S], mini-batches [M, C]; of the batch [B]."""
+    """The leading dims of a function's arguments: rows or the whole batch [B], groups [N, S], mini-batches [M, C]."""
     num_rows = shape[0] * shape[1]
     if call.scope == "group":
         samples = context.workload.samples_per_prompt
@@ -73,17 +76,11 @@ def _finished(
     return dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
 
 
-def _counts(context: CallContext, call: Call, step: Run) -> bool:
-    """Whether this rank counts for the log: of ranks that all see the same rows, one does."""
-    everything = call.scope in ("mini_batch", "batch")
-    return not everything or context.program.layout_of(step).dp_index(context.world.rank) == 0
-
-
 def _own_part(
     total: Tensor, weight: Tensor | float, leading: tuple[int, ...], shape: tuple[int, int], own: slice
 ) -> tuple[float, float]:
-    """A sum for the log and its weight. Under the scope of a group they may come as a tensor of groups [N] or samples
-    [N, S], since several ranks may see one group: each counts its own samples, and the groups that begin with one."""
+    """A sum for the log and its weight. With the scope of a group, they may be tensors of groups [N] or samples [N, S],
+    because several ranks may see one group: each counts its own samples, and the groups that begin with one."""
     if not isinstance(total, Tensor) or not total.dim():
         return total, weight
     weight = torch.ones_like(total, dtype=torch.float64) if not isinstance(weight, Tensor) else weight

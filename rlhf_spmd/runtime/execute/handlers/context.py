@@ -1,7 +1,7 @@
-"""What all kinds of calls have in hand on a rank, and which rows a Run works on.
+"""What the handlers of all kinds of calls share on a rank, and the rows that a Run works on.
 
-Rows of an iteration lie in a matrix [M mini-batches, C columns]; a Run works on this rank's columns, which the ranks of
-one data-parallel shard share. Numbers for the log are added by the one of them that reports (`Layout.reports`).
+The rows of an iteration form a matrix [M mini-batches, C columns]; a Run works on this rank's columns, which all ranks
+of a data-parallel shard hold. One of these ranks counts them for the log (`Layout.reports`).
 """
 
 # M mini-batches, C columns (= mini_batch), G response tokens
@@ -37,8 +37,8 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """eos_ids: what ends a response. num_known: how many token ids every model that reads them knows. decode: token ids
-    to text, for stop texts."""
+    """eos_ids: tokens that end a response. num_known: number of token ids that every model reading them knows. decode:
+    token ids to text, for stop texts."""
 
     program: Program
     config: Config
@@ -55,7 +55,7 @@ class CallContext:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Of generation, which every pass repeats."""
+        """Options of generation that every pass applies again."""
         generation = self.config.generation
         return {
             "temperature": generation.temperature,
@@ -65,7 +65,7 @@ class CallContext:
 
     @property
     def drawing(self) -> dict[str, Any]:
-        """Of generation alone: what is restricted is found when generating, and replayed afterwards."""
+        """Options of generation; other passes replay the stored sampling support instead of restricting again."""
         generation = self.config.generation
         restricted = {name: getattr(generation, name) for name in ("top_k", "top_p", "min_p", "stop")}
         return self.sampling | restricted | {"decode": self.decode}
@@ -81,7 +81,7 @@ class CallContext:
         return self._slices(step, self.program.columns_of(step, self.world.rank))
 
     def place_seen(self, step: Run) -> Place:
-        """The rows that it reads for them."""
+        """The rows that a Run reads for them."""
         return self._slices(step, self.program.columns_seen(step, self.world.rank))
 
     def _slices(self, step: Run, columns: range) -> Place:
@@ -89,7 +89,7 @@ class CallContext:
         return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
 
     def meter(self, call: Call, data: Iteration) -> Meter:
-        """Where to count rows: nowhere, if another rank of the same shard reports them."""
+        """Counts rows; discarded if another rank of the same shard reports them."""
         return data.meter if self.layout(call).reports(self.world.rank) else Meter()
 
     def group(self, step: Run) -> dist.ProcessGroup | None:
@@ -108,7 +108,7 @@ class CallContext:
         return ended_B | (responses_BG[:, -1] < 0) if self.config.generation.stop else ended_B
 
     def masks(self, words: Mapping[str, tuple[str, str]], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What functions may ask for about responses. words: of algorithm.mask_words; rows: [B, G] by key."""
+        """The masks that functions may ask for. words: of algorithm.mask_words; rows: [B, G] by key."""
         return {
             word: response_mask(rows[key]) if what == MASK else self.ended(rows[key])
             for word, (key, what) in words.items()

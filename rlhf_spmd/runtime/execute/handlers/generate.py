@@ -25,15 +25,16 @@ def generate(context: CallContext, call: Call, step: Run, data: Iteration) -> No
             data.generations[call.name] = _all_of_iteration(context, call, model, step, data, place[1])
         made = data.generations[call.name].of(place[0])
         if data.generations[call.name].is_over:
-            del data.generations[call.name]  # its memory is for training now
+            del data.generations[call.name]  # frees its memory for training
     responses = made[0]
     if responses.numel() and (drawn := int(responses.max())) >= context.num_known:
         raise UserError(
-            f"the {call.model} drew token {drawn}, which no text has (its embeddings are padded), and other models "
-            f"know only {context.num_known} tokens; give them as many by transformers' resize_token_embeddings"
+            f"the {call.model} drew token {drawn}, which its tokenizer does not have (its embeddings are padded), and "
+            f"other models know only {context.num_known} tokens; give them as many by transformers' "
+            "resize_token_embeddings"
         )
     tensors = dict(zip(call.outputs, made, strict=False))
-    for key in context.program.makes(step, context.world.rank):  # a stage before the last one goes on with none of it
+    for key in context.program.makes(step, context.world.rank):  # stages before the last one keep none of it
         data.store.at(key, place)[:] = tensors[key].unflatten(0, shape_of(place))
     mask, meter = responses >= 0, context.meter(call, data)
     prefix = call.outputs[0].removesuffix(RESPONSES)
@@ -46,7 +47,7 @@ def generate(context: CallContext, call: Call, step: Run, data: Iteration) -> No
 def _all_of_iteration(
     context: CallContext, call: Call, model: Transformer, step: Run, data: Iteration, columns: slice
 ) -> Rollout:
-    """All that this rank generates for a call in an iteration, in the order in which it will be asked for."""
+    """The engine with all rows that this rank generates for a call in an iteration, in the order of its Runs."""
     generation, num_rows = context.config.generation, columns.stop - columns.start
     places = generation.max_sequences
     if step.mini_batch is not None:

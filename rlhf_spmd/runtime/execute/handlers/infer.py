@@ -1,4 +1,4 @@
-"""Calls that read something off a model's output without training it, and scores of reward functions."""
+"""Inference calls, which make logprobs, values or scores of a model's output; and scores of reward functions."""
 
 # B sequences, P prompt tokens, G response tokens
 
@@ -55,7 +55,7 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
 
 
 def judges(context: CallContext, call: Call) -> bool:
-    """Whether a call scores whole responses, so that the reward function counts, too."""
+    """Whether a call scores whole responses, so that the reward function's scores are added."""
     return call.function == SCORES and context.config.algorithm.roles[call.model].judge
 
 
@@ -73,8 +73,8 @@ def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place,
 def add_function(
     context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None
 ) -> Tensor:
-    """scores_B: the reward model's, if there is one, plus the reward function's. The function runs once for each row:
-    what is random or slow in it must not differ between ranks that go on with the same row."""
+    """scores_B: the reward model's, if there is one, plus the reward function's. The function runs on one rank for each
+    row, because it may be random or slow."""
     scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
     if context.scorer.function is None:
         return scores_B

@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 def begin(
     context: CallContext, training: Training, call: Call, step: Run, data: Iteration, state: RunState
 ) -> Step | None:
-    """One optimizer step on one global mini-batch begins; None if the model's steps have been stopped early."""
+    """Begins an optimizer step on a global mini-batch; None if the model's steps have been stopped early."""
     number = state.steps.get(call.model, 0)
     state.steps[call.model] = number + 1
     if call.model in data.stopped:
