@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -36,19 +35,16 @@ class AttentionContext(Protocol):
         """q [..., H, d], k and v [..., K, d] of the current tokens -> [..., H, d]."""
 
 
-@dataclass(frozen=True, slots=True)
 class Padded:
-    """Tokens [B, T], one sequence per row, from position 0."""
+    """Tokens [B, T], one sequence per row, from position 0, padded on the right."""
 
-    positions: Tensor  # [1, T]
     packed: ClassVar[bool] = False
     cached: ClassVar[bool] = False
     joined: ClassVar[None] = None
 
-    @classmethod
-    def of(cls, num_tokens: int, device: torch.device) -> "Padded":
-        """Rows of `num_tokens` tokens, including padding."""
-        return cls(torch.arange(num_tokens, device=device)[None])
+    def __init__(self, num_tokens: int, device: torch.device):
+        """num_tokens: of each row, including padding."""
+        self.positions = torch.arange(num_tokens, device=device)[None]  # [1, T]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), window).transpose(1, 2)

@@ -28,6 +28,17 @@ ROPE_TYPES = {
 _ROPE_NUMBERS = ("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast")
 _ROPE_NUMBERS += ("beta_slow",)
 
+# Hugging Face's keys -> fields of ModelConfig
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+}
+
 # What transformers assumes for keys missing in config.json.
 _DEFAULTS = {
     "llama": {"max_position_embeddings": 2048},
@@ -175,26 +186,19 @@ def from_hf(values: dict[str, Any]) -> ModelConfig:
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {values['hidden_act']!r} is not supported; supported is silu")
     values = {"rms_norm_eps": 1e-6} | _DEFAULTS[family] | values
-    hidden_size, num_layers, num_heads = (
-        _integer(values, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
+    hidden_size, num_heads = _integer(values, "hidden_size"), _integer(values, "num_attention_heads")
     if values.get("head_dim") is None:
         values["head_dim"] = hidden_size // max(num_heads, 1)
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = num_heads
+    sizes = {name: _integer(values, key) for key, name in _SIZES.items()}
     theta, scaling = _rope_from_hf(values)
-    sliding_window, sliding_layers = _sliding_from_hf(values, num_layers)
+    sliding_window, sliding_layers = _sliding_from_hf(values, sizes["num_layers"])
     eos = values.get("eos_token_id")
     bias = bool(values.get("attention_bias", False)) and family in ("llama", "qwen3")
     return ModelConfig(
         model_type=family,
-        vocab_size=_integer(values, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_integer(values, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=_integer(values, "num_key_value_heads"),
-        head_dim=_integer(values, "head_dim"),
+        **sizes,
         rms_norm_eps=_number(values, "rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -222,13 +226,7 @@ def to_hf(config: ModelConfig, *, head: str, dtype: str) -> dict[str, Any]:
         "architectures": [FAMILIES[family] + ("ForCausalLM" if head == "lm" else "ForSequenceClassification")],
         "model_type": family,
         "dtype": dtype,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **{key: getattr(config, name) for key, name in _SIZES.items()},
         "hidden_act": "silu",
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,

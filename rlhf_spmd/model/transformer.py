@@ -262,7 +262,7 @@ class Transformer(nn.Module):
         """
         if context is None:
             rows = tokens if hidden is None else hidden
-            context = Padded.of(rows.shape[1], rows.device)
+            context = Padded(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
         if self.parallel.is_first:
             assert hidden is None, "the first stage begins with tokens"

@@ -106,9 +106,7 @@ class Training:
         sums = summed(torch.cat(counted), group=group)
         prepared: dict[str, Tensor] = {}
         prepare = algorithm.companion(call.function, "_prepare")
-        if prepare is not None and all(
-            key in rows for key in call.inputs
-        ):  # stages before the last one hold only tokens
+        if prepare is not None and all(key in rows for key in call.inputs):  # only the last stage has all of them
             given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
             prepared = prepare(**bound(prepare, given))
         micro_batches, prepared_parts = self._micro_batches(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.program.instructions import Instruction, Post, Run, Wait
+from rlhf_spmd.plan.program.instructions import Instruction, Message, Post, Run, Wait
 from rlhf_spmd.plan.program.pipeline import Body, Pass
 
 OnePass = Callable[[int, Tensor | None], Tensor | None]  # micro-batch, received_nD -> what is sent on, if anything is
@@ -40,7 +40,7 @@ class Passage:
         self.body, self.passes, self.rank = body, passes, rank
         self.leaving: dict[Pass, Tensor] = {}
         self.arrived: dict[Pass, Tensor] = {}
-        self.pending: dict[int, tuple[list[dist.Work], Tensor]] = {}
+        self.pending: dict[int, tuple[list[dist.Work], Message, Tensor]] = {}
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -51,13 +51,12 @@ class Passage:
             self._post(step.transfer)
         elif isinstance(step, Wait):
             self._wait(step.transfer)
+        elif step.phase == "update":
+            self.passes.close()
         else:
             self._run(step)
 
     def _run(self, step: Run) -> None:
-        if step.phase == "update":
-            self.passes.close()
-            return
         key = step.phase, step.micro_batch
         compute = self.passes.forward if step.phase == "forward" else self.passes.backward
         result_nD = compute(step.micro_batch, self.arrived.pop(key, None))
@@ -75,12 +74,11 @@ class Passage:
             buffer_nD = torch.empty(shape, dtype=model.dtype, device=next(model.parameters()).device)
             direction, peer = dist.irecv, message.source
         operation = dist.P2POp(direction, buffer_nD, peer, group=model.parallel.stages, tag=number)
-        self.pending[number] = dist.batch_isend_irecv([operation]), buffer_nD
+        self.pending[number] = dist.batch_isend_irecv([operation]), message, buffer_nD
 
     def _wait(self, number: int) -> None:
-        works, buffer_nD = self.pending.pop(number)
+        works, message, buffer_nD = self.pending.pop(number)
         for work in works:
             work.wait()
-        message = next(m for m in self.body.transfers[number].messages if self.rank in (m.source, m.destination))
         if message.destination == self.rank:
             self.arrived[self.body.passes[number][0]] = buffer_nD

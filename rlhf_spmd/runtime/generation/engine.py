@@ -71,7 +71,7 @@ class Engine:
         self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
         self.decoder = Decoder(model, self.cache, self.scheduler)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
-        self._batch = Batch.none(self.device)
+        self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         shard = self.parallel.shard

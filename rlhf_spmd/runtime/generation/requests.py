@@ -132,18 +132,12 @@ class Batch:
     """The running rows: for each the request, tokens drawn, tokens in the cache, the current token, and the minimum and
     maximum of tokens to draw. One tensor holds all fields because rows are added and removed in all of them at once."""
 
-    FIELDS = ("request", "drawn", "cached", "token", "least", "most")
-
     def __init__(self, rows_FB: Tensor):
         self.rows_FB = rows_FB
         self.request_B, self.drawn_B, self.cached_B, self.token_B, self.least_B, self.most_B = rows_FB
 
     def __len__(self) -> int:
         return self.rows_FB.shape[1]
-
-    @classmethod
-    def none(cls, device: torch.device) -> "Batch":
-        return cls(torch.zeros(len(cls.FIELDS), 0, dtype=torch.int64, device=device))
 
     def with_admitted(self, admitted: Sequence[Admission], requests: Requests) -> "Batch":
         """Appends new rows, whose first token has not been drawn yet."""

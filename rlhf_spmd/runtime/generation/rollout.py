@@ -13,13 +13,7 @@ class Rollout:
     """The responses that one copy of the actor generates in an iteration. Mini-batches are requested one by one; later
     ones start early if rows are free."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        prompts_MBP: Tensor,
-        bits_MBG: Tensor,
-        **options,
-    ):
+    def __init__(self, model: Transformer, prompts_MBP: Tensor, bits_MBG: Tensor, **options):
         """prompts_MBP: int64, padded with -1 on the right. bits_MBG: random bits of each token, int64. options: of
         Sampling, and of the engine."""
         self.num_rows, max_response = bits_MBG.shape[1:]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ AHEAD = 2  # windows queued
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
-class OutputFile:
+class OutputFile(AbstractContextManager):
     """Rank 0's file. Lines are written to FILE.part, which is renamed at the end of the context, or deleted on an
     error."""
 
@@ -76,9 +76,6 @@ class OutputFile:
         except OSError as error:
             raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
 
-    def __enter__(self) -> "OutputFile":
-        return self
-
     def __exit__(self, kind: type | None, *_) -> None:
         if self._begun and kind is None:
             self.part.replace(self.path)
@@ -87,7 +84,7 @@ class OutputFile:
                 self.part.unlink()
 
 
-class Bar:
+class Bar(AbstractContextManager):
     """Progress of the whole run, estimated on rank 0 from its own copy of the model and its share of the prompts:
     asking the other ranks would make them wait for one another."""
 
@@ -105,9 +102,6 @@ class Bar:
         rate = self.tokens / self.share / (time.perf_counter() - self.started)
         self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
         self._bar.update(min(round(self.ended / self.share), self.total) - self._bar.n)
-
-    def __enter__(self) -> "Bar":
-        return self
 
     def __exit__(self, kind: type | None, *_) -> None:
         self._bar.update(self.total - self._bar.n if kind is None else 0)

@@ -1,6 +1,7 @@
 """The options of `generate`, given as KEY=VALUE words. Imports neither torch nor MPI, so errors appear at once."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
@@ -58,6 +59,7 @@ def load_options(words: Iterable[str]) -> GenerateOptions:
     return options
 
 
+@functools.cache
 def types() -> dict[str, Any]:
     """The type of every option, by its key."""
     found: dict[str, Any] = {}

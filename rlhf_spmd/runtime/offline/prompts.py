@@ -49,16 +49,14 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
 def _samplings(path: Path, generation: OfflineGeneration, num: int) -> list[Sampling]:
     """The sampling parameters of every entry of a prompt file that load_prompts has accepted. Raises UserError naming
     file and line."""
-    common = sampling_of(generation)
     if path.suffix.lower() != ".jsonl":
-        return [common] * num
+        return [sampling_of(generation)] * num
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ").split(b"\n")
     assert len(lines) == num, (len(lines), num)
     samplings = []
     for number, line in enumerate(lines, start=1):
-        record = json.loads(line)
         try:
-            samplings.append(sampling_of(generation, record) if record.keys() & set(SAMPLING_KEYS) else common)
+            samplings.append(sampling_of(generation, json.loads(line)))
         except UserError as error:
             raise UserError(f"{path}, line {number}: {error}") from None
     return samplings

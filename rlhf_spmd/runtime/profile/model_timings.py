@@ -152,15 +152,15 @@ class TimedModel:
     def generate(self, prompts_BP: Tensor, num_tokens: Sequence[int]) -> None:
         """Generates responses with these numbers of tokens."""
         prompts = [[token for token in row if token >= 0] for row in prompts_BP.tolist()]
-        num_rows, limits = len(prompts), {name: getattr(self.config.generation, name) for name in ("top_p", "min_p")}
-        top_k, temperature = self.config.generation.top_k, self.config.generation.temperature
+        num_rows, options = len(prompts), self.config.generation
+        limits = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         if self.generating is None or self.generating.scheduler.max_rows != num_rows:
             self.generating = None  # frees its cache first
             self.generating = Engine(
-                self.model, longest=self.grid.longest + 1, max_sequences=num_rows, num_stored=top_k
+                self.model, longest=self.grid.longest + 1, max_sequences=num_rows, num_stored=options.top_k
             )
         engine = self.generating
-        sampling = [Sampling(number, 0, temperature, top_k, **limits) for number in num_tokens]
+        sampling = [Sampling(number, **limits) for number in num_tokens]
         # which tokens are drawn does not matter
         bits_RG = torch.zeros(num_rows, max(num_tokens), dtype=torch.int64, device=self.world.device)
         numbers = engine.submit(prompts, bits_RG, sampling)

@@ -121,14 +121,7 @@ def pieces_of(device: Device) -> tuple[Measured, Grid, Lengths] | None:
 
 
 def measure_pieces(
-    world: World,
-    config: Config,
-    workload: Workload,
-    table: Measured,
-    grid: Grid,
-    rows: Lengths,
-    *,
-    until: float,
+    world: World, config: Config, workload: Workload, table: Measured, grid: Grid, rows: Lengths, *, until: float
 ) -> tuple[Pieces | None, float]:
     """Seconds of the pieces on this rank with its own cores (None: there was no time for all), and the share of time
     for which it had them. until: of time.perf_counter. Collective."""
@@ -144,11 +137,7 @@ def measure_pieces(
         trained.train(engine, inputs)
         trained.train(engine, inputs, update=True)
 
-    works = (
-        partial(drawn.infer, inputs),
-        train,
-        partial(drawn.generate, prompts_BP, [NUM_TOKENS] * len(rows)),
-    )
+    works = (partial(drawn.infer, inputs), train, partial(drawn.generate, prompts_BP, [NUM_TOKENS] * len(rows)))
     others = torch.zeros(2 * last_level_cache_bytes(None) // 4)
     world.barrier("the start of the probe")
     seconds, share = repeat(works, until, timer=time.thread_time, cool=partial(others.add_, 1))
@@ -156,11 +145,7 @@ def measure_pieces(
 
 
 def repeat(
-    works: Sequence[Callable[[], object]],
-    until: float,
-    *,
-    timer: Callable[[], float],
-    cool: Callable[[], object],
+    works: Sequence[Callable[[], object]], until: float, *, timer: Callable[[], float], cool: Callable[[], object]
 ) -> tuple[list[list[float]], float]:
     """Runs the works in turns -> the seconds of all repetitions of each, and the share of elapsed time that the timer
     counted.

@@ -7,7 +7,7 @@ those of a rank with its own core; the simulator models shared cores. Torch is i
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -139,11 +139,10 @@ def summary(calibration: Calibration) -> str:
 
 def last_line(calibration: Calibration, path: str, wall_s: float) -> Mapping[str, object]:
     """The values of the last line of standard output."""
-    tables: Sequence[Measured] = [one for device in calibration.devices.values() for one in device.measured]
     return {
         "calibration": path,
         "devices": list(calibration.devices),
-        "tables": len(tables),
+        "tables": sum(len(device.measured) for device in calibration.devices.values()),
         "inside_latency_s": calibration.inside.latency_s,
         "inside_bytes_per_s": calibration.inside.bytes_per_s,
         "wall_s": round(wall_s, 1),

@@ -55,12 +55,10 @@ def _reserve(num_bytes: int) -> tuple[str, str]:
         return "", ""
     path, nonce = "", os.urandom(NONCE_BYTES)
     try:
-        descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=FOLDER)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            os.pwrite(descriptor, nonce, 0)
-        finally:
-            os.close(descriptor)
+        with tempfile.NamedTemporaryFile(prefix="rlhf_spmd_", dir=FOLDER, delete=False) as file:
+            path = file.name
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            file.write(nonce)
     except OSError:
         if path:
             os.unlink(path)

@@ -21,16 +21,12 @@ def mover_of(transfer: Transfer, models: RankModels, *, tag_base: int) -> Mover:
         plan,
         rank,
         engine.held() if engine is not None else None,
-        [_tensors(models.copies[name, plan.targets[index][1]]) for index in plan.targets_of(rank)],
+        [models.copies[name, plan.targets[index][1]].state_dict() for index in plan.targets_of(rank)],
         bucket_bytes=BUCKET_BYTES,
         tag_base=tag_base,
         device=models.world.device,
         arena=models.arena,
     )
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
 def whole_state(models: RankModels, train: Call) -> dict[str, Tensor] | None:
@@ -48,22 +44,20 @@ def whole_state(models: RankModels, train: Call) -> dict[str, Tensor] | None:
         bytes_per_number=dtype.itemsize,
         node_of=models.program.cluster.node_of,
     )
-    target = None
-    if rank == writer:
-        target = {}
-        for weight in weights_of(shape):
-            dims = (weight.rows, weight.columns)[: weight.num_dims]
-            for _, name in weight.parameters((0, weight.layers)):
-                target[name] = torch.empty(dims, dtype=dtype)
+    target = {
+        name: torch.empty((weight.rows, weight.columns)[: weight.num_dims], dtype=dtype)
+        for weight in (weights_of(shape) if rank == writer else ())
+        for _, name in weight.parameters((0, weight.layers))
+    }
     mover = Mover(
         plan,
         rank,
         held,
-        [] if target is None else [target],
+        [target] if rank == writer else [],
         bucket_bytes=BUCKET_BYTES,
         tag_base=0,
         device=models.world.device,
     )
     mover.start()
     mover.finish()
-    return target
+    return target or None
