@@ -202,7 +202,7 @@ def disturb(run: RunOf, change) -> None:
     whole = run.job.calls.training.whole
 
     def disturbed(step):
-        if step.call.model == "actor" and step.first:
+        if step.call.model == "actor" and step.run.epoch == 0 and step.run.mini_batch == 0:
             change(step.engine)
         return whole(step)
 

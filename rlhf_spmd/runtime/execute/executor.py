@@ -109,9 +109,11 @@ class Executor:
                 self._wait(step.transfer, data)
         elif isinstance(step, Load):
             with self.recorder.span(f"load {step.model}", "transfer"):
-                self.models.load(step.model)
+                for copy in self.models.offloaded_copies(step.model):
+                    copy.load()
         elif isinstance(step, Offload):
-            self.models.offload(step.model)
+            for copy in self.models.offloaded_copies(step.model):
+                copy.release()
         else:
             assert isinstance(step, Agree)
             with self.recorder.span(step.what, "control"):

@@ -66,11 +66,6 @@ class Step:
     inputs: dict[int, Tensor] = field(default_factory=dict)  # of a stage's micro-batches between forward and backward
     outputs: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def first(self) -> bool:
-        """Whether the weights are still those that generated."""
-        return self.run.epoch == 0 and self.run.mini_batch == 0
-
 
 class Training:
     """Makes optimizer steps of rows that a handler has gathered. sampling, masks: of CallContext."""
@@ -251,7 +246,7 @@ class Training:
             for word, (key, what) in words.items()
         }
         given = self._arguments(call, rows) | step.prepared[index] | read
-        if step.first and call.drawn:
+        if call.drawn and step.run.epoch == 0 and step.run.mini_batch == 0:  # the weights are those that generated
             mask_BG = response_mask(rows[call.responses[0]])
             self._parity_gate(
                 rows[call.drawn], outputs[LOGPROBS].detach(), mask_BG, rows[call.responses[0]], step.meter

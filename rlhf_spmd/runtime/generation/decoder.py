@@ -11,7 +11,7 @@ from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
 from rlhf_spmd.model.linear import Joined, in_mkl_order
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.runtime.generation.cuda_graphs import Graphs, can_capture
+from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
 from rlhf_spmd.runtime.generation.scheduler import Scheduler
 
@@ -22,7 +22,8 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
-        self._graphs = Graphs(*scheduler.tables_BM.shape, self.device) if can_capture(model, self.device) else None
+        shape, can_capture = scheduler.tables_BM.shape, cuda_graphs.can_capture(model, self.device)
+        self._graphs = cuda_graphs.Graphs(*shape, self.device) if can_capture else None
         # The GPU copies the scheduler's tables while the host continues. Before the scheduler writes them again, the
         # host has waited for this step's tokens, so the copy is complete.
         pinned = self.device.type == "cuda"

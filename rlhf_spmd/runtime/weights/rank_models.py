@@ -167,14 +167,6 @@ class RankModels:
         with torch.no_grad(), holder.gathered() if holder is not None else nullcontext():
             yield model
 
-    def load(self, name: str) -> None:
-        """Copies the weights of an offloaded model to the device."""
-        for (model, _), copy in self.offloaded.items():
-            if model == name:
-                copy.load()
-
-    def offload(self, name: str) -> None:
-        """Frees the weights of an offloaded model on the device."""
-        for (model, _), copy in self.offloaded.items():
-            if model == name:
-                copy.release()
+    def offloaded_copies(self, name: str) -> list[OffloadedCopy]:
+        """The copies of a model whose weights are kept in host memory."""
+        return [copy for (model, _), copy in self.offloaded.items() if model == name]
