@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) with torch's fused operation, for flat_engine.py; the state of checkpoints by parameter.
+"""AdamW (arXiv 1711.05101) by torch's fused operation, for flat_engine.py; the optimizer's state by parameter.
 
 torch.optim.AdamW runs the same operation, but constructing it imports torch's compiler: a second of every rank's start.
 """
