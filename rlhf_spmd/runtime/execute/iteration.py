@@ -34,11 +34,15 @@ class Store(dict[str, Tensor]):
     def at(self, key: str, place: Place) -> Tensor:
         """The rows at a place, [M', C', ...], to be read or written."""
         if key not in self:
-            workload, num_columns = self.workload, sum(map(len, self.columns.get(key, ())))
-            fill, dtype = (-1, torch.int32) if workload.workflow.shapes[key] in TOKEN_SHAPES else (0.0, torch.float32)
-            shape = (workload.num_mini_batches, num_columns, *workload.row_shape(key))
-            self[key] = torch.full(shape, fill, dtype=dtype, device=self.device)
+            self[key] = self.make(key)
         return self[key][place[0], self._local(key, place[1])]
+
+    def make(self, key: str) -> Tensor:
+        """A tensor for all rows that this rank holds of a key."""
+        workload, num_columns = self.workload, sum(map(len, self.columns.get(key, ())))
+        fill, dtype = (-1, torch.int32) if workload.workflow.shapes[key] in TOKEN_SHAPES else (0.0, torch.float32)
+        shape = (workload.num_mini_batches, num_columns, *workload.row_shape(key))
+        return torch.full(shape, fill, dtype=dtype, device=self.device)
 
     def _local(self, key: str, columns: slice) -> slice:
         """Consecutive columns of the whole matrix -> those of this rank's tensor of a key."""
