@@ -33,7 +33,7 @@ from rlhf_spmd.plan.program.instructions import (
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.search.planner import Found, search
+from rlhf_spmd.plan.search.planner import SearchResult, search
 from rlhf_spmd.plan.text.strategy_module import strategy_source
 from rlhf_spmd.strategy import load_strategy
 
@@ -162,7 +162,7 @@ def instruction_text(program: Program, rank: int, step: Instruction) -> str:
     match step:
         case Run():
             columns = program.columns_of(step, rank)
-            where = f"columns {columns.start}-{columns.stop} group {step.group} reader {step.reader}"
+            where = f"columns {columns.start}-{columns.stop} group {step.group} reader {step.consumer}"
             what = f"mini-batch {step.mini_batch} epoch {step.epoch} phase {step.phase or None} unit {step.micro_batch}"
             keys = f"reads {list(program.reads(step, rank))} makes {list(program.makes(step, rank))}"
             call = program.workload.workflow.call(step.call)
@@ -225,7 +225,7 @@ def forecast_lines(program: Program) -> Iterator[str]:
 def plan_lines(preset: str, layout: str) -> list[str]:
     """What the exact search proposes, and the module of its best plan but for its imports."""
     workload, cluster = make_workload(presets.load(preset, ())), cluster_of(layout)
-    found: Found = search(workload, cluster, calibration_of(cluster), keep=KEPT)
+    found: SearchResult = search(workload, cluster, calibration_of(cluster), keep=KEPT)
     lines = [f"gap {found.gap!r}, {found.num_scored} scored"]
     for number, plan in enumerate(found.plans):
         seconds = f"simulated {plan.forecast.makespan_s!r} s, by calls {plan.call_level_s!r} s"

@@ -218,7 +218,7 @@ def ranks_of(call: Call, layout: Layout) -> tuple[int, ...]:
     return layout.last_stage if call.kind == "compute" else layout.ranks
 
 
-def uses_home(call: Call, rank: int, workload: Workload, placement: Placement) -> bool:
+def uses_trained_weights(call: Call, rank: int, workload: Workload, placement: Placement) -> bool:
     """Whether a call runs with the weights that its model trains on this rank, rather than with a copy of its own.
 
     It does where it needs the same shard of them, split with the same partners; under ZeRO 3 only if all its ranks do,
@@ -243,7 +243,7 @@ def group_of(call: Call, layout: Layout, workload: Workload, placement: Placemen
         ranks = (rank,)
     else:
         train = workload.workflow.train_call(call.model)
-        gathers = uses_home(call, rank, workload, placement) if train else True
+        gathers = uses_trained_weights(call, rank, workload, placement) if train else True
         stage = placement.layouts[train.name].zero if train else layout.zero
         ranks = layout.ranks if gathers and stage == 3 else layout.model_ranks(rank)
     return ranks if len(ranks) > 1 else None

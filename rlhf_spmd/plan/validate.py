@@ -3,7 +3,7 @@
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement, uses_home
+from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.workflow import Call, Workflow
 from rlhf_spmd.plan.workload import Workload
 
@@ -83,7 +83,7 @@ def _partner_problems(placement: Placement, workload: Workload) -> list[str]:
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         for rank in layout.ranks if layout.pp * layout.tp > 1 and call.kind != "train" else ():
-            if uses_home(call, rank, workload, placement):
+            if uses_trained_weights(call, rank, workload, placement):
                 continue
             shard, partners = layout.partners(rank)
             other, others = found.setdefault((call.model, rank, shard), (call.name, partners))

@@ -31,7 +31,7 @@ from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.plan.search.planner import Found, search
+from rlhf_spmd.plan.search.planner import SearchResult, search
 from rlhf_spmd.plan.text.listing import format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
@@ -81,7 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def rows_of(
     parsed: argparse.Namespace, workload: Workload, cluster: Cluster, calibration: Calibration
-) -> tuple[list[Alternative], Found]:
+) -> tuple[list[Alternative], SearchResult]:
     """The best plans, then the shipped strategies; and how the search went."""
     shipped = [beside(name, workload, cluster, calibration) for name in COMPARED]
     keep = max(parsed.top, KEEP)
@@ -89,7 +89,7 @@ def rows_of(
     return numbered(found)[: parsed.top] + shipped, found
 
 
-def numbered(found: Found) -> list[Alternative]:
+def numbered(found: SearchResult) -> list[Alternative]:
     """The plans of a search as rows whose names differ."""
     plans = enumerate(found.plans, start=1)
     return [Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast) for number, plan in plans]

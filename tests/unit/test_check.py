@@ -142,9 +142,9 @@ def test_a_group_of_another_name_or_of_other_ranks_than_its_layout():
     ("step", "words"),
     [
         (Run("actor_guess"), ["no call actor_guess"]),
-        (Run("critic_infer", reader="critic_train"), ["no place"]),
+        (Run("critic_infer", consumer="critic_train"), ["no place"]),
         (Run("estimate_advantages"), ["no place"]),
-        (Run("estimate_advantages", reader="nobody"), ["no place"]),
+        (Run("estimate_advantages", consumer="nobody"), ["no place"]),
         (Run("reward_infer"), ["its place is ranks 2-3"]),
         (Wait(9), ["Wait transfer 9", "does not exist"]),
         (Post(-1), ["Post transfer -1", "does not exist"]),

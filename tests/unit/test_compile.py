@@ -186,7 +186,7 @@ def test_groups_are_those_of_collective_runs_and_whole_layouts(program):
     for steps in program.instructions:
         for step in steps:
             if isinstance(step, Run):
-                layout = layouts[step.reader or step.call]
+                layout = layouts[step.consumer or step.call]
                 trains = step.call.endswith("_train") and len(layout.ranks) > 1
                 assert step.group is not None if trains else True
                 assert step.group is None or program.groups[step.group] == tuple(sorted(layout.ranks))
@@ -307,7 +307,7 @@ def test_two_trainers_that_share_a_rank_each_get_their_own_columns_of_the_advant
     """Rank 1 is the second half of the actor's trainers and the first of the critic's: it estimates both halves."""
     program = place_calls(make_workload(mini_batch=4), "1x3", actor_train=(0, 1), critic_train=(1, 2))
     runs = [step for step in program.instructions[1] if isinstance(step, Run) and step.call == "estimate_advantages"]
-    assert [(run.reader, program.layout_of(run).columns(1, 4)) for run in runs] == [
+    assert [(run.consumer, program.layout_of(run).columns(1, 4)) for run in runs] == [
         ("actor_train", range(2, 4)),
         ("critic_train", range(2)),
     ]

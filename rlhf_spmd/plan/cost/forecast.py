@@ -6,7 +6,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout, cut
-from rlhf_spmd.plan.placement import uses_home
+from rlhf_spmd.plan.placement import uses_trained_weights
 from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Load, Message, Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
 from rlhf_spmd.plan.workflow import Call
@@ -64,7 +64,7 @@ class _Costs:
     def alike(self, rank: int, step: Run) -> tuple:
         """Equal for Runs that take equally long."""
         layout = self.program.layout_of(step)
-        site = (step.reader or step.call, rank)
+        site = (step.consumer or step.call, rank)
         if site not in self.places:
             groups = layout.tensor_ranks(rank), layout.data_ranks(rank)
             device = self.program.cluster.nodes[self.program.cluster.node_of(rank)].device
@@ -100,7 +100,7 @@ class _Costs:
         """The layout over whose dp ZeRO 3 spreads the weights that a call uses."""
         workload, placement = self.program.workload, self.program.placement
         train = workload.workflow.train_call(call.model)
-        home = train is not None and uses_home(call, rank, workload, placement)
+        home = train is not None and uses_trained_weights(call, rank, workload, placement)
         return placement.layouts[train.name if home else call.name]
 
     def _rows(self, rank: int, step: Run) -> list[Lengths]:

@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import uses_home
+from rlhf_spmd.plan.placement import uses_trained_weights
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
@@ -84,7 +84,7 @@ def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
     train = workload.workflow.train_call(call.model)
-    at_home = train is not None and uses_home(call, rank, workload, program.placement)
+    at_home = train is not None and uses_trained_weights(call, rank, workload, program.placement)
     home = program.placement.layouts[train.name] if at_home else layout
     of_zero = _zero_bytes(workload, call.model, home, layout.shard(rank), trains=call.kind == "train")
     taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}

@@ -27,11 +27,11 @@ class Block:
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
-Message = tuple[Block, ...]
-Bucket = tuple[Message, ...]
+Packet = tuple[Block, ...]
+Bucket = tuple[Packet, ...]
 
 
-def numbers_of(message: Message) -> int:
+def numbers_of(message: Packet) -> int:
     """How many numbers a message carries."""
     return sum(block.num_numbers for block in message)
 

@@ -130,12 +130,12 @@ class _Compiler:
 
     def _emit_call(self, call: Call, site: str, piece: int | None, arriving: dict[int, list[int]]) -> None:
         layout = self.placement.layouts[site]
-        reader = site if call.kind == "compute" else None
+        consumer = site if call.kind == "compute" else None
         for rank in ranks_of(call, layout):
             group = self._group(call, layout, rank)
             late = arriving.get(rank, [])
             own, others = self._split(call, layout, rank, late, group)
-            steps = [Run(call.name, group, piece, reader=reader, columns=columns) for columns in (*own, *others)]
+            steps = [Run(call.name, group, piece, consumer=consumer, columns=columns) for columns in (*own, *others)]
             self.instructions[rank] += steps[: len(own)]
             for index in late:
                 self._wait(rank, self._number(index, piece))

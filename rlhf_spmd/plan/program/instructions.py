@@ -27,7 +27,7 @@ from itertools import pairwise
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import STAGES, Layout, format_ranks, group_name
-from rlhf_spmd.plan.placement import Placement, uses_home
+from rlhf_spmd.plan.placement import Placement, uses_trained_weights
 from rlhf_spmd.plan.program.reallocate import Reallocation
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
@@ -43,7 +43,7 @@ class Run:
     group: str | None = None
     mini_batch: int | None = None  # None: all mini-batches
     epoch: int = 0
-    reader: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
+    consumer: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
     columns: range | None = None  # None: all columns that this rank has in the layout
     phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
     micro_batch: int | None = None  # in generation the token
@@ -54,7 +54,7 @@ class Run:
         where += "" if self.micro_batch is None else f"{unit}{self.micro_batch}"
         where += "" if self.mini_batch is None else f" epoch {self.epoch} mini-batch {self.mini_batch}"
         where += "" if self.columns is None else f" columns {self.columns.start}-{self.columns.stop - 1}"
-        where += f" for {self.reader}" if self.reader else ""
+        where += f" for {self.consumer}" if self.consumer else ""
         return f"Run {self.call}{where}" + (f" with {self.group}" if self.group else "")
 
 
@@ -184,7 +184,7 @@ class Program:
 
     def layout_of(self, step: Run) -> Layout:
         """Where the rows of a Run lie; a rank may run a compute once for each of several readers, on other columns."""
-        return self.placement.layouts[step.reader or step.call]
+        return self.placement.layouts[step.consumer or step.call]
 
     def columns_of(self, step: Run, rank: int) -> range:
         """The columns that a Run computes on a rank."""
@@ -252,7 +252,7 @@ class Program:
         found: dict[tuple[str, Shard], tuple[str, ...]] = {}
         for call in self.workload.workflow.placed_calls:
             layout = self.placement.layouts[call.name]
-            if rank not in layout.ranks or uses_home(call, rank, self.workload, self.placement):
+            if rank not in layout.ranks or uses_trained_weights(call, rank, self.workload, self.placement):
                 continue
             key = call.model, layout.shard(rank)
             found[key] = (*found.get(key, ()), call.name)

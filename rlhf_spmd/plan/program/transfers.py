@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
-from rlhf_spmd.plan.placement import Placement, ranks_of, uses_home
+from rlhf_spmd.plan.placement import Placement, ranks_of, uses_trained_weights
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Transfer, keys_made, keys_read
 from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding
@@ -17,7 +17,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
-Run = tuple[int, int, int, int]  # source, destination, first column, last column + 1
+Span = tuple[int, int, int, int]  # source, destination, first column, last column + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
     """The moves of data keys in the order in which they start; of all mini-batches together."""
     workflow = workload.workflow
     held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns there by now
-    parts: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Run, list[str]]] = {}
+    parts: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Span, list[str]]] = {}
     for call in workflow.calls:
         layouts = [placement.layouts[site] for site in placement.sites(call, workflow)]
         for key in call.inputs:
@@ -68,7 +68,7 @@ def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[in
     return owners
 
 
-def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[Run]:
+def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[Span]:
     """Runs of columns of a key that a rank lacks; from now on they count as held."""
     here = held.setdefault((key, rank), set())
     lacking = [c for c in columns if c not in here]
@@ -92,7 +92,7 @@ def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
     return near[rank % len(near)]
 
 
-def _transfer(runs: dict[Run, list[str]], workload: Workload) -> Transfer:
+def _transfer(runs: dict[Span, list[str]], workload: Workload) -> Transfer:
     messages = []
     for (source, destination, first, end), keys in runs.items():
         size = (end - first) * workload.num_mini_batches * sum(workload.row_bytes(key) for key in keys)
@@ -121,7 +121,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
         for user in workload.workflow.placed_calls:
             layout = placement.layouts[user.name]
             if user.model == call.model:
-                away = (rank for rank in layout.ranks if not uses_home(user, rank, workload, placement))
+                away = (rank for rank in layout.ranks if not uses_trained_weights(user, rank, workload, placement))
                 found |= {(rank, layout.shard(rank)): None for rank in away}
         if not found:
             continue

@@ -96,8 +96,8 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
     call = next((call for call in workload.workflow.calls if call.name == step.call), None)
     if call is None:
         return [f"{step}: the workflow has no call {step.call}"]
-    site = step.reader or step.call
-    if site not in layouts or (call.kind == "compute") != (step.reader is not None):
+    site = step.consumer or step.call
+    if site not in layouts or (call.kind == "compute") != (step.consumer is not None):
         return [f"{step}: {site} has no place to run at"]
     place = ranks_of(call, layouts[site])
     if rank not in place:
@@ -188,7 +188,7 @@ def _cells(program: Program, step: Run, rank: int) -> set[tuple]:
         return {(step.call, step.epoch, step.mini_batch, step.columns)}
     rows = program.mini_batches_of(step)
     columns = program.columns_of(step, rank) or (None,)  # a rank without rows still runs the call, for its collectives
-    return {(step.call, step.reader, row, column) for row in rows for column in columns}
+    return {(step.call, step.consumer, row, column) for row in rows for column in columns}
 
 
 def _due(program: Program, rank: int) -> dict[tuple, str]:
@@ -206,7 +206,7 @@ def _due(program: Program, rank: int) -> dict[tuple, str]:
                     for mini_batch in range(workload.num_mini_batches)
                 ]
             else:
-                steps = [Run(call.name, reader=site if call.kind == "compute" else None)]
+                steps = [Run(call.name, consumer=site if call.kind == "compute" else None)]
             due |= {cell: str(step) for step in steps for cell in _cells(program, step, rank)}
     return due
 

@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Plans, best first. gap: by which fraction a placement that was not looked at might be faster in the call-level
     model; 0.0 if the exact search finished, and None where the method proves nothing."""
 
@@ -69,7 +69,7 @@ def search(
     seed: int = 0,
     keep: int = 20,
     budget_s: float = BUDGET_S,
-) -> Found:
+) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
     budget_s: seconds after which the exact search stops; what it then has left out is the gap.
 
@@ -87,7 +87,7 @@ def search(
         raise UserError(_misfit(space))
     plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
     plans.sort(key=lambda plan: plan.forecast.makespan_s)
-    return Found(tuple(plans), gap, best.num_scored, search_s, time.perf_counter() - begin_s - search_s)
+    return SearchResult(tuple(plans), gap, best.num_scored, search_s, time.perf_counter() - begin_s - search_s)
 
 
 def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) -> tuple[Best, float | None]:
@@ -184,14 +184,14 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
     while before != chosen:
         before = chosen
         around = [_around(space, chosen, of) for of in space.candidates]
-        chosen = descend(space, chosen, around, best)
+        chosen = coordinate_descent(space, chosen, around, best)
         for train, users in space.model.models:
             for user in users if train is not None else ():
                 pairs = _alike(around[user], around[train])
-                chosen = descend_some(space, chosen, (user, train), pairs, best)
+                chosen = improve(space, chosen, (user, train), pairs, best)
         grid = _grid(space, tuple((one.first, one.stop) for one in chosen))
         for i, j in combinations(range(len(grid)), 2):
-            chosen = descend_some(space, chosen, (i, j), product(grid[i], grid[j]), best)
+            chosen = improve(space, chosen, (i, j), product(grid[i], grid[j]), best)
 
 
 def _alike(users: Sequence[Candidate], homes: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
@@ -257,7 +257,7 @@ def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
         return None
     best.num_scored += 1
     best.offer(space.model.score_s(chosen), chosen)
-    return descend(space, chosen, grid, best)
+    return coordinate_descent(space, chosen, grid, best)
 
 
 def _grid(space: Space, meshes: Meshes) -> list[list[Candidate]]:
@@ -291,18 +291,18 @@ def least_memory(one: Candidate) -> tuple[float, ...]:
     return one.static_bytes + working, one.seconds
 
 
-def descend(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> Choice:
+def coordinate_descent(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> Choice:
     """Improves a choice, one call after the other, until no other candidate of the grid for any call is better."""
     improved = True
     while improved:
         improved = False
         for index, of in enumerate(grid):
-            before, chosen = chosen, descend_some(space, chosen, (index,), zip(of), best)
+            before, chosen = chosen, improve(space, chosen, (index,), zip(of), best)
             improved |= before != chosen
     return chosen
 
 
-def descend_some(
+def improve(
     space: Space, chosen: Choice, calls: Sequence[int], others: Iterable[Sequence[Candidate]], best: Best
 ) -> Choice:
     """Improves a choice by other candidates for some calls, of which one may give up memory that another needs."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Block, Bucket, Message, numbers_of
+from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Block, Bucket, Packet, numbers_of
 from rlhf_spmd.plan.program.reallocate import Reallocation, Route
 from rlhf_spmd.plan.program.tensors import Holding, Weight, overlap
 from rlhf_spmd.runtime.weights.shared_memory import Arena
@@ -213,7 +213,7 @@ class Mover:
             start += size
         part.tensors[bucket] = tensors
 
-    def _in_place(self, part: "_Part", bucket: int, message: Message) -> Tensor | None:
+    def _in_place(self, part: "_Part", bucket: int, message: Packet) -> Tensor | None:
         """A message as a view of a parameter, to be sent or received in place; None if it must be packed because it has
         several blocks or its block is not contiguous."""
         first = part.place == 1 and bucket == 0  # received after `start`, when targets may still be in use
@@ -255,7 +255,7 @@ def _token() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8)
 
 
-def _blocks_in(numbers: Tensor, message: Message) -> Iterator[tuple[Block, Tensor]]:
+def _blocks_in(numbers: Tensor, message: Packet) -> Iterator[tuple[Block, Tensor]]:
     """The blocks of a message, each with its part of the message as a matrix."""
     start = 0
     for block in message:

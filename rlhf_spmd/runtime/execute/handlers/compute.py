@@ -48,7 +48,7 @@ def compute(context: CallContext, call: Call, step: Run, data: Iteration, state:
     first_site = context.program.placement.sites(call, workflow)[0]
     # of ranks that all see the same rows, one counts
     counts = call.scope not in ("mini_batch", "batch") or layout.dp_index(context.world.rank) == 0
-    if reports and counts and step.reader == first_site:
+    if reports and counts and step.consumer == first_site:
         for name, (total, weight) in log.items():
             data.meter.add(name, *_own_part(total, weight, leading, shape_of(seen), own))
 
