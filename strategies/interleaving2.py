@@ -7,6 +7,7 @@ asynchronous mode of APP's Interleaving (arXiv 2312.11819).
 """
 
 from dataclasses import replace
+from itertools import groupby
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.placement import Placement
@@ -21,4 +22,6 @@ def place(
     ZeRO stage of the models that train; 3 also shards the weights of the others, each over its own ranks. micro_batch:
     sequences per forward; None: the option micro_batch."""
     placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, micro_batch=micro_batch)
-    return replace(placed, joint=workload.workflow.neighbours(workload.workflow.frozen_calls))
+    frozen = workload.workflow.frozen_calls
+    runs = groupby(workload.workflow.calls, key=lambda call: call in frozen)  # calls of a joint set are neighbours
+    return replace(placed, joint=tuple(tuple(call.name for call in run) for is_frozen, run in runs if is_frozen))

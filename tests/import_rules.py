@@ -76,7 +76,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.presets": ("plan", "algorithm", "algorithms.page", "config", "embedded", "model.config", "option_names"),
     "rlhf_spmd.python_file": (),
     "rlhf_spmd.runtime": (),
-    "rlhf_spmd.strategies": ("plan",),
+    "rlhf_spmd.strategies": ("plan", "strategies.separation"),  # heterogeneous is a separation, too
     "rlhf_spmd.strategy": ("plan", "config", "strategies", "python_file", "option_names"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),

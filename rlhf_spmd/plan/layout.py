@@ -6,8 +6,8 @@ evenly, and two layouts of different dp exchange plain column ranges.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
     return ",".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Where and how one call runs.
 
@@ -56,11 +56,6 @@ class Layout:
     tokens: int | None = None
     recompute: bool = False
     offload: bool = False
-    _numbers: dict[int, int] = field(init=False, repr=False, compare=False)  # rank -> where it stands in `ranks`
-    _places: dict[int, tuple[int, int, int]] = field(init=False, repr=False, compare=False)  # those asked for
-    _data_ranks: dict[tuple[int, int], tuple[int, ...]] = field(
-        init=False, repr=False, compare=False
-    )  # those asked for
 
     def __post_init__(self) -> None:
         try:  # lists, ranges and numpy integers are welcome, but ranks must agree on one spelling
@@ -70,9 +65,6 @@ class Layout:
                 object.__setattr__(self, name, index(getattr(self, name)))
         except TypeError as error:
             raise UserError(f"a layout is made of whole numbers ({error}): {self}, ranks {self.ranks!r}") from error
-        object.__setattr__(self, "_numbers", {rank: number for number, rank in enumerate(self.ranks)})
-        object.__setattr__(self, "_places", {})
-        object.__setattr__(self, "_data_ranks", {})
 
     @classmethod
     def data_parallel(cls, ranks, **options) -> "Layout":
@@ -103,12 +95,15 @@ class Layout:
         """Name of the group of all ranks of this layout."""
         return group_name(self.ranks)
 
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        """Where each rank stands in `ranks`."""
+        return {rank: number for number, rank in enumerate(self.ranks)}
+
     def place(self, rank: int) -> tuple[int, int, int]:
         """Indices of a world rank in the grid: dp, stage, tp."""
-        if rank not in self._places:
-            dp_index, rest = divmod(self._numbers[rank], self.pp * self.tp)
-            self._places[rank] = dp_index, *divmod(rest, self.tp)
-        return self._places[rank]
+        dp_index, rest = divmod(self._numbers[rank], self.pp * self.tp)
+        return dp_index, *divmod(rest, self.tp)
 
     def rank_at(self, dp_index: int, stage: int, tp_index: int) -> int:
         """The inverse of `place`."""
@@ -116,16 +111,12 @@ class Layout:
 
     def dp_index(self, rank: int) -> int:
         """Which data-parallel shard a world rank belongs to."""
-        return self.place(rank)[0]
+        return self._numbers[rank] // (self.pp * self.tp)
 
     def shard(self, rank: int) -> Shard:
         """The part of the model that a world rank computes with."""
         _, stage, tp_index = self.place(rank)
         return Shard(stage, self.pp, tp_index, self.tp)
-
-    def partners(self, rank: int) -> tuple[Shard, tuple[int, ...]]:
-        """The shard of a rank, and the ranks that hold the copy of the model which it belongs to."""
-        return self.shard(rank), self.model_ranks(rank)
 
     def same_shards(self, other: "Layout") -> bool:
         """Whether both have the same copies of the model on the same ranks."""
@@ -135,20 +126,18 @@ class Layout:
 
     def _copies(self) -> Iterator[tuple[int, ...]]:
         """The ranks of each copy of the model."""
-        size = self.pp * self.tp
+        size = max(self.pp * self.tp, 1)
         return (self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
 
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """The tensor-parallel slices of a rank's stage."""
-        dp_index, stage, _ = self.place(rank)
-        return tuple(self.rank_at(dp_index, stage, t) for t in range(self.tp))
+        start = self._numbers[rank] // self.tp * self.tp
+        return self.ranks[start : start + self.tp]
 
     def data_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same shard of the model."""
-        _, stage, tp_index = self.place(rank)
-        if (stage, tp_index) not in self._data_ranks:  # of as many ranks as there are, all would ask for their own
-            self._data_ranks[stage, tp_index] = tuple(self.rank_at(d, stage, tp_index) for d in range(self.dp))
-        return self._data_ranks[stage, tp_index]
+        size = self.pp * self.tp
+        return self.ranks[self._numbers[rank] % size :: size]
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold one copy of the model together."""
@@ -157,15 +146,12 @@ class Layout:
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank's slice."""
-        dp_index, _, tp_index = self.place(rank)
-        return tuple(self.rank_at(dp_index, s, tp_index) for s in range(self.pp))
+        return self.model_ranks(rank)[self.place(rank)[2] :: self.tp]
 
     def tied_ranks(self, rank: int) -> tuple[int, ...]:
         """The first and the last stage of a rank's slice, which share tied embeddings; any other rank alone."""
-        dp_index, stage, tp_index = self.place(rank)
-        if stage not in (0, self.pp - 1):
-            return (rank,)
-        return tuple(dict.fromkeys(self.rank_at(dp_index, s, tp_index) for s in (0, self.pp - 1)))
+        stages = self.stage_ranks(rank)
+        return tuple(dict.fromkeys((stages[0], stages[-1]))) if rank in (stages[0], stages[-1]) else (rank,)
 
     @property
     def last_stage(self) -> tuple[int, ...]:
@@ -188,36 +174,28 @@ class Layout:
 
     def problems(self) -> list[str]:
         """What is wrong with the grid itself, in words; empty if nothing is."""
-        found = []
-        if not self.ranks:
-            found.append("it has no ranks; give it at least one")
-        if len(set(self.ranks)) != len(self.ranks):
-            found.append(f"a rank appears twice in {list(self.ranks)}; name each rank once")
-        if min(self.dp, self.pp, self.tp) < (1 if self.ranks else 0):
-            found.append(f"dp {self.dp}, pp {self.pp}, tp {self.tp}: none may be less than 1")
-        if self.dp * self.pp * self.tp != len(self.ranks):
-            grid = f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
-            found.append(f"{grid} is not the number of ranks, {len(self.ranks)}; change one of them")
-        if self.zero not in (0, 1, 2, 3):
-            found.append(f"ZeRO stage {self.zero} does not exist; use 0, 1, 2 or 3")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            found.append(f"micro_batch {self.micro_batch} is less than 1; raise it, or give None")
-        if self.tokens is not None and self.tokens < 1:
-            found.append(f"a budget of {self.tokens} tokens is less than 1; raise it, or give None")
-        if self.tokens is not None and self.micro_batch is not None:
-            found.append("both micro_batch and tokens say how much a forward takes; give one of them")
-        if self.pp > 1 and self.zero > 1:
-            text = (
-                f"ZeRO {self.zero} with pp {self.pp}: several micro-batches are under way in a pipeline, so each stage"
-            )
-            found.append(f"{text} keeps whole gradients and weights; use ZeRO 0 or 1, or pp 1")
-        size = self.pp * self.tp
-        copies = [self.ranks[i : i + size] for i in range(0, len(self.ranks), max(size, 1))]
-        descending = next((ranks for ranks in copies if list(ranks) != sorted(ranks)), None)
-        if descending and size > 1:
-            text = f"ranks {list(descending)}, which hold one copy of the model together, do not ascend"
-            found.append(f"{text}; list them in ascending order")
-        return found
+        ranks, pp, tp = list(self.ranks), self.pp, self.tp
+        copies = list(map(list, self._copies())) if pp * tp > 1 else []
+        descending = next((copy for copy in copies if copy != sorted(copy)), None)
+        problems = {
+            "it has no ranks; give it at least one": not ranks,
+            f"a rank appears twice in {ranks}; name each rank once": len(set(ranks)) != len(ranks),
+            f"dp {self.dp}, pp {pp}, tp {tp}: none may be less than 1": min(self.dp, pp, tp) < (1 if ranks else 0),
+            f"dp {self.dp} x pp {pp} x tp {tp} is not the number of ranks, {len(ranks)}; change one of them": (
+                self.dp * pp * tp != len(ranks)
+            ),
+            f"ZeRO stage {self.zero} does not exist; use 0, 1, 2 or 3": self.zero not in (0, 1, 2, 3),
+            f"micro_batch {self.micro_batch} is less than 1; raise it, or give None": _less_than_1(self.micro_batch),
+            f"a budget of {self.tokens} tokens is less than 1; raise it, or give None": _less_than_1(self.tokens),
+            "both micro_batch and tokens say how much a forward takes; give one of them": (
+                None not in (self.tokens, self.micro_batch)
+            ),
+            f"ZeRO {self.zero} with pp {pp}: several micro-batches are under way in a pipeline, so each stage keeps "
+            "whole gradients and weights; use ZeRO 0 or 1, or pp 1": pp > 1 and self.zero > 1,
+            f"ranks {descending}, which hold one copy of the model together, do not ascend; list them in ascending "
+            "order": descending is not None,
+        }
+        return [text for text, applies in problems.items() if applies]
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""
@@ -234,6 +212,10 @@ def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
 @lru_cache(maxsize=65536)
 def _group_name(ranks: tuple[int, ...], purpose: str) -> str:
     return f"{purpose} {format_ranks(tuple(sorted(ranks)))}"
+
+
+def _less_than_1(number: int | None) -> bool:
+    return number is not None and number < 1
 
 
 def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout
@@ -31,9 +30,9 @@ class Placement:
     in_flight: int = 2
 
     def __post_init__(self) -> None:
-        for field, found in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
-            if isinstance(found, str):
-                raise UserError(f"{field} is a set of names, not the text {found!r}; write ({found!r},)")
+        for field, names in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
+            if isinstance(names, str):
+                raise UserError(f"{field} is a set of names, not the text {names!r}; write ({names!r},)")
         object.__setattr__(self, "own_first", tuple(self.own_first))
         object.__setattr__(self, "joint", tuple(tuple(calls) for calls in self.joint))
 
@@ -76,50 +75,6 @@ class Placement:
             layouts[model] = Layout.data_parallel(order, zero=stage, micro_batch=micro_batch)
         return cls.by_model(workload, **layouts)
 
-    @classmethod
-    def separated(
-        cls,
-        workload: Workload,
-        training_ranks: tuple[int, ...],
-        generation_ranks: tuple[int, ...],
-        *,
-        ratios: Sequence[str],
-        training: Mapping[str, Any],
-        generation: Mapping[str, Any],
-        limits: Mapping[str, Any],
-        in_flight: int,
-    ) -> "Placement":
-        """Training on some ranks, all other calls on the rest, streaming.
-
-        ratios: shares of the generation ranks (see `read_ratios`); without any, each model has ranks of its own where
-        there are enough of them, generation the most. training, generation, limits: fields of the layouts, `limits`
-        those of both.
-        """
-        before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
-        if not before:
-            raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
-        models, size = (
-            tuple(dict.fromkeys(call.model for call in before)),
-            max(1, generation.get("tp", 1) * generation.get("pp", 1)),
-        )
-        replicas = [generation_ranks[i : i + size] for i in range(0, len(generation_ranks), size)]
-        if ratios or len(replicas) < len(models) or len(replicas[-1]) < size:
-            share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
-        else:  # generation takes longest: each of the others gets a sixth, at least one replica
-            few = max(1, len(replicas) // 6)
-            edges = [0, *(len(replicas) - few * (len(models) - 1 - index) for index in range(len(models)))]
-            parts = (replicas[edges[index] : edges[index + 1]] for index in range(len(models)))
-            share = {model: sum(part, ()) for model, part in zip(models, parts, strict=True)}
-        layouts = {}
-        for call in workload.workflow.placed_calls:
-            if call.kind == "train":
-                layouts[call.name] = Layout.grid_of(training_ranks, **training, **limits)
-            elif workload.models[call.model] is None:  # a reward function has no weights to split
-                layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
-            else:
-                layouts[call.name] = Layout.grid_of(share[call.model], **generation, **limits)
-        return cls(layouts, stream=True, in_flight=in_flight)
-
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration really streams: nothing needs all of its rows before any training."""
         return self.stream and not any(map(workload.needs_batch, workload.workflow.calls))
@@ -133,11 +88,11 @@ class Placement:
         results, the first one on every distinct list of ranks."""
         if call.kind != "compute":
             return (call.name,)
-        found: dict[tuple[int, ...], str] = {}
-        for reader in workflow.consumers(call.outputs):
-            for site in self.sites(reader, workflow):
-                found.setdefault(self.layouts[site].ranks, site)
-        return tuple(found.values())
+        by_ranks: dict[tuple[int, ...], str] = {}
+        for consumer in workflow.consumers(call.outputs):
+            for site in self.sites(consumer, workflow):
+                by_ranks.setdefault(self.layouts[site].ranks, site)
+        return tuple(by_ranks.values())
 
 
 def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -227,14 +182,21 @@ def uses_trained_weights(call: Call, rank: int, workload: Workload, placement: P
     train = workload.workflow.train_call(call.model)
     if train is None:
         return False
-    layout, home = placement.layouts[call.name], placement.layouts[train.name]
-    if home.zero == 3:
-        return layout.same_shards(home)
-    return rank in home.ranks and layout.partners(rank) == home.partners(rank)
+    layout, training = placement.layouts[call.name], placement.layouts[train.name]
+    if training.zero == 3:
+        return layout.same_shards(training)
+    same_ranks = rank in training.ranks and layout.model_ranks(rank) == training.model_ranks(rank)
+    return same_ranks and layout.shard(rank) == training.shard(rank)
+
+
+def weights_layout(call: Call, rank: int, workload: Workload, placement: Placement) -> Layout:
+    """The layout by whose ZeRO stage a rank keeps the weights that a call runs with: that of training or its own."""
+    shared = uses_trained_weights(call, rank, workload, placement)
+    return placement.layouts[workload.workflow.train_call(call.model).name if shared else call.name]
 
 
 def group_of(call: Call, layout: Layout, workload: Workload, placement: Placement, rank: int) -> tuple[int, ...] | None:
-    """The ranks that a call meets where it runs in `layout` on `rank`; None if it computes alone."""
+    """The ranks whose collectives a call enters where it runs in `layout` on `rank`; None if it computes alone."""
     if call.kind == "train":
         ranks = layout.ranks
     elif call.kind == "compute":
@@ -242,8 +204,6 @@ def group_of(call: Call, layout: Layout, workload: Workload, placement: Placemen
     elif workload.models[call.model] is None:
         ranks = (rank,)
     else:
-        train = workload.workflow.train_call(call.model)
-        gathers = uses_trained_weights(call, rank, workload, placement) if train else True
-        stage = placement.layouts[train.name].zero if train else layout.zero
-        ranks = layout.ranks if gathers and stage == 3 else layout.model_ranks(rank)
+        gathers = weights_layout(call, rank, workload, placement).zero == 3
+        ranks = layout.ranks if gathers else layout.model_ranks(rank)
     return ranks if len(ranks) > 1 else None

@@ -85,7 +85,7 @@ def _partner_problems(placement: Placement, workload: Workload) -> list[str]:
         for rank in layout.ranks if layout.pp * layout.tp > 1 and call.kind != "train" else ():
             if uses_trained_weights(call, rank, workload, placement):
                 continue
-            shard, partners = layout.partners(rank)
+            shard, partners = layout.shard(rank), layout.model_ranks(rank)
             other, others = found.setdefault((call.model, rank, shard), (call.name, partners))
             if others != partners:
                 where = f"ranks {list(partners)}, {other} over ranks {list(others)}"
@@ -146,9 +146,9 @@ def _zero_problems(placement: Placement, workload: Workload) -> list[tuple[str, 
             elif layout.zero == 3 and layout.offload:
                 problems.append((call.name, "both ZeRO 3 and offload keep weights away between calls; use one of them"))
             continue
-        home = placement.layouts[train.name]
-        if layout.zero and call.kind != "train" and not (layout.same_shards(home) and layout.zero == home.zero):
-            there = f"ranks {format_ranks(home.ranks)} with {home}"
+        training = placement.layouts[train.name]
+        if layout.zero and call.kind != "train" and not (layout.same_shards(training) and layout.zero == training.zero):
+            there = f"ranks {format_ranks(training.ranks)} with {training}"
             text = f"ZeRO {layout.zero} would be ignored, because {call.model} trains on {there}"
             problems.append((call.name, f"{text}; use zero=0 here, and set the stage of {train.name}"))
     return problems

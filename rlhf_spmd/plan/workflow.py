@@ -141,16 +141,6 @@ class Workflow:
             made |= set(call.outputs) if reads or call.name in names else set()
         return True
 
-    def neighbours(self, calls: Sequence[Call]) -> tuple[tuple[str, ...], ...]:
-        """Names of these calls, those together that follow one another in the workflow; at least two each."""
-        runs: list[list[str]] = [[]]
-        for call in self.calls:
-            if call in calls:
-                runs[-1].append(call.name)
-            elif runs[-1]:
-                runs.append([])
-        return tuple(tuple(run) for run in runs if len(run) > 1)
-
     def call(self, name: str) -> Call:
         return next(call for call in self.calls if call.name == name)
 

@@ -6,7 +6,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout, cut
-from rlhf_spmd.plan.placement import uses_trained_weights
+from rlhf_spmd.plan.placement import weights_layout
 from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Load, Message, Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
 from rlhf_spmd.plan.workflow import Call
@@ -79,7 +79,7 @@ class _Costs:
     def _run_s(self, call: Call, layout: Layout, rank: int, step: Run) -> float:
         cost = self.cost
         if call.kind == "generate":
-            return cost.gather_s(call.model, self._sharded(call, rank), rank) + self._generate_s(call, rank, step)
+            return self._gather_s(call, rank) + self._generate_s(call, rank, step)
         if step.phase == "update":
             return cost.update_s(call.model, layout, rank)
         passes = self._passes(rank, step, layout)
@@ -88,7 +88,7 @@ class _Costs:
             tokens, length = (sum(kind) / len(passes) for kind in zip(*passes, strict=True)) if passes else (0, 0)
             tokens *= len(passes) / number
             return cost.pass_s(call, layout, rank, tokens, length, backward=step.phase == "backward")
-        gather_s = cost.gather_s(call.model, self._sharded(call, rank), rank)
+        gather_s = self._gather_s(call, rank)
         forward_s = sum(cost.pass_s(call, layout, rank, *one) for one in passes)
         if call.kind != "train":
             return gather_s + forward_s
@@ -96,12 +96,10 @@ class _Costs:
         gathers_s = 2 * len(passes) * gather_s  # before each forward and each backward
         return gathers_s + forward_s + backward_s + cost.update_s(call.model, layout, rank)
 
-    def _sharded(self, call: Call, rank: int) -> Layout:
-        """The layout over whose dp ZeRO 3 spreads the weights that a call uses."""
-        workload, placement = self.program.workload, self.program.placement
-        train = workload.workflow.train_call(call.model)
-        home = train is not None and uses_trained_weights(call, rank, workload, placement)
-        return placement.layouts[train.name if home else call.name]
+    def _gather_s(self, call: Call, rank: int) -> float:
+        """Seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
+        layout = weights_layout(call, rank, self.program.workload, self.program.placement)
+        return self.cost.gather_s(call.model, layout, rank)
 
     def _rows(self, rank: int, step: Run) -> list[Lengths]:
         """The lengths of the rows of a Run, by mini-batch."""

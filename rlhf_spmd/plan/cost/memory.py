@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import uses_trained_weights
+from rlhf_spmd.plan.placement import weights_layout
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Program
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.program.tensors import numbers_in, weights_of
@@ -65,8 +65,8 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
     for model in program.trained(rank):
-        home = layouts[workload.workflow.train_call(model).name]
-        stays = _zero_bytes(workload, model, home, home.shard(rank), trains=True)
+        training = layouts[workload.workflow.train_call(model).name]
+        stays = _zero_bytes(workload, model, training, training.shard(rank), trains=True)
         for kind in ("weights", "gradients", "optimizer"):
             total[kind] += stays[kind]
     for (model, shard), calls in program.copies(rank).items():
@@ -83,10 +83,8 @@ def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
-    train = workload.workflow.train_call(call.model)
-    at_home = train is not None and uses_trained_weights(call, rank, workload, program.placement)
-    home = program.placement.layouts[train.name] if at_home else layout
-    of_zero = _zero_bytes(workload, call.model, home, layout.shard(rank), trains=call.kind == "train")
+    kept = weights_layout(call, rank, workload, program.placement)
+    of_zero = _zero_bytes(workload, call.model, kept, layout.shard(rank), trains=call.kind == "train")
     taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}
     if call.kind == "train":
         taken["activations"] = activation_bytes(workload, call, layout, rank)

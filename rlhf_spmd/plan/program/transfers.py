@@ -116,7 +116,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
     for call in workload.workflow.placed_calls:
         if call.kind != "train":
             continue
-        home = placement.layouts[call.name]
+        training = placement.layouts[call.name]
         found: dict[tuple[int, Shard], None] = {}
         for user in workload.workflow.placed_calls:
             layout = placement.layouts[user.name]
@@ -128,7 +128,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
         targets = sorted(found, key=lambda target: (target[0], str(target[1])))
         plan = plan_reallocation(
             workload.models[call.model],
-            {rank: holding(home, rank) for rank in home.ranks},
+            {rank: holding(training, rank) for rank in training.ranks},
             targets,
             bytes_per_number=workload.param_bytes,
             node_of=cluster.node_of,
@@ -139,12 +139,12 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
     return moves
 
 
-def holding(home: Layout, rank: int) -> Holding:
+def holding(training: Layout, rank: int) -> Holding:
     """What a rank of a train call holds between the steps; under ZeRO 3 a part of its shard."""
-    if home.zero < 3:
-        return Holding(home.shard(rank))
-    replicas = sorted(home.data_ranks(rank))
-    return Holding(home.shard(rank), replicas.index(rank), len(replicas))
+    if training.zero < 3:
+        return Holding(training.shard(rank))
+    replicas = sorted(training.data_ranks(rank))
+    return Holding(training.shard(rank), replicas.index(rank), len(replicas))
 
 
 def _hops(plan: Reallocation) -> tuple[Message, ...]:

@@ -290,8 +290,8 @@ def _weights(program: Program) -> list[Finding]:
             first = {route.ranks[0] for route in move.reallocation.routes} if move.reallocation else set()
             wrong = first - set(layouts[train.name].ranks)
             if wrong:
-                home = format_ranks(layouts[train.name].ranks)
-                text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {home}"
+                training = format_ranks(layouts[train.name].ranks)
+                text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {training}"
                 found.append(Finding("error", text, min(wrong)))
     return found
 

@@ -122,12 +122,12 @@ class LastPhase:
         its ranks lack them, it adds some after all: that is left to the model's own count.)"""
         model, index, found = self.model, self.calls[place], self.candidates[place]
         train, users = next(of for of in model.models if index in of[1])
-        home = None if train is None else chosen[train]
+        training = None if train is None else chosen[train]
         copies = {one.copy for user in users if (one := chosen[user])}
         rows = []
         for one in found:
-            shares = home is not None and model.pair(one, home)[0]
-            spread = shares and home.layout.zero == 3
+            shares = training is not None and model.pair(one, training)[0]
+            spread = shares and training.layout.zero == 3
             static = 0 if shares or one.copy in copies else one.static_bytes
             gathered = (one.whole_bytes if spread else 0) if shares else one.gathered_bytes
             rows.append((one.seconds + one.gather_s * spread, one.first, one.stop, static, gathered))

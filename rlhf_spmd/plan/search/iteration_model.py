@@ -83,40 +83,45 @@ class CallModel:
 
     # ---- two layouts of one model ------------------------------------------------------------------------------------
 
-    def pair(self, user: Candidate, home: Candidate) -> tuple[bool, float]:
+    def pair(self, user: Candidate, training: Candidate) -> tuple[bool, float]:
         """Whether a call uses the weights that its model trains, where it runs on their ranks, and the seconds in which
         new weights reach the ranks that lack them."""
-        key = user.where, home.where, home.layout.zero == 3, user.whole_bytes
+        key = user.where, training.where, training.layout.zero == 3, user.whole_bytes
         if key not in self._pairs:
-            self._pairs[key] = self._pair(user, home)
+            self._pairs[key] = self._pair(user, training)
         return self._pairs[key]
 
-    def _pair(self, user: Candidate, home: Candidate) -> tuple[bool, float]:
+    def _pair(self, user: Candidate, training: Candidate) -> tuple[bool, float]:
         size = user.layout.pp * user.layout.tp
-        alike = (user.layout.pp, user.layout.tp) == (home.layout.pp, home.layout.tp)
-        shares = alike and (user.first - home.first) % size == 0 and user.first < home.stop and home.first < user.stop
-        inside = home.first <= user.first and user.stop <= home.stop
-        if home.layout.zero == 3:
-            shares = shares and (user.first, user.stop) == (home.first, home.stop)
+        alike = (user.layout.pp, user.layout.tp) == (training.layout.pp, training.layout.tp)
+        shares = (
+            alike
+            and (user.first - training.first) % size == 0
+            and user.first < training.stop
+            and training.first < user.stop
+        )
+        inside = training.first <= user.first and user.stop <= training.stop
+        if training.layout.zero == 3:
+            shares = shares and (user.first, user.stop) == (training.first, training.stop)
         if shares and inside:
             return True, 0.0
-        held = self._least_held(user, home) if inside and home.layout.zero < 3 else 0.0
-        nodes = {self.cluster.node_of(rank) for rank in (*user.ranks, *home.ranks)}
-        home_size = home.layout.pp * home.layout.tp
-        copies = {self.cluster.node_of(rank) for rank in home.ranks[::home_size]}
-        home_nodes = {self.cluster.node_of(rank) for rank in home.ranks[:home_size]}
-        near = len(nodes) == 1 or (inside and len(home_nodes) == 1 and home.layout.zero < 3 and nodes == copies)
+        held = self._least_held(user, training) if inside and training.layout.zero < 3 else 0.0
+        nodes = {self.cluster.node_of(rank) for rank in (*user.ranks, *training.ranks)}
+        training_size = training.layout.pp * training.layout.tp
+        copies = {self.cluster.node_of(rank) for rank in training.ranks[::training_size]}
+        training_nodes = {self.cluster.node_of(rank) for rank in training.ranks[:training_size]}
+        near = len(nodes) == 1 or (inside and len(training_nodes) == 1 and training.layout.zero < 3 and nodes == copies)
         link = self.cost.calibration.inside if near else self.cost.calibration.between
         return shares, user.whole_bytes * (1 - held) / link.bytes_per_s
 
-    def _least_held(self, user: Candidate, home: Candidate) -> float:
+    def _least_held(self, user: Candidate, training: Candidate) -> float:
         """The share of its new shard that a rank holds already, of the rank that holds the least."""
         least = 1.0
-        mine, theirs = user.layout, home.layout
+        mine, theirs = user.layout, training.layout
         size, other_size = mine.pp * mine.tp, theirs.pp * theirs.tp
         for at in range(min(len(user.ranks), lcm(size, other_size))):
             stage, slice_ = divmod(at % size, mine.tp)
-            other_stage, other_slice = divmod((user.first - home.first + at) % other_size, theirs.tp)
+            other_stage, other_slice = divmod((user.first - training.first + at) % other_size, theirs.tp)
             layers = _common(stage, mine.pp, other_stage, theirs.pp) * mine.pp
             least = min(least, layers * _common(slice_, mine.tp, other_slice, theirs.tp) * mine.tp)
         return least
@@ -150,8 +155,8 @@ class CallModel:
         one = chosen[index]
         for train, users in self.models:
             if train is not None and index in users and chosen[train] is not None:
-                home = chosen[train]
-                if home.layout.zero == 3 and self.pair(one, home)[0]:
+                training = chosen[train]
+                if training.layout.zero == 3 and self.pair(one, training)[0]:
                     return one.gather_s
         return 0.0
 
@@ -160,20 +165,20 @@ class CallModel:
         for train, users in self.models:
             if train not in ends:
                 continue
-            home, seen = chosen[train], set()
+            training, seen = chosen[train], set()
             for user in users:
                 one = chosen[user]
                 if one is None or one.where in seen:
                     continue
                 seen.add(one.where)
-                took_s = self.pair(one, home)[1]
+                took_s = self.pair(one, training)[1]
                 if took_s:
                     begin_s = ends[train]
                     for first, stop, end_s in busy:
-                        at_home = first < home.stop and home.first < stop
-                        if end_s > begin_s and (at_home or (first < one.stop and one.first < stop)):
+                        trains_here = first < training.stop and training.first < stop
+                        if end_s > begin_s and (trains_here or (first < one.stop and one.first < stop)):
                             begin_s = end_s
-                    busy += [(c.first, c.stop, begin_s + took_s) for c in (home, one)]
+                    busy += [(c.first, c.stop, begin_s + took_s) for c in (training, one)]
 
     def streams(self, chosen: Assignment) -> bool:
         """Whether what trains shares no rank with anything else (as far as chosen), so that an iteration may stream."""
@@ -237,8 +242,8 @@ class CallModel:
 
     def places(self, chosen: Assignment) -> set[int]:
         """Places one of which is the fullest: where a mesh begins, or one ends whose weights others use, too."""
-        homes = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
-        return homes.union(one.first for one in chosen if one is not None)
+        trainings = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
+        return trainings.union(one.first for one in chosen if one is not None)
 
     def bytes_at(self, chosen: Assignment, place: int) -> float:
         """The most that a rank needs at one time, as memory.peak_bytes adds it up."""
@@ -250,26 +255,26 @@ class CallModel:
         pass, kept of keys and values."""
         static = gathered = reduced = activations = cache = 0
         for train, users in self.models:
-            home = chosen[train] if train is not None else None
-            at_home = home is not None and home.first <= place < home.stop
-            if at_home:
-                static += home.static_bytes
-                gathered, reduced = max(gathered, home.gathered_bytes), max(reduced, home.reduced_bytes)
-                activations = max(activations, home.activation_bytes)
+            training = chosen[train] if train is not None else None
+            trains_here = training is not None and training.first <= place < training.stop
+            if trains_here:
+                static += training.static_bytes
+                gathered, reduced = max(gathered, training.gathered_bytes), max(reduced, training.reduced_bytes)
+                activations = max(activations, training.activation_bytes)
             copies, buckets = set(), 0
             for user in users:
                 one = chosen[user]
                 if one is None:
                     continue
                 here = one.first <= place < one.stop
-                shares, took_s = (False, 0.0) if home is None else self.pair(one, home)
-                if took_s and (here or at_home):
+                shares, took_s = (False, 0.0) if training is None else self.pair(one, training)
+                if took_s and (here or trains_here):
                     buckets = min(2 * BUCKET_BYTES, 4 * self.weight_bytes[user])
                 if not here:
                     continue
                 cache = max(cache, one.cache_bytes)
-                if shares and at_home:
-                    gathered = max(gathered, one.whole_bytes if home.layout.zero == 3 else 0)
+                if shares and trains_here:
+                    gathered = max(gathered, one.whole_bytes if training.layout.zero == 3 else 0)
                     continue
                 gathered = max(gathered, one.gathered_bytes)
                 if one.copy not in copies:

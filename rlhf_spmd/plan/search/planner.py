@@ -194,12 +194,12 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
             chosen = improve(space, chosen, (i, j), product(grid[i], grid[j]), best)
 
 
-def _alike(users: Sequence[Candidate], homes: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
     """Where a call may use the weights that its model trains."""
     at: dict[tuple, list[Candidate]] = {}
     for one in users:
         at.setdefault(one.where, []).append(one)
-    return ((one, home) for home in homes for one in at.get(home.where, ()))
+    return ((one, training) for training in trainings for one in at.get(training.where, ()))
 
 
 def _around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -234,11 +234,16 @@ def priors(space: Space) -> Iterator[Meshes]:
                 meshes.append(halves[turn % 2] if split[index] else whole)
                 turn += split[index]
             yield tuple(meshes)
-        homes = [model.trained_by(i) for i in range(len(model.calls))]
+        trainings = [model.trained_by(i) for i in range(len(model.calls))]
         for rest in ((whole,), halves):
-            turns = {home: turn for turn, home in enumerate(dict.fromkeys(home for home in homes if home is not None))}
+            turns = {
+                training: turn
+                for turn, training in enumerate(
+                    dict.fromkeys(training for training in trainings if training is not None)
+                )
+            }
             frozen_at = cycle(rest)
-            yield tuple(next(frozen_at) if home is None else halves[turns[home] % 2] for home in homes)
+            yield tuple(next(frozen_at) if training is None else halves[turns[training] % 2] for training in trainings)
     edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
     for edge in edges:
         front, behind = (0, edge), (edge, num)
