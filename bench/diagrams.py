@@ -9,6 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
+from bench.speed.reallocation import lower_bound_bytes
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import format_ranks
@@ -210,7 +211,7 @@ def weights_picture(path: Path) -> Path:
     picture.title(
         f"Weights of the {generate.model} from training to generation",
         f"llama-7b on 4 ranks, planned by the reallocation strategy: {gib:.1f} GiB travel, which is the least possible."
-        if plan.num_bytes == plan.lower_bound_bytes else f"llama-7b on 4 ranks: {gib:.1f} GiB travel.",
+        if plan.num_bytes == lower_bound_bytes(plan) else f"llama-7b on 4 ranks: {gib:.1f} GiB travel.",
     )  # fmt: skip
 
     def part(area: Area) -> None:

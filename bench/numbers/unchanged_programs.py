@@ -7,6 +7,7 @@ whoever renames a class or a field changes this file with it, and the lines stay
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from bench.speed.reallocation import lower_bound_bytes
 from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
@@ -190,7 +191,7 @@ def transfer_lines(number: int, transfer: Transfer) -> Iterator[str]:
 
 def reallocation_lines(moved: Reallocation) -> Iterator[str]:
     """What stays on its rank, what travels along which chain, and in how many buckets."""
-    yield f"weights {moved.num_bytes} bytes, {moved.lower_bound_bytes} at least"
+    yield f"weights {moved.num_bytes} bytes, {lower_bound_bytes(moved)} at least"
     for copy in moved.local:
         rank = moved.targets[copy.target][0]
         yield f"local rank {rank} target {copy.target} {copy.piece.weight} {copy.piece.box}"

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from bench.speed.reallocation import local_shapes, sent_bytes
+from bench.speed.reallocation import local_shapes, sent_bytes, sent_messages
 from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding, weights_of
 from rlhf_spmd.plan.shard import Shard
@@ -115,7 +115,7 @@ def run(world, shape, sources, targets, *, dtype=torch.float32, bucket_bytes=ALL
         assert all((tensor == 0).all() for tensors in made for tensor in tensors.values()), "targets changed too soon"
         mover.finish()
         assert mover.num_bytes_sent == sent_bytes(plan)[rank]
-        assert mover.num_messages_sent == plan.num_messages(bucket_bytes)[rank]
+        assert mover.num_messages_sent == sent_messages(plan, bucket_bytes)[rank]
         assert mover.peak_extra_bytes <= plan.extra_bytes(bucket_bytes)[rank]
         assert mover.peak_extra_bytes <= 2 * max(bucket_bytes, dtype.itemsize * len(mover.parts))
         assert not any(part.buffers or part.tensors for part in mover.parts)

@@ -1,11 +1,12 @@
-"""How what travels along a route is cut into buckets and messages. Sender and receiver cut alike, from the plan alone.
+"""Cuts what travels along a route into buckets and packets. Sender and receiver cut alike, from the plan alone.
 
-A *block* is some rows of one parameter. A large one is a message by itself, so that it may leave from, and arrive in,
-the parameter's own memory; small ones are packed together. A bucket is what one step of a route carries.
+A *block* is some rows of one parameter. A *packet* is one message on the wire: a large block by itself, so that it may
+leave from, and arrive in, the parameter's own memory, or several small blocks. A bucket is what one step of a route
+carries.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rlhf_spmd.plan.program.tensors import Piece, Range
@@ -31,43 +32,43 @@ Packet = tuple[Block, ...]
 Bucket = tuple[Packet, ...]
 
 
-def numbers_of(message: Packet) -> int:
-    """How many numbers a message carries."""
-    return sum(block.num_numbers for block in message)
+def numbers_of(packet: Packet) -> int:
+    """How many numbers a packet carries."""
+    return sum(block.num_numbers for block in packet)
 
 
 def cut_into_buckets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> tuple[Bucket, ...]:
-    """Buckets of at most so many numbers. Blocks of direct_numbers or more are messages; smaller neighbours share one.
+    """Buckets of at most so many numbers. Blocks of direct_numbers or more are packets; smaller neighbours share one.
 
-    A block ends at the end of a row, but where a row is longer than a bucket.
+    A block consists of whole rows, unless a row is longer than a bucket.
     """
     buckets: list[list[list[Block]]] = []
-    room, open_message = 0, False
+    room, open_packet = 0, False
     for block in _blocks(pieces, numbers):
         while block is not None:
             if buckets and room < min(block.num_numbers, max(direct_numbers, _width(block))):
-                room = 0  # what would fit is not worth a message
+                room = 0  # what would fit is not worth a packet
             if room == 0:
                 buckets.append([])
-                room, open_message = numbers, False
+                room, open_packet = numbers, False
             block, rest = _first_rows(block, room // _width(block))
             large = block.num_numbers >= direct_numbers
-            if open_message and not large:
+            if open_packet and not large:
                 buckets[-1][-1].append(block)
             else:
                 buckets[-1].append([block])
-            open_message, room, block = not large, room - block.num_numbers, rest
-    return tuple(tuple(tuple(message) for message in bucket) for bucket in buckets)
+            open_packet, room, block = not large, room - block.num_numbers, rest
+    return tuple(tuple(map(tuple, bucket)) for bucket in buckets)
 
 
-def num_messages(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> int:
-    """How many messages these pieces make; it follows from their sizes, which many routes have in common."""
+def num_packets(pieces: Iterable[Piece], *, numbers: int, direct_numbers: int) -> int:
+    """How many packets these pieces make; it follows from their sizes, which many routes have in common."""
     sizes = tuple(tuple(last - first for first, last in piece.box) for piece in pieces)
-    return _num_messages(sizes, numbers, direct_numbers)
+    return _num_packets(sizes, numbers, direct_numbers)
 
 
 @lru_cache(maxsize=4096)
-def _num_messages(sizes: tuple[tuple[int, ...], ...], numbers: int, direct_numbers: int) -> int:
+def _num_packets(sizes: tuple[tuple[int, ...], ...], numbers: int, direct_numbers: int) -> int:
     pieces = [Piece("", tuple((0, size) for size in box)) for box in sizes]
     return sum(map(len, cut_into_buckets(pieces, numbers=numbers, direct_numbers=direct_numbers)))
 
@@ -95,7 +96,4 @@ def _first_rows(block: Block, num_rows: int) -> tuple[Block, Block | None]:
     if num_rows >= last - first:
         return block, None
     middle = first + num_rows
-    return (
-        Block(block.weight, block.layer, (first, middle), block.columns),
-        Block(block.weight, block.layer, (middle, last), block.columns),
-    )
+    return replace(block, rows=(first, middle)), replace(block, rows=(middle, last))

@@ -7,12 +7,13 @@ hold is cut, so that each sends its share, those on the receiver's node alone if
 """
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import pairwise
 
-from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Bucket, cut_into_buckets, num_messages
-from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Weight, numbers_in, overlap, weights_of
+from rlhf_spmd.plan.program.buckets import DIRECT_BYTES, Bucket, cut_into_buckets, num_packets
+from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Weight, overlap, weights_of
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
@@ -45,10 +46,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Reallocation:
-    """Everything that travels, and what is copied where it is; the same on every rank.
-
-    lower_bound_bytes: what receiving ranks need and do not hold; no plan can move less.
-    """
+    """Everything that travels, and what is copied where it is; the same on every rank."""
 
     shape: ModelShape
     sources: tuple[tuple[int, Holding], ...]
@@ -56,7 +54,6 @@ class Reallocation:
     bytes_per_number: int
     local: tuple[Copy, ...]
     routes: tuple[Route, ...]
-    lower_bound_bytes: int
     _extra: dict[int, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)  # what has been computed
 
     @property
@@ -75,11 +72,10 @@ class Reallocation:
 
     def hop_bytes(self) -> dict[tuple[int, int], int]:
         """(sender, receiver) -> bytes."""
-        found: dict[tuple[int, int], int] = {}
+        sizes: Counter[tuple[int, int]] = Counter()
         for route in self.routes:
-            for hop in route.hops:
-                found[hop] = found.get(hop, 0) + route.num_numbers * self.bytes_per_number
-        return found
+            sizes.update(dict.fromkeys(route.hops, route.num_numbers * self.bytes_per_number))
+        return sizes
 
     @property
     def num_bytes(self) -> int:
@@ -122,29 +118,21 @@ class Reallocation:
 
     def hop_messages(self, bucket_bytes: int) -> dict[tuple[int, int], int]:
         """(sender, receiver) -> messages."""
-        found: dict[tuple[int, int], int] = {}
+        counts: Counter[tuple[int, int]] = Counter()
         numbers, direct_numbers = self.bucket_numbers(bucket_bytes), DIRECT_BYTES // self.bytes_per_number
         for route in self.routes:
-            count = num_messages(route.pieces, numbers=numbers, direct_numbers=direct_numbers)
-            for hop in route.hops:
-                found[hop] = found.get(hop, 0) + count
-        return found
-
-    def num_messages(self, bucket_bytes: int) -> dict[int, int]:
-        """Messages that each rank sends."""
-        found = dict.fromkeys(self.ranks, 0)
-        for (sender, _), count in self.hop_messages(bucket_bytes).items():
-            found[sender] += count
-        return found
+            count = num_packets(route.pieces, numbers=numbers, direct_numbers=direct_numbers)
+            counts.update(dict.fromkeys(route.hops, count))
+        return counts
 
     def extra_bytes(self, bucket_bytes: int) -> dict[int, int]:
         """The most memory that each rank may need for buckets: of each of its routes one that comes, one that goes."""
         if bucket_bytes not in self._extra:  # every rank of a forecast asks
-            found, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
+            sizes, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
             for route in self.routes:
                 for rank in route.ranks:
-                    found[rank] += sum(self.slot_numbers(route, numbers)) * self.bytes_per_number
-            self._extra[bucket_bytes] = found
+                    sizes[rank] += sum(self.slot_numbers(route, numbers)) * self.bytes_per_number
+            self._extra[bucket_bytes] = sizes
         return self._extra[bucket_bytes]
 
 
@@ -162,9 +150,8 @@ def plan_reallocation(
     A rank may have several targets. node_of: the node of a rank. whole_bytes: what several ranks hold is cut only where
     each share is as large; else the receivers are dealt out among the holders. Every needed number must be held.
     """
-    targets = tuple(targets)
     local: list[Copy] = []
-    found: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
+    lacked: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
     for weight in weights_of(shape):
         held = [(box, rank) for rank in sorted(sources) for box in sources[rank].boxes(weight)]
         wanted = [(box, index) for index, (_, shard) in enumerate(targets) if (box := weight.box(shard))]
@@ -176,27 +163,18 @@ def plan_reallocation(
             local += [Copy(index, Piece(weight.name, part)) for part in common if part]
         for key, boxes in _lacking(held, wanted, targets).items():
             assert key[0], f"nobody holds {weight.name} {boxes[0]}"
-            found.setdefault(key, []).extend(Piece(weight.name, box) for box in boxes)
+            lacked.setdefault(key, []).extend(Piece(weight.name, box) for box in boxes)
     chains = _Chains(sources, [rank for rank, _ in targets], node_of)
-    routes: dict[tuple[int, ...], list[Piece]] = {}
-    for (holders, takers), pieces in found.items():
+    carried: dict[tuple[int, ...], list[Piece]] = {}  # chain -> pieces
+    for (holders, takers), pieces in lacked.items():
         receivers = {targets[index][0] for index in _members(takers)}
         size = bytes_per_number * sum(piece.num_numbers for piece in pieces)
         for ranks, (index, parts) in chains.among(_members(holders), receivers, size, whole_bytes):
             mine = [part for piece in pieces if (part := _part(piece, index, parts))]
-            routes.setdefault(ranks, []).extend(mine)
+            carried.setdefault(ranks, []).extend(mine)
+    routes = (Route(ranks, tuple(of), sum(piece.num_numbers for piece in of)) for ranks, of in carried.items() if of)
     return Reallocation(
-        shape,
-        tuple(sorted(sources.items())),
-        targets,
-        bytes_per_number,
-        tuple(local),
-        tuple(
-            Route(ranks, tuple(pieces), sum(piece.num_numbers for piece in pieces))
-            for ranks, pieces in routes.items()
-            if pieces
-        ),
-        bytes_per_number * _lower_bound(shape, sources, targets),
+        shape, tuple(sorted(sources.items())), tuple(targets), bytes_per_number, tuple(local), tuple(routes)
     )
 
 
@@ -256,39 +234,7 @@ def _joined(boxes: list[Box]) -> list[Box]:
 
 def _members(mask: int) -> list[int]:
     """The numbers of the bits that are set."""
-    found = []
-    while mask:
-        found.append((mask & -mask).bit_length() - 1)
-        mask &= mask - 1
-    return found
-
-
-def _lower_bound(shape: ModelShape, sources: Mapping[int, Holding], targets: Sequence[tuple[int, Shard]]) -> int:
-    """Numbers that ranks need and do not hold, from volumes alone (inclusion and exclusion over a rank's targets)."""
-    total = 0
-    shards_of: dict[int, list[Shard]] = {}
-    for rank, shard in targets:
-        shards_of.setdefault(rank, []).append(shard)
-    for weight in weights_of(shape):
-        for rank, shards in shards_of.items():
-            own = sources[rank].boxes(weight) if rank in sources else ()
-            boxes = [box for shard in dict.fromkeys(shards) if (box := weight.box(shard))]
-            for count in range(1, len(boxes) + 1):
-                for some in combinations(boxes, count):
-                    common = _common(some)
-                    if common:
-                        parts = [overlap(common, box) for box in own]
-                        missing = numbers_in(common) - sum(numbers_in(part) for part in parts if part)
-                        total += missing if count % 2 else -missing
-    return total
-
-
-def _common(boxes: Iterable[Box]) -> Box | None:
-    boxes = list(boxes)
-    common: Box | None = boxes[0]
-    for box in boxes[1:]:
-        common = common and overlap(common, box)
-    return common
+    return [number for number, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"]
 
 
 # ---- who sends -------------------------------------------------------------------------------------------------------

@@ -46,10 +46,9 @@ def rectangles(start: int, stop: int, *, width: int) -> list[tuple[Range, Range]
     (r0, c0), (r1, c1) = divmod(start, width), divmod(stop, width)
     if r0 == r1:
         return [((r0, r0 + 1), (c0, c1))] if c0 < c1 else []
-    found = [((r0, r0 + 1), (c0, width))] if c0 else []
-    full = r0 + (c0 > 0), r1
-    found += [(full, (0, width))] if full[0] < full[1] else []
-    return found + ([((r1, r1 + 1), (0, c1))] if c1 else [])
+    full = r0 + (c0 > 0)  # the first full row
+    parts = [((r0, full), (c0, width)), ((full, r1), (0, width)), ((r1, r1 + 1), (0, c1))]
+    return [(rows, columns) for rows, columns in parts if rows[0] < rows[1] and columns[0] < columns[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +75,14 @@ class Weight:
 
     def box(self, shard: Shard) -> Box | None:
         """What a shard holds of it; None for nothing."""
-        first, last = shard.stage == 0, shard.stage == shard.pp - 1
         if self.stages == "layers":
             stage = split(self.layers, shard.pp, shard.stage)
             layers = stage.start, stage.stop
         else:
-            here = {"first": first, "last": last, "ends": first or last}[self.stages]
-            layers = 0, int(here)
-        rows, columns = (0, self.rows), (0, self.columns)
-        if self.cut == "rows":
-            rows = self._slice(self.rows, shard)
-        elif self.cut == "columns":
-            columns = self._slice(self.columns, shard)
+            first, last = shard.stage == 0, shard.stage == shard.pp - 1
+            layers = 0, int({"first": first, "last": last, "ends": first or last}[self.stages])
+        rows = self._slice(self.rows, shard) if self.cut == "rows" else (0, self.rows)
+        columns = self._slice(self.columns, shard) if self.cut == "columns" else (0, self.columns)
         box = layers, rows, columns
         return box if numbers_in(box) else None
 
@@ -97,7 +92,7 @@ class Weight:
 
     def parameters(self, layers: Range) -> Iterator[tuple[int, str]]:
         """Number and parameter name of these layers; the name alone, as layer 0, of what no layer has."""
-        yield from ((layer, self.name.format(layer)) for layer in range(*layers))
+        return ((layer, self.name.format(layer)) for layer in range(*layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +120,8 @@ class Holding:
         if box is None or self.parts == 1:
             return () if box is None else (box,)
         layers, (top, _), (left, right) = box
-        found = rectangles(*self.interval(box), width=right - left)
-        return tuple((layers, (a + top, b + top), (c + left, d + left)) for (a, b), (c, d) in found)
+        parts = rectangles(*self.interval(box), width=right - left)
+        return tuple((layers, (a + top, b + top), (c + left, d + left)) for (a, b), (c, d) in parts)
 
 
 @lru_cache(maxsize=64)
@@ -135,39 +130,33 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * d, shape.num_kv_heads * d
     group = shape.num_heads // shape.num_kv_heads * d  # the query heads that read one key-value head stay together
-    found = [
-        Weight(
-            "embed_tokens.weight",
-            1,
-            shape.vocab_size,
-            hidden,
-            cut="rows",
-            stages="ends" if shape.tied and not shape.scalar_head else "first",
-        ),
-        Weight("layers.{}.input_layernorm.weight", num, hidden, 1, num_dims=1),
-    ]
+    embedding_stages = "ends" if shape.tied and not shape.scalar_head else "first"
+    table = [Weight("embed_tokens.weight", 1, shape.vocab_size, hidden, cut="rows", stages=embedding_stages)]
+
+    def norm(name: str, size: int) -> None:
+        table.append(Weight(f"layers.{{}}.{name}.weight", num, size, 1, num_dims=1))
 
     def linear(name: str, rows: int, columns: int, cut: Literal["rows", "columns"], unit: int, bias: bool) -> None:
-        found.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
+        table.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
         if bias:
             split_too = {"cut": "rows", "unit": unit} if cut == "rows" else {}  # a sum's bias is added once, after it
-            found.append(Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1, **split_too))
+            table.append(Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1, **split_too))
 
+    norm("input_layernorm", hidden)
     linear("self_attn.q_proj", queries, hidden, "rows", group, shape.qkv_bias)
     linear("self_attn.k_proj", keys, hidden, "rows", d, shape.qkv_bias)
     linear("self_attn.v_proj", keys, hidden, "rows", d, shape.qkv_bias)
     linear("self_attn.o_proj", hidden, queries, "columns", group, shape.output_bias)
     if shape.qk_norm:
-        found += [
-            Weight(f"layers.{{}}.self_attn.{name}.weight", num, d, 1, num_dims=1) for name in ("q_norm", "k_norm")
-        ]
-    found.append(Weight("layers.{}.post_attention_layernorm.weight", num, hidden, 1, num_dims=1))
+        norm("self_attn.q_norm", d)
+        norm("self_attn.k_norm", d)
+    norm("post_attention_layernorm", hidden)
     linear("mlp.gate_proj", inner, hidden, "rows", 1, shape.mlp_bias)
     linear("mlp.up_proj", inner, hidden, "rows", 1, shape.mlp_bias)
     linear("mlp.down_proj", hidden, inner, "columns", 1, shape.mlp_bias)
-    found.append(Weight("norm.weight", 1, hidden, 1, num_dims=1, stages="last"))
+    table.append(Weight("norm.weight", 1, hidden, 1, num_dims=1, stages="last"))
     if shape.scalar_head:
-        found.append(Weight("score.weight", 1, 1, hidden, stages="last"))
+        table.append(Weight("score.weight", 1, 1, hidden, stages="last"))
     elif not shape.tied:
-        found.append(Weight("lm_head.weight", 1, shape.vocab_size, hidden, cut="rows", stages="last"))
-    return tuple(found)
+        table.append(Weight("lm_head.weight", 1, shape.vocab_size, hidden, cut="rows", stages="last"))
+    return tuple(table)
