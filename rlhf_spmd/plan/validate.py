@@ -1,4 +1,6 @@
-"""What is wrong with a placement before it is compiled: calls, ranks and mend of everything, in one message."""
+"""What is wrong with a placement before it is compiled: everything in one message, with calls, ranks and the fix."""
+
+from collections.abc import Iterator
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
@@ -9,14 +11,12 @@ from rlhf_spmd.plan.workload import Workload
 
 
 def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None:
-    """Raises one UserError that lists everything wrong with a placement: calls, ranks and mend."""
+    """Raises one UserError that lists everything wrong with a placement."""
     workflow = workload.workflow
-    problems = []
-    for name in placement.layouts:
-        if name not in {call.name for call in workflow.placed_calls}:
-            calls = ", ".join(call.name for call in workflow.placed_calls)
-            problems.append(f"{name} is not a call of this workflow; its calls are {calls}")
-    found: dict[tuple[tuple[int, ...], str], list[str]] = {}  # ranks, what is wrong there -> calls
+    names = [call.name for call in workflow.placed_calls]
+    unknown = [name for name in placement.layouts if name not in names]
+    problems = [f"{name} is not a call of this workflow; its calls are {', '.join(names)}" for name in unknown]
+    of_layouts: dict[tuple[tuple[int, ...], str], list[str]] = {}  # ranks, what is wrong there -> calls
     for call in workflow.placed_calls:
         layout = placement.layouts.get(call.name)
         if layout is None:
@@ -24,47 +24,44 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
         elif not isinstance(layout, Layout):
             problems.append(f"call {call.name}: {layout!r} is not a Layout; use Layout.data_parallel(ranks)")
         else:
-            texts = _layout_problems(layout, cluster.num_devices) or _shape_problems(layout, workload, call)
-            for text in texts:
-                found.setdefault((layout.ranks, text), []).append(call.name)
+            for text in _layout_problems(layout, cluster.num_devices) or _shape_problems(layout, workload, call):
+                of_layouts.setdefault((layout.ranks, text), []).append(call.name)
     problems += _overlap_problems(placement, workflow)
-    if not problems and not found:
-        problems += _stream_problems(placement, workload) + _partner_problems(placement, workload)
+    if not problems and not of_layouts:
+        problems += [*_stream_problems(placement, workload), *_partner_problems(placement, workload)]
         for name, text in _zero_problems(placement, workload):
-            found.setdefault((placement.layouts[name].ranks, text), []).append(name)
-    for (ranks, text), calls in found.items():
+            of_layouts.setdefault((placement.layouts[name].ranks, text), []).append(name)
+    for (ranks, text), calls in of_layouts.items():
         where = f" on ranks {format_ranks(ranks)}" if ranks else ""
         problems.append(f"call{'s' * (len(calls) > 1)} {', '.join(calls)}{where}: {text}")
     if problems:
         raise UserError("; ".join(problems))
 
 
-def _overlap_problems(placement: Placement, workflow: Workflow) -> list[str]:
+def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
     """What is wrong with own_first, joint and in_flight."""
     known = {call.name for call in workflow.placed_calls if call.kind != "train"}
-    problems = []
-    for field, names in (("own_first", placement.own_first), ("joint", tuple(n for s in placement.joint for n in s))):
-        problems += [f"{field} names {name}, which is no call before training" for name in names if name not in known]
+    for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
+        yield from (f"{field} names {name}, which is no call before training" for name in names if name not in known)
         if len(set(names)) != len(names):
-            problems.append(f"{field} names a call twice: {', '.join(names)}")
+            yield f"{field} names a call twice: {', '.join(names)}"
     order = [call.name for call in workflow.calls]
     for calls in placement.joint:
         places = sorted(order.index(name) for name in calls if name in order)
         between = [name for name in order[places[0] : places[-1]] if name not in calls] if places else []
         if between:
-            problems.append(f"joint: {', '.join(between)} stands between {' and '.join(calls)}; join neighbours only")
-        made = {key for call in workflow.calls if call.name in calls for key in call.outputs}
-        for call in workflow.calls:
-            if call.name in calls and made & set(call.inputs):
-                problems.append(f"joint: {call.name} reads what {' and '.join(calls)} make; take it out of the set")
+            yield f"joint: {', '.join(between)} stands between {' and '.join(calls)}; join neighbours only"
+        members = [call for call in workflow.calls if call.name in calls]
+        made = {key for call in members for key in call.outputs}
+        for call in members:
+            if made & set(call.inputs):
+                yield f"joint: {call.name} reads what {' and '.join(calls)} make; take it out of the set"
     if placement.in_flight < 1:
-        problems.append(f"in_flight {placement.in_flight} is less than 1; raise it")
-    return problems
+        yield f"in_flight {placement.in_flight} is less than 1; raise it"
 
 
-def _stream_problems(placement: Placement, workload: Workload) -> list[str]:
+def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:
     """While streaming, a model that trains changes before the last mini-batch is generated and scored."""
-    problems = []
     for call in workload.workflow.placed_calls if placement.streams(workload) else ():
         train = workload.workflow.train_call(call.model)
         if train is None or call.kind == "train":
@@ -72,65 +69,60 @@ def _stream_problems(placement: Placement, workload: Workload) -> list[str]:
         shared = set(placement.layouts[call.name].ranks) & set(placement.layouts[train.name].ranks)
         if shared:
             where = f"ranks {format_ranks(tuple(sorted(shared)))}, where {train.name} changes the weights meanwhile"
-            problems.append(f"stream: {call.name} is on {where}; place it elsewhere, or drop stream")
-    return problems
+            yield f"stream: {call.name} is on {where}; place it elsewhere, or drop stream"
 
 
-def _partner_problems(placement: Placement, workload: Workload) -> list[str]:
+def _partner_problems(placement: Placement, workload: Workload) -> Iterator[str]:
     """Two calls may use one copy of a model's shard only if they split the model with the same ranks."""
-    problems = []
-    found: dict[tuple, tuple[str, tuple[int, ...]]] = {}  # model, rank, shard -> call and partners
+    users: dict[tuple, tuple[str, tuple[int, ...]]] = {}  # model, rank, shard -> call and the ranks of its copy
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         for rank in layout.ranks if layout.pp * layout.tp > 1 and call.kind != "train" else ():
             if uses_trained_weights(call, rank, workload, placement):
                 continue
-            shard, partners = layout.shard(rank), layout.model_ranks(rank)
-            other, others = found.setdefault((call.model, rank, shard), (call.name, partners))
-            if others != partners:
-                where = f"ranks {list(partners)}, {other} over ranks {list(others)}"
-                problems.append(f"{call.name} splits {call.model} over {where}; group the ranks alike in both")
+            ranks = layout.model_ranks(rank)
+            other, others = users.setdefault((call.model, rank, layout.shard(rank)), (call.name, ranks))
+            if others != ranks:
+                where = f"ranks {list(ranks)}, {other} over ranks {list(others)}"
+                yield f"{call.name} splits {call.model} over {where}; group the ranks alike in both"
                 break
-    return problems
 
 
 def _layout_problems(layout: Layout, size: int) -> list[str]:
     """What is wrong with a layout in a world of `size` ranks."""
-    found = layout.problems()
+    problems = layout.problems()
     outside = [rank for rank in layout.ranks if not 0 <= rank < size]
     if outside:
         world = f"{size} ranks (0-{size - 1})" if size > 1 else "1 rank (0)"
         more = f"use ranks below {size} or start at least {max(outside) + 1} ranks"
-        mend = more if min(outside) >= 0 else "ranks are counted from 0"
-        found.append(f"rank {outside[0]} is outside the world of {world}; {mend}")
-    return found
+        fix = more if min(outside) >= 0 else "ranks are counted from 0"
+        problems.append(f"rank {outside[0]} is outside the world of {world}; {fix}")
+    return problems
 
 
-def _shape_problems(layout: Layout, workload: Workload, call: Call) -> list[str]:
-    """What a model is too small for."""
+def _shape_problems(layout: Layout, workload: Workload, call: Call) -> Iterator[str]:
+    """What a model is too small for, and options that its call cannot have."""
     shape, model = workload.models.get(call.model), call.model
     if shape is None:
-        split = f"{model} is a function, which has no weights to split; use pp = tp = 1"
-        return [split] if (layout.pp, layout.tp) != (1, 1) else []
-    found = []
+        if (layout.pp, layout.tp) != (1, 1):
+            yield f"{model} is a function, which has no weights to split; use pp = tp = 1"
+        return
     if layout.pp > shape.num_layers:
-        found.append(f"pp {layout.pp} is more than the {shape.num_layers} layers of {model}; lower pp")
+        yield f"pp {layout.pp} is more than the {shape.num_layers} layers of {model}; lower pp"
     if layout.tp > shape.num_kv_heads:
         text = f"tp {layout.tp} is more than the {shape.num_kv_heads} key-value heads of {model}"
-        found.append(f"{text}, which are not replicated; lower tp to {shape.num_kv_heads} or less")
+        yield f"{text}, which are not replicated; lower tp to {shape.num_kv_heads} or less"
     if layout.tp > min(shape.intermediate_size, shape.vocab_size):
-        found.append(f"tp {layout.tp} is more than the rows of a weight of {model}; lower tp")
+        yield f"tp {layout.tp} is more than the rows of a weight of {model}; lower tp"
     if layout.recompute and call.kind != "train":
-        found.append("recompute saves activations for a backward pass, which only training has; drop it here")
+        yield "recompute saves activations for a backward pass, which only training has; drop it here"
     if layout.offload and workload.workflow.train_call(model):
-        found.append(f"offload is for frozen models, and {model} trains; drop it here")
-    return found
+        yield f"offload is for frozen models, and {model} trains; drop it here"
 
 
-def _zero_problems(placement: Placement, workload: Workload) -> list[tuple[str, str]]:
-    """Calls whose ZeRO stage cannot be: it belongs to a model that trains, there where it trains, or is stage 3 of a
-    frozen one, whose calls must then gather on the same ranks."""
-    problems = []
+def _zero_problems(placement: Placement, workload: Workload) -> Iterator[tuple[str, str]]:
+    """Calls with an impossible ZeRO stage. A trained model has the stage of its training, on the same ranks; a frozen
+    one has 0, or 3 if all its calls gather on the same ranks."""
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         train = workload.workflow.train_call(call.model)
@@ -139,16 +131,15 @@ def _zero_problems(placement: Placement, workload: Workload) -> list[tuple[str, 
             there = placement.layouts[first.name]
             if layout.zero not in (0, 3):
                 text = f"ZeRO {layout.zero} shards gradients or optimizer state, and {call.model} has none; use 0 or 3"
-                problems.append((call.name, text))
+                yield call.name, text
             elif (layout.ranks, layout.zero) != (there.ranks, there.zero) and 3 in (layout.zero, there.zero):
                 text = f"{first.name} has {call.model} on ranks {format_ranks(there.ranks)} with ZeRO {there.zero}"
-                problems.append((call.name, f"{text}; use the same ranks and stage for both, or ZeRO 0"))
+                yield call.name, f"{text}; use the same ranks and stage for both, or ZeRO 0"
             elif layout.zero == 3 and layout.offload:
-                problems.append((call.name, "both ZeRO 3 and offload keep weights away between calls; use one of them"))
+                yield call.name, "both ZeRO 3 and offload keep weights away between calls; use one of them"
             continue
         training = placement.layouts[train.name]
         if layout.zero and call.kind != "train" and not (layout.same_shards(training) and layout.zero == training.zero):
             there = f"ranks {format_ranks(training.ranks)} with {training}"
             text = f"ZeRO {layout.zero} would be ignored, because {call.model} trains on {there}"
-            problems.append((call.name, f"{text}; use zero=0 here, and set the stage of {train.name}"))
-    return problems
+            yield call.name, f"{text}; use zero=0 here, and set the stage of {train.name}"

@@ -202,7 +202,18 @@ class Program:
         """The data keys that a Run leaves on a rank."""
         return keys_made(self.workload.workflow.call(step.call), self.layout_of(step), rank)
 
-    def mini_batches_of(self, step: "Run | Transfer") -> range:
+    def gains(self, step: Instruction, rank: int) -> list[tuple[str, range, range]]:
+        """What a rank has once it has passed an instruction: data keys, with their mini-batches and columns."""
+        if isinstance(step, Run):
+            rows, columns = self.mini_batches_of(step), self.columns_of(step, rank)
+            return [(key, rows, columns) for key in self.makes(step, rank)]
+        if isinstance(step, Wait):
+            moved = self.transfers[step.transfer]
+            rows = self.mini_batches_of(moved)
+            return [(key, rows, message.columns) for message in moved.received_by(rank) for key in message.keys]
+        return []
+
+    def mini_batches_of(self, step: Run | Transfer) -> range:
         """The mini-batches that a Run computes or a transfer moves."""
         one = step.mini_batch
         return range(self.workload.num_mini_batches) if one is None else range(one, one + 1)
@@ -229,18 +240,13 @@ class Program:
     def held(self, rank: int) -> dict[str, tuple[range, ...]]:
         """The columns of each data key that a rank reads, makes or receives in an iteration: ascending ranges that
         neither meet nor overlap. Keys that it has nothing to do with are left out."""
-        found: dict[str, set[range]] = {}
+        held: dict[str, set[range]] = {}
         for step in self.instructions[rank]:
-            if isinstance(step, Run):
-                for key in self.reads(step, rank):
-                    found.setdefault(key, set()).add(self.columns_seen(step, rank))
-                for key in self.makes(step, rank):
-                    found.setdefault(key, set()).add(self.columns_of(step, rank))
-            elif isinstance(step, Wait):
-                for message in self.transfers[step.transfer].received_by(rank):
-                    for key in message.keys:
-                        found.setdefault(key, set()).add(message.columns)
-        return {key: merged(ranges) for key, ranges in found.items()}
+            for key in self.reads(step, rank) if isinstance(step, Run) else ():
+                held.setdefault(key, set()).add(self.columns_seen(step, rank))
+            for key, _, columns in self.gains(step, rank):
+                held.setdefault(key, set()).add(columns)
+        return {key: merged(ranges) for key, ranges in held.items()}
 
     def trained(self, rank: int) -> tuple[str, ...]:
         """Models that train on a rank."""

@@ -1,70 +1,63 @@
 """Proves that a program cannot deadlock (deadlock.py), reads nothing that is not there, and fits the devices."""
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import product
 
 from rlhf_spmd.plan.layout import format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of, ranks_of
 from rlhf_spmd.plan.program.compile import offloaded
-from rlhf_spmd.plan.program.instructions import (
-    Agree,
-    Instruction,
-    Load,
-    Message,
-    Offload,
-    Post,
-    Program,
-    Run,
-    Transfer,
-    Wait,
-)
+from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
 from rlhf_spmd.plan.program.pipeline import bodies
-from rlhf_spmd.plan.proof.deadlock import hangs
+from rlhf_spmd.plan.proof.deadlock import Hang, hangs
 from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
+
+Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 
 
 def check(program: Program) -> list[Finding]:
     """Every finding about a program, errors first. What the later checks rely on is checked first."""
-    found = _declarations(program) or _structure(program)
-    if not found:
-        found = [*_runs(program), *_data(program), *_weights(program), *_offloads(program), *_pipelines(program)]
-        found += [Finding("error", text, rank, position) for rank, position, text in hangs(program)]
-    found += memory(program) + waste(program)
-    return sorted(found, key=lambda finding: finding.severity != "error")
+    problems = list(_declarations(program)) or list(_structure(program))
+    if not problems:
+        for find in (_runs, _data, _weights, _offloads, _pipelines, hangs):
+            problems += find(program)
+    errors = [Finding("error", text, rank, position) for rank, position, text in problems]
+    return sorted([*errors, *memory(program), *waste(program)], key=lambda finding: finding.severity != "error")
 
 
 # ---- what the instructions refer to --------------------------------------------------------------------------------
 
 
-def _declarations(program: Program) -> list[Finding]:
+def _declarations(program: Program) -> Iterator[Problem]:
     """Lists, groups and transfers stay inside the world, and transfers carry what the workflow makes."""
     size, workflow = program.cluster.num_devices, program.workload.workflow
-    found = []
     if len(program.instructions) != size:
-        found.append(f"there are {len(program.instructions)} instruction lists for {size} ranks")
+        yield None, None, f"there are {len(program.instructions)} instruction lists for {size} ranks"
     for name, ranks in program.groups.items():
         if not ranks or list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
-            found.append(f"group {name!r} is no ascending list of ranks of this world (0-{size - 1}): {list(ranks)}")
+            text = f"group {name!r} is no ascending list of ranks of this world (0-{size - 1}): {list(ranks)}"
+            yield None, None, text
     made = {key for call in workflow.calls for key in call.outputs}
     for number, transfer in enumerate(program.transfers):
         unknown = [key for key in transfer.keys if key not in made]
         if transfer.model is None and (unknown or not all(message.keys for message in transfer.messages)):
-            found.append(f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes")
+            text = f"transfer {number} carries {', '.join(unknown) or 'no keys'}, which no call makes"
+            yield None, None, text
         if transfer.call is not None:
-            found.append(f"transfer {number} goes between the stages of a call, which a program leaves to its Runs")
+            text = f"transfer {number} goes between the stages of a call, which a program leaves to its Runs"
+            yield None, None, text
         if transfer.mini_batch not in (None, *range(program.workload.num_mini_batches)):
-            found.append(f"transfer {number} moves mini-batch {transfer.mini_batch}, which does not exist")
+            yield None, None, f"transfer {number} moves mini-batch {transfer.mini_batch}, which does not exist"
         if transfer.model is not None and workflow.train_call(transfer.model) is None:
-            found.append(f"transfer {number} carries the weights of {transfer.model}, which no call trains")
+            yield None, None, f"transfer {number} carries the weights of {transfer.model}, which no call trains"
         for message in transfer.messages:
             ends = (message.source, message.destination)
             if not all(0 <= rank < size for rank in ends) or ends[0] == ends[1]:
-                found.append(f"transfer {number} has a message from rank {ends[0]} to rank {ends[1]}")
-    return [Finding("error", text) for text in found]
+                yield None, None, f"transfer {number} has a message from rank {ends[0]} to rank {ends[1]}"
 
 
-def _structure(program: Program) -> list[Finding]:
+def _structure(program: Program) -> Iterator[Problem]:
     """Instructions name calls, groups and transfers that the rank takes part in; each transfer is used once."""
-    found = []
     for rank, instructions in enumerate(program.instructions):
         posted: set[int] = set()
         waited: set[int] = set()
@@ -73,21 +66,21 @@ def _structure(program: Program) -> list[Finding]:
                 texts = _run_problems(program, step, rank)
             elif isinstance(step, Post | Wait):
                 texts = _transfer_problems(program, step, rank, posted, waited)
-                (posted if isinstance(step, Post) else waited).add(step.transfer)
             else:
                 texts = [] if isinstance(step, Agree | Load | Offload) else [f"{step!r} is no instruction"]
-            found += [Finding("error", text, rank, position) for text in texts]
+            yield from ((rank, position, text) for text in texts)
+            if isinstance(step, Post | Wait):
+                (posted if isinstance(step, Post) else waited).add(step.transfer)
         for number, transfer in enumerate(program.transfers):
             if rank not in transfer.ranks:
                 continue
             if number not in posted:
                 peers = format_ranks(tuple(sorted(transfer.peers(rank))))
                 text = f"never posts transfer {number} ({program.describe(number)}): ranks {peers} would wait for ever"
-                found.append(Finding("error", text, rank))
+                yield rank, None, text
             elif number not in waited:
                 text = f"posts transfer {number} but never waits for it: its buffers could be freed in flight"
-                found.append(Finding("error", text, rank))
-    return found
+                yield rank, None, text
 
 
 def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
@@ -102,43 +95,38 @@ def _run_problems(program: Program, step: Run, rank: int) -> list[str]:
     place = ranks_of(call, layouts[site])
     if rank not in place:
         return [f"{step} runs here, but its place is ranks {format_ranks(place)}"]
-    found = []
     meets = group_of(call, layouts[site], workload, program.placement, rank)
     group = group_name(meets) if meets else None
+    meant = f"its collectives need all of {group}" if group else "it computes alone there"
     if step.group is not None and rank not in program.groups.get(step.group, ()):
-        found.append(f"{step} enters a group that this rank is not in")
-    elif step.group != group:
-        found.append(f"{step} enters {step.group or 'no group'}, but {_meant(group)}")
-    elif group is not None and program.groups[group] != tuple(sorted(meets)):
-        there = format_ranks(program.groups[group])
-        found.append(f"{step} enters a group of ranks {there}, but {_meant(group)}")
-    return found
+        return [f"{step} enters a group that this rank is not in"]
+    if step.group != group:
+        return [f"{step} enters {step.group or 'no group'}, but {meant}"]
+    if group is not None and program.groups[group] != tuple(sorted(meets)):
+        return [f"{step} enters a group of ranks {format_ranks(program.groups[group])}, but {meant}"]
+    return []
 
 
-def _meant(group: str | None) -> str:
-    return f"its collectives need all of {group}" if group else "it computes alone there"
-
-
-def _transfer_problems(program: Program, step: Post | Wait, rank: int, posted: set[int], waited: set[int]) -> list[str]:
+def _transfer_problems(
+    program: Program, step: Post | Wait, rank: int, posted: set[int], waited: set[int]
+) -> Iterator[str]:
     """What is wrong with a Post or Wait after those that came before it."""
     if not 0 <= step.transfer < len(program.transfers):
-        return [f"{step} does not exist"]
-    found = []
+        yield f"{step} does not exist"
+        return
     if rank not in program.transfers[step.transfer].ranks:
-        found.append(f"{step} has nothing for this rank")
+        yield f"{step} has nothing for this rank"
     if step.transfer in (posted if isinstance(step, Post) else waited):
-        found.append(f"{step} appears twice")
+        yield f"{step} appears twice"
     if isinstance(step, Wait) and step.transfer not in posted:
-        found.append(f"{step} comes before its Post: it would wait for a message that it never started")
-    return found
+        yield f"{step} comes before its Post: it would wait for a message that it never started"
 
 
 # ---- what is computed, read and sent -------------------------------------------------------------------------------
 
 
-def _runs(program: Program) -> list[Finding]:
+def _runs(program: Program) -> Iterator[Problem]:
     """Every rank computes each row of its calls exactly once, trains in order, and agrees last."""
-    found = []
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
         done: set[tuple] = set()
@@ -150,36 +138,33 @@ def _runs(program: Program) -> list[Finding]:
             call = program.workload.workflow.call(step.call)
             cells = _cells(program, step, rank)
             if cells & done:
-                found.append(Finding("error", f"{step} is there a second time", rank, position))
+                yield rank, position, f"{step} is there a second time"
             elif not cells <= due.keys():
-                found.append(Finding("error", f"{step} belongs to no iteration of this workload", rank, position))
+                yield rank, position, f"{step} belongs to no iteration of this workload"
             elif call.kind == "train":
                 turn = (step.epoch, step.mini_batch)
                 if turn < last.get(step.call, turn):
                     epoch, mini_batch = last[step.call]
-                    text = f"{step} comes after epoch {epoch} mini-batch {mini_batch}"
-                    found.append(Finding("error", text, rank, position))
+                    yield rank, position, f"{step} comes after epoch {epoch} mini-batch {mini_batch}"
                 last[step.call] = turn
                 trained.add(call.model)
             elif call.model in trained:
                 text = f"{step} comes after {call.model} began to train here: its weights are no longer the old ones"
-                found.append(Finding("error", text, rank, position))
+                yield rank, position, text
             done |= cells
         never = dict.fromkeys(text for cell, text in due.items() if cell not in done)
-        found += [Finding("error", f"never executes {text}", rank) for text in never]
-        found += _agreement(instructions, rank)
-    return found
+        yield from ((rank, None, f"never executes {text}") for text in never)
+        yield from _agreement(instructions, rank)
 
 
-def _agreement(instructions: tuple[Instruction, ...], rank: int) -> list[Finding]:
+def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Problem]:
     """An iteration ends with its one Agree, where the ranks exchange their numbers."""
     agrees = [position for position, step in enumerate(instructions) if isinstance(step, Agree)]
     if not agrees:
-        return [Finding("error", "never agrees with the other ranks: its list must end with one Agree", rank)]
+        yield rank, None, "never agrees with the other ranks: its list must end with one Agree"
     last = len(instructions) - 1
-    wrong = [position for position in agrees if position != last]
     text = f"is not the end of the list (instruction {last}); an iteration has one Agree, the last instruction"
-    return [Finding("error", f"{instructions[position]} {text}", rank, position) for position in wrong]
+    yield from ((rank, at, f"{instructions[at]} {text}") for at in agrees if at != last)
 
 
 def _cells(program: Program, step: Run, rank: int) -> set[tuple]:
@@ -200,136 +185,115 @@ def _due(program: Program, rank: int) -> dict[tuple, str]:
             if rank not in ranks_of(call, placement.layouts[site]):
                 continue
             if call.kind == "train":
-                steps = [
-                    Run(call.name, None, mini_batch, epoch)
-                    for epoch in range(workload.epochs)
-                    for mini_batch in range(workload.num_mini_batches)
-                ]
+                turns = product(range(workload.epochs), range(workload.num_mini_batches))
+                steps = [Run(call.name, None, mini_batch, epoch) for epoch, mini_batch in turns]
             else:
                 steps = [Run(call.name, consumer=site if call.kind == "compute" else None)]
             due |= {cell: str(step) for step in steps for cell in _cells(program, step, rank)}
     return due
 
 
-def _data(program: Program) -> list[Finding]:
+def _data(program: Program) -> Iterator[Problem]:
     """Every Run finds the rows it reads, every sender has what it sends."""
-    found = []
     workload = program.workload
-    rows = range(workload.num_mini_batches)
+    every = range(workload.mini_batch)
     for rank, instructions in enumerate(program.instructions):
-        held = {(key, row): set(range(workload.mini_batch)) for key in workload.workflow.given for row in rows}
+        held = {(key, row): set(every) for key in workload.workflow.given for row in range(workload.num_mini_batches)}
+
+        def lacking(key: str, row: int, columns: range, held=held) -> set[int]:
+            return set(columns) - held.get((key, row), set())
+
         for position, step in enumerate(instructions):
             if isinstance(step, Run):
-                columns = set(program.columns_seen(step, rank))
+                columns = program.columns_seen(step, rank)
                 for key in program.reads(step, rank):
-                    for row in program.mini_batches_of(step):
-                        lacking = columns - held.get((key, row), set())
-                        if lacking:
-                            found.append(_unread(program, rank, position, key, row, lacking))
-                            break
+                    row = next((row for row in program.mini_batches_of(step) if lacking(key, row, columns)), None)
+                    if row is not None:
+                        yield rank, position, _unread(program, rank, position, key, row, lacking(key, row, columns))
             elif isinstance(step, Post):
                 transfer = program.transfers[step.transfer]
+                rows = program.mini_batches_of(transfer)
                 for message in transfer.sent_by(rank):
-                    found += _unsent(step, message, program.mini_batches_of(transfer), held, position)
-            for key, row, columns in _made(program, step, rank):
-                held.setdefault((key, row), set()).update(columns)
-    return found
+                    keys = [key for key in message.keys if any(lacking(key, row, message.columns) for row in rows)]
+                    if keys:
+                        text = f"{step} sends {', '.join(keys)} to rank {message.destination} before it is here"
+                        yield rank, position, text
+            for key, rows, columns in program.gains(step, rank):
+                for row in rows:
+                    held.setdefault((key, row), set()).update(columns)
 
 
-def _made(program: Program, step: Instruction, rank: int) -> list[tuple[str, int, range]]:
-    """Keys, mini-batches and columns that a rank holds once it has passed an instruction."""
-    if isinstance(step, Run):
-        columns = program.columns_of(step, rank)
-        return [(key, row, columns) for key in program.makes(step, rank) for row in program.mini_batches_of(step)]
-    if isinstance(step, Wait):
-        transfer = program.transfers[step.transfer]
-        rows = program.mini_batches_of(transfer)
-        here = transfer.received_by(rank)
-        return [(key, row, message.columns) for message in here for key in message.keys for row in rows]
-    return []
-
-
-def _unread(program: Program, rank: int, position: int, key: str, row: int, lacking: set[int]) -> Finding:
+def _unread(program: Program, rank: int, position: int, key: str, row: int, lacking: set[int]) -> str:
     """Says which later instruction brings the lacking columns."""
-    step = program.instructions[rank][position]
-    why = "nothing brings them"
+    step, why = program.instructions[rank][position], "nothing brings them"
     for number, later in enumerate(program.instructions[rank][position:], start=position):
-        made = _made(program, later, rank)
-        if any((name, index) == (key, row) and lacking & set(columns) for name, index, columns in made):
+        gains = program.gains(later, rank)
+        if any(name == key and row in rows and lacking & set(columns) for name, rows, columns in gains):
             why = f"they come only by instruction {number}, {later}"
             break
-    names = format_ranks(tuple(sorted(lacking)))
-    text = f"{step} reads {key} of columns {names}, which are not here: {why}"
-    return Finding("error", text, rank, position)
+    return f"{step} reads {key} of columns {format_ranks(tuple(sorted(lacking)))}, which are not here: {why}"
 
 
-def _unsent(step: Post, message: Message, rows: range, held: dict, position: int) -> list[Finding]:
-    columns = set(message.columns)
-    lacking = [key for key in message.keys if any(columns - held.get((key, row), set()) for row in rows)]
-    text = f"{step} sends {', '.join(lacking)} to rank {message.destination} before it is here"
-    return [Finding("error", text, message.source, position)] if lacking else []
-
-
-def _weights(program: Program) -> list[Finding]:
+def _weights(program: Program) -> Iterator[Problem]:
     """Every copy outside of where its model trains gets the new weights once, when nothing uses the old ones."""
-    found = []
     workflow, layouts = program.workload.workflow, program.placement.layouts
-    trains = [call for call in workflow.calls if call.kind == "train"]
-    for train in trains:
+    for train in (call for call in workflow.calls if call.kind == "train"):
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
         arrivals = Counter(target for _, move in moves if move.reallocation for target in move.reallocation.targets)
         for rank in program.cluster.ranks:
             for model, shard in program.copies(rank):
                 times = arrivals[rank, shard]
                 if model == train.model and times != 1:
-                    text = f"gets the new weights of {model} ({shard}) {times} times an iteration instead of once"
-                    found.append(Finding("error", text, rank))
+                    yield (
+                        rank,
+                        None,
+                        f"gets the new weights of {model} ({shard}) {times} times an iteration instead of once",
+                    )
         for number, move in moves:
             for rank in move.ranks:
-                found += _early(program, rank, number, move)
+                yield from _early(program, rank, number, move)
             first = {route.ranks[0] for route in move.reallocation.routes} if move.reallocation else set()
             wrong = first - set(layouts[train.name].ranks)
             if wrong:
-                training = format_ranks(layouts[train.name].ranks)
-                text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {training}"
-                found.append(Finding("error", text, min(wrong)))
-    return found
+                ranks = format_ranks(layouts[train.name].ranks)
+                text = f"Post transfer {number} sends the weights of {move.model}, which trains on ranks {ranks}"
+                yield min(wrong), None, text
 
 
-def _early(program: Program, rank: int, number: int, move: Transfer) -> list[Finding]:
+def _early(program: Program, rank: int, number: int, move: Transfer) -> Iterator[Problem]:
     """Weights that move while a call may still use or change them."""
     post = program.instructions[rank].index(Post(number))
     for position, step in enumerate(program.instructions[rank][post:], start=post):
         if isinstance(step, Run) and program.workload.workflow.call(step.call).model == move.model:
             text = f"Post transfer {number} moves the weights of {move.model} before instruction {position}, {step}"
-            return [Finding("error", text, rank, post)]
-    return []
+            yield rank, post, text
+            return
 
 
-def _offloads(program: Program) -> list[Finding]:
+def _offloads(program: Program) -> Iterator[Problem]:
     """Calls with weights that wait in host memory run between a Load and an Offload of them."""
-    found = []
     for rank, steps in enumerate(program.instructions):
         away = offloaded(program.workload, program.placement, rank)
         loaded: set[str] = set()
         for position, step in enumerate(steps):
             if isinstance(step, Load | Offload):
-                text = f"{step}: {step.model} does not wait in host memory here" if step.model not in away else ""
-                text = text or (f"{step} comes twice" if (step.model in loaded) == isinstance(step, Load) else "")
-                found += [Finding("error", text, rank, position)] if text else []
+                if step.model not in away:
+                    yield rank, position, f"{step}: {step.model} does not wait in host memory here"
+                elif (step.model in loaded) == isinstance(step, Load):
+                    yield rank, position, f"{step} comes twice"
                 (loaded.add if isinstance(step, Load) else loaded.discard)(step.model)
             elif isinstance(step, Run):
                 absent = [model for model, calls in away.items() if step.call in calls and model not in loaded]
-                found += [Finding("error", f"{step} comes before Load {m}", rank, position) for m in absent]
-        found += [Finding("error", f"never offloads {model} again", rank) for model in sorted(loaded)]
-    return found
+                yield from ((rank, position, f"{step} comes before Load {model}") for model in absent)
+        yield from ((rank, None, f"never offloads {model} again") for model in sorted(loaded))
 
 
-def _pipelines(program: Program) -> list[Finding]:
-    """The body of every call with stages, for the numbers of micro-batches or tokens that stand for all."""
-    found = {}
+def _pipelines(program: Program) -> list[Problem]:
+    """The body of every call with stages, for the numbers of micro-batches or tokens that stand for all; one problem
+    for each rank and call."""
+    problems: dict[tuple[str, int], Problem] = {}
     for call, number, small in bodies(program):
         for rank, _, text in hangs(small):
             words = f"{call.name} with {number} {'tokens' if call.kind == 'generate' else 'micro-batches'}: {text}"
-            found.setdefault((call.name, rank), Finding("error", words, rank))
-    return list(found.values())
+            problems.setdefault((call.name, rank), (rank, None, words))
+    return list(problems.values())
