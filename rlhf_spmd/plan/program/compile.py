@@ -6,13 +6,24 @@ epoch and model. Transfers are posted right after the calls that make their data
 call that reads it, so that whatever lies between overlaps with them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import COLLECTIVES, STAGES, Layout, group_name
 from rlhf_spmd.plan.placement import Placement, group_of, ranks_of
-from rlhf_spmd.plan.program.instructions import Agree, Instruction, Load, Offload, Post, Program, Run, Transfer, Wait
+from rlhf_spmd.plan.program.instructions import (
+    Agree,
+    Instruction,
+    Load,
+    Offload,
+    Post,
+    Program,
+    Run,
+    Transfer,
+    Wait,
+    merged,
+)
 from rlhf_spmd.plan.program.transfers import Move, data_moves, of_mini_batch, weight_moves
 from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workflow import Call
@@ -34,11 +45,6 @@ def compile_program(workload: Workload, placement: Placement, cluster: Cluster) 
     )
 
 
-def layouts_of(call: Call, workload: Workload, placement: Placement) -> tuple[Layout, ...]:
-    """Where a call runs: its layout, or for a `compute` every distinct list of ranks that reads its results."""
-    return tuple(placement.layouts[site] for site in placement.sites(call, workload.workflow))
-
-
 @dataclass(slots=True)
 class _Compiler:
     workload: Workload
@@ -48,8 +54,7 @@ class _Compiler:
     transfers: list[Transfer] = field(default_factory=list)
     instructions: list[list[Instruction]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
-    posted: set[tuple[int, int]] = field(default_factory=set)  # rank, transfer
-    waited: set[tuple[int, int]] = field(default_factory=set)
+    given: set[tuple[int, Post | Wait]] = field(default_factory=set)  # rank, instruction
 
     def emit(self) -> None:
         """Writes the instruction lists."""
@@ -85,7 +90,7 @@ class _Compiler:
                     self._emit_train(call, epoch, mini_batch, after_training)
         for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
             for rank in transfer.ranks:
-                self._wait(rank, number)
+                self._once(rank, Wait(number))
         self._emit_offloads()
         self._emit(self.cluster.ranks, Agree("metrics"))
 
@@ -99,28 +104,29 @@ class _Compiler:
         for rank in ranks:
             self.instructions[rank].append(instruction)
 
-    def _post(self, rank: int, number: int) -> None:
-        if (rank, number) not in self.posted:
-            self.posted.add((rank, number))
-            self.instructions[rank].append(Post(number))
-
-    def _wait(self, rank: int, number: int) -> None:
-        if (rank, number) not in self.waited:
-            self.waited.add((rank, number))
-            self.instructions[rank].append(Wait(number))
+    def _once(self, rank: int, step: Post | Wait) -> None:
+        """Adds an instruction unless the rank has it."""
+        if (rank, step) not in self.given:
+            self.given.add((rank, step))
+            self.instructions[rank].append(step)
 
     def _number(self, index: int, piece: int | None) -> int:
         """The transfer of a move; the moves of one mini-batch stand together."""
         return index + (piece or 0) * len(self.moves)
 
+    def _arriving(self, consumers: tuple[str, ...]) -> dict[int, list[int]]:
+        """The moves that each rank waits for before some calls, by index."""
+        arriving: dict[int, list[int]] = {}
+        for index, move in enumerate(self.moves):
+            if move.consumers == consumers:
+                for rank in {message.destination for message in move.transfer.messages}:
+                    arriving.setdefault(rank, []).append(index)
+        return arriving
+
     def _emit_unit(self, unit: tuple[Call, ...], piece: int | None) -> None:
         """Waits, Runs and Posts of calls that exchange together."""
         names = tuple(call.name for call in unit)
-        arriving: dict[int, list[int]] = {}  # rank -> moves that it waits for
-        for index, move in enumerate(self.moves):
-            if move.consumers == names:
-                for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
-                    arriving.setdefault(rank, []).append(index)
+        arriving = self._arriving(names)
         for call in unit:
             for site in self.placement.sites(call, self.workload.workflow):
                 self._emit_call(call, site, piece, arriving)
@@ -132,16 +138,18 @@ class _Compiler:
         layout = self.placement.layouts[site]
         consumer = site if call.kind == "compute" else None
         for rank in ranks_of(call, layout):
-            group = self._group(call, layout, rank)
+            group = self._group(group_of(call, layout, self.workload, self.placement, rank))
             late = arriving.get(rank, [])
             own, others = self._split(call, layout, rank, late, group)
             steps = [Run(call.name, group, piece, consumer=consumer, columns=columns) for columns in (*own, *others)]
             self.instructions[rank] += steps[: len(own)]
             for index in late:
-                self._wait(rank, self._number(index, piece))
+                self._once(rank, Wait(self._number(index, piece)))
             self.instructions[rank] += steps[len(own) :]
 
-    def _split(self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None) -> tuple[list, list]:
+    def _split(
+        self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None
+    ) -> tuple[Sequence[range | None], Sequence[range | None]]:
         """The columns to compute before and after the late moves have arrived; None stands for all of them."""
         if call.name not in self.placement.own_first or group is not None:
             return [], [None]
@@ -151,7 +159,7 @@ class _Compiler:
         own = [c for c in columns if c not in coming]
         if not own or len(own) == len(columns):
             return [], [None]
-        return _ranges(own), _ranges([c for c in columns if c in coming])
+        return merged(range(c, c + 1) for c in own), merged(range(c, c + 1) for c in columns if c in coming)
 
     def _emit_posts(self, index: int, piece: int | None) -> None:
         """Starts a move; while streaming, only after the one that lies in_flight mini-batches back is done."""
@@ -159,8 +167,8 @@ class _Compiler:
         sources = {message.source for message in self.transfers[number].messages}
         for rank in self.transfers[number].ranks:
             if rank in sources and piece is not None and piece >= self.placement.in_flight:
-                self._wait(rank, self._number(index, piece - self.placement.in_flight))
-            self._post(rank, number)
+                self._once(rank, Wait(self._number(index, piece - self.placement.in_flight)))
+            self._once(rank, Post(number))
 
     def _receive_early(self, piece: int) -> None:
         """Ranks that only receive open their side of a mini-batch's moves before there is anything to receive."""
@@ -168,44 +176,43 @@ class _Compiler:
         for index, move in enumerate(self.moves):
             for rank in move.transfer.ranks:
                 if rank not in sending:
-                    self._post(rank, self._number(index, piece))
+                    self._once(rank, Post(self._number(index, piece)))
 
     def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
         """One optimizer step; after a model's last one, its weights leave."""
         layout = self.placement.layouts[call.name]
         piece = mini_batch if self.placement.streams(self.workload) else None
-        for index, move in enumerate(self.moves):
-            if move.consumers == (call.name,):
-                for rank in dict.fromkeys(message.destination for message in move.transfer.messages):
-                    self._wait(rank, self._number(index, piece))
-        group = self._group(call, layout, layout.ranks[0])
+        for rank, moves in self._arriving((call.name,)).items():
+            for index in moves:
+                self._once(rank, Wait(self._number(index, piece)))
+        group = self._group(group_of(call, layout, self.workload, self.placement, layout.ranks[0]))
         self._emit(layout.ranks, Run(call.name, group, mini_batch, epoch))
         last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
         if last and call.name in after_training:
             number = after_training[call.name]
             for rank in self.transfers[number].ranks:
-                self._post(rank, number)
+                self._once(rank, Post(number))
 
-    def _group(self, call: Call, layout: Layout, rank: int) -> str | None:
-        """The group whose collectives a Run enters; None if it computes alone."""
-        return self._named(group_of(call, layout, self.workload, self.placement, rank))
-
-    def _named(self, ranks: tuple[int, ...] | None, purpose: str = COLLECTIVES) -> str | None:
-        """The name of a group, which is made if it is new."""
-        if ranks is None:
+    def _group(self, ranks: tuple[int, ...] | None, purpose: str = COLLECTIVES) -> str | None:
+        """The name of a group, which is made if it is new; None for a rank alone."""
+        if ranks is None or len(ranks) == 1:
             return None
         name = group_name(ranks, purpose)
         self.groups.setdefault(name, tuple(sorted(ranks)))
         return name
 
     def _inner_groups(self) -> None:
-        """The groups inside the layouts: slices of a stage, stages of a slice, and who holds the same shard."""
-        for name in dict.fromkeys(call.name for call in self.workload.workflow.placed_calls):
-            call, layout = self.workload.workflow.call(name), self.placement.layouts[name]
-            if self.workload.models[call.model] is None:
-                continue
-            for ranks, purpose in inner_groups(layout, shares=call.kind == "train" or layout.zero == 3):
-                self._named(ranks, purpose)
+        """The groups inside the layouts: slices of a stage, a copy of the model, the ranks of one shard if they sum
+        gradients or gather weights, and stages of a slice."""
+        for call in self.workload.workflow.placed_calls:
+            layout = self.placement.layouts[call.name]
+            for rank in layout.ranks if self.workload.models[call.model] is not None else ():
+                self._group(layout.tensor_ranks(rank))
+                self._group(layout.model_ranks(rank))
+                if call.kind == "train" or layout.zero == 3:
+                    self._group(layout.data_ranks(rank))
+                    self._group(layout.tied_ranks(rank))
+                self._group(layout.stage_ranks(rank), STAGES)
 
     def _emit_offloads(self) -> None:
         """Weights that wait in host memory come before a rank's first Run with them and leave after its last one."""
@@ -217,29 +224,11 @@ class _Compiler:
                     steps.insert(places[0], Load(model))
 
 
-def inner_groups(layout: Layout, *, shares: bool) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The groups of more than one rank that a layout needs beside the whole, each with its purpose; shares: whether
-    ranks that hold the same shard of the weights sum gradients or gather them."""
-    for rank in layout.ranks:
-        groups = [layout.tensor_ranks(rank), layout.model_ranks(rank)]
-        groups += [layout.data_ranks(rank), layout.tied_ranks(rank)] if shares else []
-        yield from ((ranks, COLLECTIVES) for ranks in groups if len(ranks) > 1)
-        if layout.pp > 1:
-            yield layout.stage_ranks(rank), STAGES
-
-
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
     """Models whose weights wait in host memory on a rank, and the calls that use them."""
-    found: dict[str, tuple[str, ...]] = {}
+    users: dict[str, tuple[str, ...]] = {}
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         if layout.offload and rank in layout.ranks:
-            found[call.model] = (*found.get(call.model, ()), call.name)
-    return found
-
-
-def _ranges(columns: list[int]) -> list[range]:
-    """Ascending columns as runs."""
-    starts = [c for c in columns if c - 1 not in columns]
-    ends = [c + 1 for c in columns if c + 1 not in columns]
-    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+            users[call.model] = (*users.get(call.model, ()), call.name)
+    return users

@@ -5,13 +5,13 @@ reads travels in one move; between two ranks there is one message per run of col
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
 from rlhf_spmd.plan.placement import Placement, ranks_of, uses_trained_weights
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES, Message, Transfer, keys_made, keys_read
-from rlhf_spmd.plan.program.reallocate import Reallocation, plan_reallocation
+from rlhf_spmd.plan.program.reallocate import plan_reallocation
 from rlhf_spmd.plan.program.tensors import Holding
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
@@ -33,7 +33,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
     """The moves of data keys in the order in which they start; of all mini-batches together."""
     workflow = workload.workflow
     held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns there by now
-    parts: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Span, list[str]]] = {}
+    spans: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Span, dict[str, None]]] = {}
     for call in workflow.calls:
         layouts = [placement.layouts[site] for site in placement.sites(call, workflow)]
         for key in call.inputs:
@@ -46,14 +46,13 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
                 for rank in ranks_of(call, layout):
                     if key in keys_read(call, layout, rank):
                         columns = workload.columns_seen(call, layout.columns(rank, workload.mini_batch))
-                        for run in _lacking(key, rank, columns, owners, held, cluster):
-                            keys = parts.setdefault(units, {}).setdefault(run, [])
-                            keys += [key] if key not in keys else []
+                        for span in _lacking(key, rank, columns, owners, held, cluster):
+                            spans.setdefault(units, {}).setdefault(span, {})[key] = None
         for layout in layouts:  # what is made stays where it is made
             for rank in ranks_of(call, layout):
                 for key in keys_made(call, layout, rank):
                     held.setdefault((key, rank), set()).update(layout.columns(rank, workload.mini_batch))
-    moves = [Move(_transfer(runs, workload), *units) for units, runs in parts.items()]
+    moves = [Move(_transfer(keys, workload), *units) for units, keys in spans.items()]
     position = {call.name: index for index, call in enumerate(workflow.calls)}
     return sorted(moves, key=lambda move: max(position[name] for name in move.producers))
 
@@ -69,7 +68,7 @@ def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[in
 
 
 def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[Span]:
-    """Runs of columns of a key that a rank lacks; from now on they count as held."""
+    """Runs of the columns of a key that a rank lacks; from now on they count as held."""
     here = held.setdefault((key, rank), set())
     lacking = [c for c in columns if c not in here]
     here.update(lacking)
@@ -92,9 +91,9 @@ def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
     return near[rank % len(near)]
 
 
-def _transfer(runs: dict[Span, list[str]], workload: Workload) -> Transfer:
+def _transfer(spans: dict[Span, dict[str, None]], workload: Workload) -> Transfer:
     messages = []
-    for (source, destination, first, end), keys in runs.items():
+    for (source, destination, first, end), keys in spans.items():
         size = (end - first) * workload.num_mini_batches * sum(workload.row_bytes(key) for key in keys)
         messages.append(Message(source, destination, tuple(keys), range(first, end), size))
     keys = dict.fromkeys(key for message in messages for key in message.keys)
@@ -104,10 +103,8 @@ def _transfer(runs: dict[Span, list[str]], workload: Workload) -> Transfer:
 
 def of_mini_batch(transfer: Transfer, mini_batch: int, num_mini_batches: int) -> Transfer:
     """The part of a transfer of all mini-batches that belongs to one of them."""
-    messages = [
-        Message(m.source, m.destination, m.keys, m.columns, m.num_bytes // num_mini_batches) for m in transfer.messages
-    ]
-    return Transfer(transfer.what, tuple(messages), mini_batch=mini_batch)
+    messages = tuple(replace(m, num_bytes=m.num_bytes // num_mini_batches) for m in transfer.messages)
+    return replace(transfer, messages=messages, mini_batch=mini_batch)
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
@@ -117,15 +114,15 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
         if call.kind != "train":
             continue
         training = placement.layouts[call.name]
-        found: dict[tuple[int, Shard], None] = {}
+        copies: set[tuple[int, Shard]] = set()
         for user in workload.workflow.placed_calls:
             layout = placement.layouts[user.name]
             if user.model == call.model:
                 away = (rank for rank in layout.ranks if not uses_trained_weights(user, rank, workload, placement))
-                found |= {(rank, layout.shard(rank)): None for rank in away}
-        if not found:
+                copies.update((rank, layout.shard(rank)) for rank in away)
+        if not copies:
             continue
-        targets = sorted(found, key=lambda target: (target[0], str(target[1])))
+        targets = sorted(copies, key=lambda target: (target[0], str(target[1])))
         plan = plan_reallocation(
             workload.models[call.model],
             {rank: holding(training, rank) for rank in training.ranks},
@@ -133,9 +130,10 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
             bytes_per_number=workload.param_bytes,
             node_of=cluster.node_of,
         )
-        there = format_ranks(tuple(sorted({rank for rank, _ in targets})))
-        what = f"weights of {call.model} to ranks {there}"
-        moves.append(Move(Transfer(what, _hops(plan), model=call.model, reallocation=plan), (call.name,), ()))
+        what = f"weights of {call.model} to ranks {format_ranks(tuple(sorted({rank for rank, _ in targets})))}"
+        counts = plan.hop_messages(BUCKET_BYTES)
+        messages = tuple(Message(*hop, (), range(0), size, counts[hop]) for hop, size in plan.hop_bytes().items())
+        moves.append(Move(Transfer(what, messages, model=call.model, reallocation=plan), (call.name,), ()))
     return moves
 
 
@@ -145,9 +143,3 @@ def holding(training: Layout, rank: int) -> Holding:
         return Holding(training.shard(rank))
     replicas = sorted(training.data_ranks(rank))
     return Holding(training.shard(rank), replicas.index(rank), len(replicas))
-
-
-def _hops(plan: Reallocation) -> tuple[Message, ...]:
-    """One message for each pair of neighbours in some chain, counted as it goes in buckets."""
-    messages, sizes = plan.hop_messages(BUCKET_BYTES), plan.hop_bytes()
-    return tuple(Message(*hop, (), range(0), sizes[hop], messages[hop]) for hop in sizes)

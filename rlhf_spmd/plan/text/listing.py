@@ -5,7 +5,6 @@ from dataclasses import replace
 from rlhf_spmd.plan.cost.memory import STATIC, WORKING, num_params, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of
-from rlhf_spmd.plan.program.compile import layouts_of
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined, largest_number, order_of_passes
 from rlhf_spmd.plan.proof.memory_check import Finding
@@ -36,7 +35,7 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     workload, placement = program.workload, program.placement
     rows = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
     for call in workload.workflow.calls:
-        for layout in layouts_of(call, workload, placement):
+        for layout in (placement.layouts[site] for site in placement.sites(call, workload.workflow)):
             counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
             share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
             meets = group_of(call, layout, workload, placement, layout.ranks[0])
