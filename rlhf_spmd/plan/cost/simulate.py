@@ -159,11 +159,11 @@ class _Simulation:
         node_of = self.program.cluster.node_of
         key = step.call, *((self.times.alike(rank, step), node_of(rank) - node_of(shard[0])) for rank in shard)
         if key not in self.known:
-            update, parts = replace(step, phase="update"), []
+            update, passes = replace(step, phase="update"), {}
             for rank in shard:
                 steps, first = self.program.instructions[rank], len(self.spans[rank]) + 1
-                parts.append(steps[first : steps.index(update, first)])
-            alone = replace(self.program, instructions=_only(shard, parts, len(self.ranks)))
+                passes[rank] = steps[first : steps.index(update, first)]
+            alone = replace(self.program, instructions=tuple(passes.get(rank, ()) for rank in self.ranks))
             inner = _Simulation(alone, self.times)
             inner.go_on()
             self.known[key] = [inner.spans[rank] for rank in shard]
@@ -206,37 +206,24 @@ class _Simulation:
             self.latest[rank, transfer] = max(self.latest[rank, transfer], end_s)
             if (rank, transfer) in self.waiting and not self.left[rank, transfer]:
                 self.waiting.remove((rank, transfer))
-                self._end_at(self.latest[rank, transfer], rank)
+                self.at(self.latest[rank, transfer], lambda rank=rank: self._end((rank,)))
 
     def _wait(self, rank: int, transfer: int) -> None:
         self._part(transfer, rank)
         if self.left.get((rank, transfer), 0):
             self.waiting.add((rank, transfer))
         else:
-            self._end_at(max(self.now, self.latest.get((rank, transfer), 0.0)), rank)
-
-    def _end_at(self, time: float, rank: int) -> None:
-        self.at(time, lambda: self._end((rank,)))
+            self.at(max(self.now, self.latest.get((rank, transfer), 0.0)), lambda: self._end((rank,)))
 
     def _part(self, transfer: int, rank: int) -> Sequence[Message]:
         """The messages of a transfer of data that a rank sends or receives."""
         moved = self.program.transfers[transfer]
         if moved.reallocation is not None:
             return ()
-        found = (*moved.sent_by(rank), *moved.received_by(rank))
+        messages = (*moved.sent_by(rank), *moved.received_by(rank))
         if (rank, transfer) not in self.left:
-            self.left[rank, transfer], self.latest[rank, transfer] = len(found), 0.0
-        return found
-
-
-def _only(
-    ranks: Sequence[int], parts: Sequence[tuple[Instruction, ...]], size: int
-) -> tuple[tuple[Instruction, ...], ...]:
-    """Instruction lists of all ranks, of which only some have anything to do."""
-    lists: list[tuple[Instruction, ...]] = [()] * size
-    for rank, part in zip(ranks, parts, strict=True):
-        lists[rank] = part
-    return tuple(lists)
+            self.left[rank, transfer], self.latest[rank, transfer] = len(messages), 0.0
+        return messages
 
 
 class _Shared:

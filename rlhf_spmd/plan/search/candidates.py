@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from rlhf_spmd.plan.cost.memory import activation_bytes, cache_bytes, num_params, reduce_numel, zero_bytes
 from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
@@ -12,7 +11,6 @@ from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.plan.workload import ModelShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,9 +18,9 @@ class Candidate:
     """A call in a layout. Bytes are of the rank that needs the most of each kind, seconds those of one iteration.
 
     layout: how it is parallel, on some mesh of the same kind; ranks: those that it has; first, stop: places of its mesh
-    (candidates.Mesh). piece_s: of one mini-batch while streaming. gather_s: what it
-    takes to gather the weights, if training spreads them by ZeRO 3. whole_bytes: of the weights of one shard.
-    static_bytes: what training keeps, or a copy of the weights; the others are the kinds of memory.working_bytes.
+    (meshes.Mesh). piece_s: of one mini-batch while streaming. gather_s: what it takes to gather the weights, if
+    training spreads them by ZeRO 3. whole_bytes: of the weights of one shard. static_bytes: what training keeps, or a
+    copy of the weights; the others are the kinds of memory.working_bytes.
     """
 
     layout: Layout
@@ -55,14 +53,8 @@ class Candidate:
     def costs(self) -> tuple[float, ...]:
         """What is better if it is less, in every combination."""
         seconds = self.seconds, self.piece_s, self.gather_s
-        return (
-            *seconds,
-            self.static_bytes,
-            self.gathered_bytes,
-            self.reduced_bytes,
-            self.activation_bytes,
-            self.cache_bytes,
-        )
+        in_calls = self.gathered_bytes, self.reduced_bytes, self.activation_bytes, self.cache_bytes
+        return *seconds, self.static_bytes, *in_calls
 
 
 class CallCosts:
@@ -70,23 +62,21 @@ class CallCosts:
 
     def __init__(self, cost: Cost):
         self.cost, self.workload = cost, cost.workload
-        rows = [
-            self.workload.lengths(row)
-            for row in range(self.workload.num_sequences if self.workload.lengths_differ else 1)
-        ]
-        self.row_tokens = sum(prompt + response for prompt, response in rows) / len(rows)
+        num_rows = self.workload.num_sequences if self.workload.lengths_differ else 1
+        self.row_tokens = sum(sum(self.workload.lengths(row)) for row in range(num_rows)) / num_rows
         self.known: dict[tuple, float] = {}
 
     def candidates(self, call: Call) -> tuple[Candidate, ...]:
         """All candidates of a call that no other one beats in everything that matters, quick ones first."""
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         of_kind: dict[tuple, list[Candidate]] = {}
         for mesh in meshes(self.cost.cluster):
             if mesh.kind not in of_kind:
-                here = layouts(call, mesh, self.workload, self.cost.cluster)
-                of_kind[mesh.kind] = list(self._unbeaten(call, [self.candidate(call, mesh, layout) for layout in here]))
-            found += [moved(one, mesh) for one in of_kind[mesh.kind]]
-        return tuple(sorted(found, key=lambda one: one.seconds))
+                ways = layouts(call, mesh, self.workload, self.cost.cluster)
+                of_kind[mesh.kind] = list(self._unbeaten(call, [self.candidate(call, mesh, layout) for layout in ways]))
+            here = {"ranks": mesh.ranks, "first": mesh.first, "stop": mesh.first + mesh.size}
+            candidates += [replace(one, **here) for one in of_kind[mesh.kind]]
+        return tuple(sorted(candidates, key=lambda one: one.seconds))
 
     def _unbeaten(self, call: Call, found: list[Candidate]) -> Iterator[Candidate]:
         """Among candidates on one mesh. Those whose weights others may share only compete with their like."""
@@ -110,11 +100,12 @@ class CallCosts:
         whole_s, piece_s = seconds(call, layout, mesh)
         cost, workload = self.cost, self.workload
         shape, c = workload.models[call.model], workload.param_bytes
-        params = max(shard_params(shape, layout.pp, layout.tp, stage) for stage in _ends(layout))
+        shards = [Shard(stage, layout.pp, layout.tp - 1, layout.tp) for stage in _ends(layout)]  # the largest slices
+        params = max(num_params(shape, shard) for shard in shards)
         gather_s = all_gather_s(cost.link(layout.data_ranks(layout.ranks[0])), layout.dp, c * params)
         options = {"gather_s": gather_s, "whole_bytes": c * params}
         trains = call.kind == "train"
-        numel = max(shard_numel(shape, layout.pp, layout.tp, stage) for stage in _ends(layout)) if trains else 0
+        numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
         taken = zero_bytes(layout, params, numel, c, trains=trains)
         if trains:
             options["static_bytes"] = taken["weights"] + taken["gradients"] + taken["optimizer"]
@@ -207,23 +198,6 @@ class CallCosts:
         return whole_s, pieces_s / num
 
 
-def moved(one: Candidate, mesh: Mesh) -> Candidate:
-    """The same on another mesh of the same kind."""
-    return replace(one, ranks=mesh.ranks, first=mesh.first, stop=mesh.first + mesh.size)
-
-
 def _ends(layout: Layout) -> tuple[int, ...]:
     """The stages that may hold the most: the first with the embeddings, the last with the head."""
     return (0, layout.pp - 1) if layout.pp > 1 else (0,)
-
-
-@cache
-def shard_params(shape: ModelShape, pp: int, tp: int, stage: int) -> int:
-    """Parameters of the largest slice of a stage."""
-    return num_params(shape, Shard(stage, pp, tp - 1, tp))
-
-
-@cache
-def shard_numel(shape: ModelShape, pp: int, tp: int, stage: int) -> int:
-    """Numbers in the buffer in which DeepSpeed reduces the gradients of the largest slice of a stage."""
-    return reduce_numel(shape, Shard(stage, pp, tp - 1, tp))

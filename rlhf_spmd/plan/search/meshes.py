@@ -5,7 +5,7 @@ A mesh is a power-of-two slice of a node aligned to its size, an aligned power o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
@@ -86,22 +86,18 @@ def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Ite
             for zero in (0, 1, 2, 3) if dp > 1 and pp == 1 else (0, 1) if dp > 1 else (0,):
                 for micro_batch in _micro_batches(rows, 2 * workload.micro_batch):
                     for recompute in (False, True):
-                        yield _with(grid, zero=zero, micro_batch=micro_batch, recompute=recompute)
+                        yield replace(grid, zero=zero, micro_batch=micro_batch, recompute=recompute)
             continue
         sizes = (None,)
         if call.kind == "infer":
             least = min(rows, workload.micro_batch)
             sizes = _micro_batches(rows, workload.micro_batch) if pp > 1 else (least,)
         for micro_batch in sizes:
-            yield _with(grid, micro_batch=micro_batch)
+            yield replace(grid, micro_batch=micro_batch)
             if frozen:
-                yield _with(grid, micro_batch=micro_batch, offload=True)
+                yield replace(grid, micro_batch=micro_batch, offload=True)
                 if dp > 1 and pp == 1:
-                    yield _with(grid, micro_batch=micro_batch, zero=3)
-
-
-def _with(grid: Layout, **options) -> Layout:
-    return Layout(grid.ranks, dp=grid.dp, pp=grid.pp, tp=grid.tp, **options)
+                    yield replace(grid, micro_batch=micro_batch, zero=3)
 
 
 def _grids(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[tuple[int, int]]:
@@ -122,7 +118,4 @@ def _grids(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iter
 
 def _micro_batches(rows: int, most: int) -> list[int]:
     """Powers of two up to the rows of a shard, and no more than `most`."""
-    sizes = [1]
-    while 2 * sizes[-1] <= min(rows, most):
-        sizes.append(2 * sizes[-1])
-    return sizes
+    return [1 << power for power in range(max(1, min(rows, most)).bit_length())]
