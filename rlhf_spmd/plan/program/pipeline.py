@@ -42,11 +42,6 @@ def is_pipelined(call: Call, layout: Layout) -> bool:
     return layout.pp > 1 and call.kind in ("infer", "train")
 
 
-def has_token_body(call: Call, layout: Layout) -> bool:
-    """Whether a call goes through its stages token by token."""
-    return layout.pp > 1 and call.kind == "generate"
-
-
 def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
     """The most micro-batches that a Run can have on one shard: a budget of tokens may leave one row to each."""
     size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
@@ -186,10 +181,10 @@ def expand(
     for rank, steps in enumerate(program.instructions):
         lists.append([])
         for step in steps:
-            call = workload.workflow.call(step.call) if isinstance(step, Run) else None
+            call = workload.workflow.call(step.call) if isinstance(step, Run) and not step.phase else None
             layout = program.layout_of(step) if call is not None else None
-            generates = num_tokens is not None and call is not None and has_token_body(call, layout)
-            if call is None or step.phase or not (generates or is_pipelined(call, layout)):
+            generates = num_tokens is not None and call is not None and call.kind == "generate" and layout.pp > 1
+            if call is None or not (generates or is_pipelined(call, layout)):
                 lists[rank].append(step)
                 continue
             dp_index = layout.dp_index(rank)
@@ -202,7 +197,10 @@ def expand(
                 transfers += inner.transfers
             if call.kind == "train":
                 lists[rank].append(replace(step, phase="begin"))
-            lists[rank] += [_shifted(s, offsets[step, dp_index]) for s in inner.instructions[rank]]
+            for part in inner.instructions[rank]:
+                if isinstance(part, Post | Wait):
+                    part = type(part)(part.transfer + offsets[step, dp_index])
+                lists[rank].append(part)
     return replace(program, transfers=tuple(transfers), instructions=tuple(map(tuple, lists)))
 
 
@@ -238,10 +236,6 @@ def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
         one = replace(program, transfers=(), instructions=tuple(lists), groups=groups)
         for number in numbers(layout, program.workload, call):
             yield call, number, expand(one, lambda step, number=number: number, lambda step, number=number: number)
-
-
-def _shifted(step: Instruction, offset: int) -> Instruction:
-    return type(step)(step.transfer + offset) if isinstance(step, Post | Wait) else step
 
 
 def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:

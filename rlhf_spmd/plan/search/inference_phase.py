@@ -7,6 +7,7 @@ those before, and of these all that neither take too long nor need too much on a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from operator import ge
 
@@ -42,19 +43,16 @@ class Left:
             if not set(calls).isdisjoint(last):
                 here = [one for index in calls if (one := chosen[index])]
                 shared.append(tuple((one.where, one.layout.zero, one.layout.offload) for one in here))
-        edges = {edge for one in chosen if one for edge in (one.first, one.stop)}
+        edges = {edge for one in chosen if one for edge in (one.first, one.stop)} | {0, len(model.limits)}
         edges |= {at for at in range(1, len(model.limits)) if model.limits[at] != model.limits[at - 1]}
-        edges = sorted(edges | {0, len(model.limits)})
-        free_bytes: list[float] = []
-        gathered_bytes: list[float] = []
-        segments = []
-        for first, stop in zip(edges, edges[1:], strict=False):
+        left = cls(tuple(shared), [], [], [])
+        for first, stop in pairwise(sorted(edges)):
             free = model.limits[first] - model.bytes_at(chosen, first)
             gathered = model.parts_at(chosen, first)[1]
-            free_bytes += [free] * (stop - first)
-            gathered_bytes += [gathered] * (stop - first)
-            segments.append((first, stop, free, free + gathered))
-        return cls(tuple(shared), free_bytes, gathered_bytes, segments)
+            left.free_bytes += [free] * (stop - first)
+            left.gathered_bytes += [gathered] * (stop - first)
+            left.segments.append((first, stop, free, free + gathered))
+        return left
 
     def covers(self, other: "Left", seconds: float) -> bool:
         """Whether it is known from here that with less, too, these calls take no less than some seconds."""
@@ -68,28 +66,26 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Candidates of one call as arrays [C]: seconds, mesh, and the bytes that they add."""
+    """Candidates of one call, as arrays: seconds [C]; needs [4, C]: first place, last + 1, and the bytes that a
+    candidate adds there, static and gathered."""
 
     candidates: tuple[Candidate, ...]
     seconds_C: np.ndarray
-    first_C: np.ndarray
-    stop_C: np.ndarray
-    static_C: np.ndarray
-    gathered_C: np.ndarray
+    needs_4C: np.ndarray
 
     def take(self, at: np.ndarray) -> "_Options":
-        arrays = (self.seconds_C, self.first_C, self.stop_C, self.static_C, self.gathered_C)
-        return _Options(tuple(self.candidates[i] for i in at.tolist()), *(array[at] for array in arrays))
+        return _Options(tuple(self.candidates[i] for i in at.tolist()), self.seconds_C[at], self.needs_4C[:, at])
 
 
 @dataclass(slots=True)
 class _Rows:
     """Combinations [R] of the calls so far. at_RK: their candidates; end_RK: when each call ends. sets: of every set of
-    these calls, what the ranks that they share have to hold: first place, last + 1, static bytes, most gathered."""
+    these calls, what the ranks that they share have to hold [4, R]: first place, last + 1, static bytes, most
+    gathered."""
 
     at_RK: np.ndarray
     end_RK: np.ndarray
-    sets: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+    sets: list[np.ndarray]
 
 
 class LastPhase:
@@ -109,35 +105,37 @@ class LastPhase:
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
         options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
-        if all(one.candidates for one in options):
-            found = [(rows.end_RK.max(1), rows.at_RK) for rows in _extend(_start(), options, left.segments, within_s)]
-            if found:
-                seconds_R, at_RK = (np.concatenate(parts) for parts in zip(*found, strict=True))
-                for row in np.argsort(seconds_R, kind="stable").tolist():
-                    picked = (one.candidates[at] for one, at in zip(options, at_RK[row].tolist(), strict=True))
-                    yield float(seconds_R[row]), tuple(picked)
+        if not all(one.candidates for one in options):
+            return
+        start = _Rows(np.zeros((1, 0), dtype=int), np.zeros((1, 0)), [])
+        parts = [(rows.end_RK.max(1), rows.at_RK) for rows in _extend(start, options, left.segments, within_s)]
+        if parts:
+            seconds_R, at_RK = map(np.concatenate, zip(*parts, strict=True))
+            for row in np.argsort(seconds_R, kind="stable").tolist():
+                picked = (one.candidates[at] for one, at in zip(options, at_RK[row].tolist(), strict=True))
+                yield float(seconds_R[row]), tuple(picked)
 
     def _options(self, chosen: Assignment, place: int) -> _Options:
         """The candidates of a call, given where the weights are that it may share: then it adds none. (Where some of
         its ranks lack them, it adds some after all: that is left to the model's own count.)"""
-        model, index, found = self.model, self.calls[place], self.candidates[place]
+        model, index = self.model, self.calls[place]
         train, users = next(of for of in model.models if index in of[1])
         training = None if train is None else chosen[train]
         copies = {one.copy for user in users if (one := chosen[user])}
         rows = []
-        for one in found:
+        for one in self.candidates[place]:
             shares = training is not None and model.pair(one, training)[0]
             spread = shares and training.layout.zero == 3
             static = 0 if shares or one.copy in copies else one.static_bytes
             gathered = (one.whole_bytes if spread else 0) if shares else one.gathered_bytes
             rows.append((one.seconds + one.gather_s * spread, one.first, one.stop, static, gathered))
-        return _Options(tuple(found), *(np.array(column) for column in zip(*rows, strict=True)))
+        columns = np.array(rows, dtype=float).T
+        return _Options(tuple(self.candidates[place]), columns[0], columns[1:])
 
 
 def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) -> _Options:
     """Those that are quick enough and fit alone."""
-    keep_C = options.seconds_C < within_s
-    keep_C &= _fits(options.first_C, options.stop_C, options.static_C, options.gathered_C, segments)
+    keep_C = (options.seconds_C < within_s) & _fits(options.needs_4C, segments)
     return options.take(np.nonzero(keep_C)[0])
 
 
@@ -149,17 +147,13 @@ def _unbeaten(options: _Options) -> _Options:
         groups.setdefault(one.where, []).append(at)
     kept = []
     for group in groups.values():
-        costs = [(options.seconds_C[at], options.static_C[at], options.gathered_C[at], at) for at in group]
+        costs = [(options.seconds_C[at], *options.needs_4C[2:, at], at) for at in group]
         front: list[tuple] = []
         for cost in sorted(costs):
             if not any(a[1] <= cost[1] and a[2] <= cost[2] for a in front):
                 front.append(cost)
         kept += [cost[3] for cost in front]
     return options.take(np.array(sorted(kept), dtype=int))
-
-
-def _start() -> _Rows:
-    return _Rows(np.zeros((1, 0), dtype=int), np.zeros((1, 0)), [])
 
 
 def _extend(rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment], within_s: float) -> Iterator[_Rows]:
@@ -172,7 +166,7 @@ def _extend(rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment
     size = max(1, MOST_PRODUCTS // max(1, len(one.candidates)))
     for start in range(0, len(rows.at_RK), size):
         part = slice(start, start + size)
-        some = _Rows(rows.at_RK[part], rows.end_RK[part], [tuple(x[part] for x in of) for of in rows.sets])
+        some = _Rows(rows.at_RK[part], rows.end_RK[part], [needs_4R[:, part] for needs_4R in rows.sets])
         longer = _joined(some, one, segments, within_s, options[:depth])
         if len(longer.at_RK):
             yield from _extend(longer, options, segments, within_s)
@@ -182,35 +176,32 @@ def _joined(
     rows: _Rows, one: _Options, segments: Sequence[Segment], within_s: float, before: Sequence[_Options]
 ) -> _Rows:
     """Every combination with every candidate of the next call that is quick enough and fits."""
+    first_C, stop_C, _, _ = one.needs_4C
     begin_RC = np.zeros((len(rows.at_RK), len(one.candidates)))
     for call, options in enumerate(before):
-        first_R1, stop_R1 = options.first_C[rows.at_RK[:, call], None], options.stop_C[rows.at_RK[:, call], None]
-        meet_RC = (first_R1 < one.stop_C) & (one.first_C < stop_R1)
+        first_R1, stop_R1 = options.needs_4C[:2, rows.at_RK[:, call], None]
+        meet_RC = (first_R1 < stop_C) & (first_C < stop_R1)
         begin_RC = np.maximum(begin_RC, meet_RC * rows.end_RK[:, call, None])
     row_N, at_N = np.nonzero(begin_RC + one.seconds_C < within_s)
-    mine = one.first_C[at_N], one.stop_C[at_N], one.static_C[at_N], one.gathered_C[at_N]
+    mine_4N = one.needs_4C[:, at_N]
     keep_N, sets = np.ones(len(row_N), dtype=bool), []
-    for first_R, stop_R, static_R, gathered_R in rows.sets:
-        both = (
-            np.maximum(first_R[row_N], mine[0]),
-            np.minimum(stop_R[row_N], mine[1]),
-            static_R[row_N] + mine[2],
-            np.maximum(gathered_R[row_N], mine[3]),
-        )
-        keep_N &= _fits(*both, segments)
-        sets.append(both)
+    for needs_4R in rows.sets:
+        (first_N, stop_N, static_N, gathered_N), mine = needs_4R[:, row_N], mine_4N
+        latest_N, earliest_N = np.maximum(first_N, mine[0]), np.minimum(stop_N, mine[1])
+        both_4N = np.stack([latest_N, earliest_N, static_N + mine[2], np.maximum(gathered_N, mine[3])])
+        keep_N &= _fits(both_4N, segments)
+        sets.append(both_4N)
+    old = [needs_4R[:, row_N[keep_N]] for needs_4R in rows.sets]
+    new = [needs_4N[:, keep_N] for needs_4N in (*sets, mine_4N)]
     row_N, at_N = row_N[keep_N], at_N[keep_N]
-    old = [tuple(x[row_N] for x in of) for of in rows.sets]
-    new = [tuple(x[keep_N] for x in of) for of in (*sets, mine)]
     end_N = begin_RC[row_N, at_N] + one.seconds_C[at_N]
     at_NK = np.concatenate([rows.at_RK[row_N], at_N[:, None]], 1)
     return _Rows(at_NK, np.concatenate([rows.end_RK[row_N], end_N[:, None]], 1), old + new)
 
 
-def _fits(
-    first_N: np.ndarray, stop_N: np.ndarray, static_N: np.ndarray, gathered_N: np.ndarray, segments: Sequence[Segment]
-) -> np.ndarray:
+def _fits(needs_4N: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
     """Whether the places from `first` to `stop` (if any) all have so many bytes to spare."""
+    first_N, stop_N, static_N, gathered_N = needs_4N
     fits_N = np.ones(len(first_N), dtype=bool)
     for first, stop, free, free_and_gathered in segments:
         if free < inf:

@@ -128,10 +128,6 @@ class CallModel:
 
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
-    def plain_s(self, chosen: Assignment) -> float:
-        """Seconds of an iteration in which everything before training is done before training begins."""
-        return self.schedule_s(chosen, range(len(self.calls)))
-
     def schedule_s(self, chosen: Assignment, indices: Sequence[int]) -> float:
         """Seconds of some calls, in this order, and of the weights of those among them that train; calls that are not
         chosen are left out."""
@@ -211,13 +207,9 @@ class CallModel:
         self._reallocate(chosen, {index: free[index] for index in self.trains if chosen[index]}, busy)
         return max(max(free), *(end_s for _, _, end_s in busy))
 
-    def score(self, chosen: Assignment) -> tuple[float, bool]:
-        """Seconds of an iteration, and whether memory holds it."""
-        return self.score_s(chosen), self.excess_bytes(chosen) <= 0
-
     def score_s(self, chosen: Assignment) -> float:
         """Seconds of an iteration, streaming if that is possible and faster."""
-        seconds = self.plain_s(chosen)
+        seconds = self.schedule_s(chosen, range(len(self.calls)))
         return min(seconds, self.streamed_s(chosen)) if self.streams(chosen) else seconds
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -225,25 +217,20 @@ class CallModel:
     def excess_bytes(self, chosen: Assignment) -> float:
         """By how much the rank with the least room misses its device's memory; negative: what is left of it. Calls that
         are not chosen need nothing, so that more choices never need less."""
-        worst = -inf
-        if not self._consistent(chosen):
-            return inf
-        for place in self.places(chosen):
-            limit = self.limits[place]
-            if limit < inf:
-                worst = max(worst, self.bytes_at(chosen, place) - limit)
-        return worst
+        return max(self._excesses(chosen), default=-inf)
 
     def overflow_bytes(self, chosen: Assignment) -> float:
         """The bytes that do not fit, summed over places, and so less with every rank that is less too full."""
-        if not self._consistent(chosen):
-            return inf
-        return sum(max(0.0, self.bytes_at(chosen, place) - self.limits[place]) for place in self.places(chosen))
+        return sum(max(0.0, excess) for excess in self._excesses(chosen))
 
-    def places(self, chosen: Assignment) -> set[int]:
-        """Places one of which is the fullest: where a mesh begins, or one ends whose weights others use, too."""
-        trainings = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
-        return trainings.union(one.first for one in chosen if one is not None)
+    def _excesses(self, chosen: Assignment) -> list[float]:
+        """By how much bytes exceed a limit, at places one of which is the fullest: where a mesh begins, or one ends
+        whose weights others use, too."""
+        if not self._consistent(chosen):
+            return [inf]
+        ends = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
+        places = ends.union(one.first for one in chosen if one is not None)
+        return [self.bytes_at(chosen, at) - self.limits[at] for at in places if self.limits[at] < inf]
 
     def bytes_at(self, chosen: Assignment, place: int) -> float:
         """The most that a rank needs at one time, as memory.peak_bytes adds it up."""

@@ -363,9 +363,9 @@ def _walk(space: Space, best: Best, draw: Random) -> None:
 
 
 def _penalized_s(model: CallModel, chosen: Sequence[Candidate], best: Best) -> float:
-    seconds, fits = model.score(chosen)
+    seconds = model.score_s(chosen)
     best.num_scored += 1
-    if fits:
+    if model.excess_bytes(chosen) <= 0:
         best.offer(seconds, chosen)
         return seconds
     return PENALTY * seconds
