@@ -1,7 +1,8 @@
 """The machines: nodes of devices, and what a device holds. A layout string `NxG` is N nodes of G devices each."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from rlhf_spmd.errors import UserError
 
@@ -34,16 +35,11 @@ class Node:
     device_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
     """Nodes in rank order: rank r is the r-th device, counted through the nodes."""
 
     nodes: tuple[Node, ...]
-    _node_of: tuple[int, ...] = field(init=False, repr=False, compare=False)  # of each rank
-
-    def __post_init__(self) -> None:
-        index = tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
-        object.__setattr__(self, "_node_of", index)
 
     @classmethod
     def parse(cls, layout: str, device: str = "cpu") -> "Cluster":
@@ -54,8 +50,7 @@ class Cluster:
         if device not in DEVICE_BYTES:
             raise UserError(f"unknown device type {device!r}; known: {', '.join(DEVICE_BYTES)}")
         num_nodes, num_devices = int(match[1]), int(match[2])
-        if num_nodes * num_devices > MAX_DEVICES:
-            total = num_nodes * num_devices
+        if (total := num_nodes * num_devices) > MAX_DEVICES:
             raise UserError(f"layout {layout} has {total:,} devices; at most {MAX_DEVICES:,} can be planned for")
         return cls((Node(num_devices, device, DEVICE_BYTES[device]),) * num_nodes)
 
@@ -75,6 +70,10 @@ class Cluster:
     def ranks_of(self, device: str) -> tuple[int, ...]:
         """The ranks on devices of one type."""
         return tuple(rank for rank in self.ranks if self.nodes[self.node_of(rank)].device == device)
+
+    @cached_property
+    def _node_of(self) -> tuple[int, ...]:
+        return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
 
     def node_of(self, rank: int) -> int:
         """Index of the node that rank lives on."""

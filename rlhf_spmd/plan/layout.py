@@ -8,6 +8,7 @@ evenly, and two layouts of different dp exchange plain column ranges.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,15 @@ if TYPE_CHECKING:
 COLLECTIVES, STAGES = "ranks", "stages"  # what a group is for
 
 
+def consecutive(ranks: Iterable[int]) -> list[tuple[int, ...]]:
+    """Ranks, in their order, as runs of consecutive ones; each negative one, which is no rank, is a run by itself."""
+    runs = groupby(enumerate(ranks), key=lambda pair: (pair[1] - pair[0], min(pair[1], 0)))
+    return [tuple(rank for _, rank in run) for _, run in runs]
+
+
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones, which are none, stay apart: "-1,0"."""
-    parts: list[str] = []
-    start = previous = None
-    for rank in (*ranks, None):
-        if previous is not None and previous >= 0 and rank == previous + 1:
-            previous = rank
-            continue
-        if previous is not None:
-            parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank
-    return ",".join(parts)
+    """Ranks as text, runs folded: (0, 1, 2, 5) -> "0-2,5"; negative ones stay apart: "-1,0"."""
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in consecutive(ranks))
 
 
 @dataclass(frozen=True)

@@ -75,15 +75,15 @@ class Scale:
 
 def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
     """The calibration with the seconds of one type of device scaled."""
-    found = calibration.devices[device]
+    before = calibration.devices[device]
     changed = replace(
-        found,
-        matrix_flops=found.matrix_flops / scale.inference,
-        memory_bytes_per_s=found.memory_bytes_per_s / scale.generation,
-        layer_s=found.layer_s * scale.inference,
-        decode_layer_s=found.decode_layer_s * scale.generation,
+        before,
+        matrix_flops=before.matrix_flops / scale.inference,
+        memory_bytes_per_s=before.memory_bytes_per_s / scale.generation,
+        layer_s=before.layer_s * scale.inference,
+        decode_layer_s=before.decode_layer_s * scale.generation,
         num_workers=scale.num_workers,
-        measured=tuple(_table(one, scale) for one in found.measured),
+        measured=tuple(_table(one, scale) for one in before.measured),
     )
     return replace(calibration, devices={**calibration.devices, device: changed})
 
@@ -91,22 +91,19 @@ def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
 def _table(one: Measured, scale: Scale) -> Measured:
     return replace(
         one,
-        forward=_by_length(one.forward, scale.inference),
-        train=_by_length(one.train, scale.training),
-        update=_curve(one.update, scale.training),
-        prefill=one.prefill and _by_length(one.prefill, scale.generation),
-        decode=one.decode and _layered(one.decode, scale.generation),
-        ends=one.ends and _curve(one.ends, scale.generation),
+        forward=_times(one.forward, scale.inference),
+        train=_times(one.train, scale.training),
+        update=_times(one.update, scale.training),
+        prefill=one.prefill and _times(one.prefill, scale.generation),
+        decode=one.decode and _times(one.decode, scale.generation),
+        ends=one.ends and _times(one.ends, scale.generation),
     )
 
 
-def _curve(curve: Curve, factor: float) -> Curve:
-    return Curve(curve.amounts, tuple(factor * seconds for seconds in curve.seconds))
-
-
-def _layered(table: Layered, factor: float) -> Layered:
-    return Layered(_curve(table.layer, factor), _curve(table.rest, factor))
-
-
-def _by_length(tables: ByLength, factor: float) -> ByLength:
-    return ByLength(tables.lengths, tuple(_layered(table, factor) for table in tables.tables))
+def _times(seconds: Curve | Layered | ByLength, factor: float) -> Curve | Layered | ByLength:
+    """The same with all seconds multiplied by a factor."""
+    if isinstance(seconds, Curve):
+        return replace(seconds, seconds=tuple(factor * second for second in seconds.seconds))
+    if isinstance(seconds, Layered):
+        return Layered(_times(seconds.layer, factor), _times(seconds.rest, factor))
+    return replace(seconds, tables=tuple(_times(table, factor) for table in seconds.tables))

@@ -34,7 +34,7 @@ class Body:
 
     instructions: dict[int, tuple[Instruction, ...]]  # by world rank
     transfers: tuple[Transfer, ...]
-    passes: tuple[tuple[Pass, int], ...]  # of each transfer: the pass that makes its data, and on which stage
+    passes: tuple[tuple[Pass, int], ...] = ()  # of each transfer: what makes its data, on which stage; not of tokens
 
 
 def is_pipelined(call: Call, layout: Layout) -> bool:
@@ -143,7 +143,6 @@ def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens:
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []
-    makers: list[tuple[Pass, int]] = []
 
     def all_stages(phase: str, token: int | None = None) -> None:
         for rank in lists:
@@ -164,10 +163,9 @@ def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens:
                 lists[rank] += [Post(len(transfers)), Wait(len(transfers))]
             name = f"a token's activations of {call.name} to stage {stage + 1}"
             transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
-            makers.append((("token", token), stage))
         all_stages("drawn", token)
     all_stages("end")
-    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers), tuple(makers))
+    return Body({rank: tuple(steps) for rank, steps in lists.items()}, tuple(transfers))
 
 
 def expand(

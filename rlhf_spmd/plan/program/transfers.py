@@ -6,6 +6,7 @@ reads travels in one move; between two ranks there is one message per run of col
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout, format_ranks
@@ -73,13 +74,9 @@ def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, clus
     lacking = [c for c in columns if c not in here]
     here.update(lacking)
     source = {c: _nearest(owners[c], rank, cluster) for c in lacking}
-    start = 0
-    for stop in range(1, len(lacking) + 1):
-        first, last = lacking[start], lacking[stop - 1]
-        if stop < len(lacking) and lacking[stop] == last + 1 and source[lacking[stop]] == source[first]:
-            continue
-        yield source[first], rank, first, last + 1
-        start = stop
+    for _, run in groupby(enumerate(lacking), key=lambda pair: (pair[1] - pair[0], source[pair[1]])):
+        (_, first), *rest = run
+        yield source[first], rank, first, first + len(rest) + 1
 
 
 def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:

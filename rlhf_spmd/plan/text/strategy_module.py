@@ -3,11 +3,12 @@
 The text is what `ruff format` would leave of it (lines up to 120), so that a plan may be committed like any strategy.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.layout import Layout, consecutive
 from rlhf_spmd.plan.placement import Placement, interleave
 from rlhf_spmd.plan.workload import Workload
 
@@ -71,7 +72,7 @@ def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
     users: dict[Layout, list[str]] = {}
     for name, layout in placement.layouts.items():
         users.setdefault(layout, []).append(name)
-    taken, found = {"workload", "cluster", "layouts"}, {}
+    names: dict[Layout, str] = {}
     for layout, calls in users.items():
         own = [workload.workflow.call(name) for name in calls]
         kinds, models = {call.kind for call in own}, {call.model for call in own}
@@ -79,9 +80,9 @@ def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
         wishes += [KIND_NAMES[own[0].kind]] if len(kinds) == 1 else []
         wishes += [own[0].model] if len(models) == 1 else []
         wishes += ["shared"] if len(calls) > 1 else []
-        found[layout] = next((name for name in wishes if name not in taken), calls[0])
-        taken.add(found[layout])
-    return found
+        taken = {"workload", "cluster", "layouts", *names.values()}
+        names[layout] = next((name for name in wishes if name not in taken), calls[0])
+    return names
 
 
 def _options(record: Layout | Placement, first: Sequence[str]) -> list[str]:
@@ -102,27 +103,16 @@ def _text(value: object) -> str:
 
 def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
     """Ranks as a person would write them: slices of the cluster's, interleaved slices, or ranges and numbers."""
-    runs = _runs(ranks)
+    runs = consecutive(ranks)
     if len(runs) == 1:
-        return _slice(*runs[0], cluster)
+        return _slice(ranks, cluster)
     parts = _parts(ranks)
     if len(parts) <= MAX_PARTS and interleave(*parts) == ranks and max(map(len, parts)) > 1:
-        return f"interleave({', '.join(_slice(part[0], part[-1] + 1, cluster) for part in parts)})"
+        return f"interleave({', '.join(_slice(part, cluster) for part in parts)})"
     words = []
-    for start, stop in runs:
-        words += [f"*range({start}, {stop})"] if stop - start > 2 else map(str, range(start, stop))
+    for run in runs:
+        words += [f"*range({run[0]}, {run[-1] + 1})"] if len(run) > 2 else map(str, run)
     return f"({', '.join(words)})"
-
-
-def _runs(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Start and stop of every run of consecutive ranks, in their order."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank:
-            runs[-1] = (runs[-1][0], rank + 1)
-        else:
-            runs.append((rank, rank + 1))
-    return runs
 
 
 def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -137,12 +127,11 @@ def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     return sorted(map(tuple, parts))
 
 
-def _slice(start: int, stop: int, cluster: Cluster) -> str:
+def _slice(ranks: tuple[int, ...], cluster: Cluster) -> str:
     """Consecutive ranks as a slice of all."""
-    last = cluster.num_devices
-    if (start, stop) == (0, last):
-        return "cluster.ranks"
-    return f"cluster.ranks[{start or ''}:{stop if stop < last else ''}]"
+    start, stop = ranks[0] or "", ranks[-1] + 1
+    stop = stop if stop < cluster.num_devices else ""
+    return f"cluster.ranks[{start}:{stop}]" if start or stop else "cluster.ranks"
 
 
 def _call_lines(function: str, arguments: list[str]) -> list[str]:
@@ -163,19 +152,7 @@ def _argument_lines(argument: str) -> list[str]:
     if len(argument) + 9 <= MAX_LINE:
         return [f"    {argument},"]
     head, _, rest = argument.partition("(")
-    elements = _split(rest[:-1])
     if head and len(rest) - 1 + 12 <= MAX_LINE and not head.endswith("="):
         return [f"    {head}(", f"        {rest[:-1]}", "    ),"]
+    elements = filter(None, re.split(r",\s*(?![^(]*\))", rest[:-1]))  # at commas outside of inner brackets
     return [f"    {head}(", *(f"        {element}," for element in elements), "    ),"]
-
-
-def _split(text: str) -> list[str]:
-    """The elements of a tuple: text between commas outside of brackets."""
-    elements, depth = [""], 0
-    for letter in text:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and not depth:
-            elements.append("")
-        else:
-            elements[-1] += letter
-    return [element.strip() for element in elements if element.strip()]
