@@ -1,4 +1,4 @@
-"""The machines: nodes of devices, and what a device holds. A layout string `NxG` is N nodes of G devices each."""
+"""The machines: nodes of devices with their memory. A layout string `NxG` is N nodes of G devices each."""
 
 import re
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ MAX_DEVICES = 4096  # a program lists every rank's instructions: larger clusters
 
 
 def device_type_of(name: str, num_bytes: int) -> str:
-    """The type of a device by its name and its memory as torch has them, e.g. "NVIDIA H100 80GB HBM3"; one that is not
-    known here gets a type of its own, of which there is no calibration."""
+    """The type of a device by its name and memory as torch reports them, e.g. "NVIDIA H100 80GB HBM3". An unknown
+    device gets a type of its own, for which there is no calibration."""
     for known, limit in DEVICE_BYTES.items():
         model = known.partition("-")[0]
         if limit is not None and model in re.split(r"[^a-z0-9]+", name.lower()) and abs(num_bytes / limit - 1) < 0.1:
@@ -28,7 +28,7 @@ def device_type_of(name: str, num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: how many devices (= ranks) it has, of which type, and what each holds (None: no limit is known)."""
+    """One machine: its number of devices (one per rank), their type, and the memory of each (None: no known limit)."""
 
     num_devices: int
     device: str = "cpu"
@@ -37,7 +37,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes in rank order: rank r is the r-th device, counted through the nodes."""
+    """Nodes in rank order: rank r is the r-th device, counted over all nodes."""
 
     nodes: tuple[Node, ...]
 

@@ -18,7 +18,7 @@ from rlhf_spmd.plan.shard import Shard
 if TYPE_CHECKING:
     import numpy as np
 
-COLLECTIVES, STAGES = "ranks", "stages"  # what a group is for
+COLLECTIVES, STAGES = "ranks", "stages"  # purposes of groups
 
 
 def consecutive(ranks: Iterable[int]) -> list[tuple[int, ...]]:
@@ -36,13 +36,13 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 class Layout:
     """Where and how one call runs.
 
-    ranks: world ranks in grid order; dp * pp * tp must equal their number. The first dp shard has the first columns of
-    every mini-batch, and so on: which rank owns which rows is the order of the ranks.
+    ranks: world ranks in grid order; dp * pp * tp must equal their number. The first dp shard owns the first columns of
+    every mini-batch, and so on, so the order of the ranks decides which rank owns which rows.
     zero: ZeRO stage of a trained model over dp (0: replicated, 1: optimizer state, 2: + gradients, 3: + weights).
     micro_batch: sequences per forward on one data-parallel shard; None takes the workload's.
-    tokens: instead, a forward takes as many sequences as have no more tokens than this (one at least).
-    recompute: training keeps only the input of each layer and computes its activations again in the backward pass.
-    offload: the weights of a frozen model wait in host memory between its calls.
+    tokens: alternatively, the most tokens per forward (one sequence at least).
+    recompute: training keeps only the input of each layer and recomputes its activations in the backward pass.
+    offload: the weights of a frozen model stay in host memory between its calls.
     """
 
     ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        try:  # lists, ranges and numpy integers are welcome, but ranks must agree on one spelling
+        try:  # lists, ranges and numpy integers are accepted, but all ranks must store the same types
             object.__setattr__(self, "ranks", tuple(index(rank) for rank in self.ranks))
             given = [name for name in ("micro_batch", "tokens") if getattr(self, name) is not None]
             for name in ("dp", "pp", "tp", "zero", *given):
@@ -72,17 +72,15 @@ class Layout:
 
     @classmethod
     def grid_of(cls, ranks, *, pp: int = 1, tp: int = 1, **options) -> "Layout":
-        """As many data-parallel shards as there are ranks for, each of pp x tp ranks; tp ranks stand side by side.
-
-        Where pp * tp does not divide the number of ranks, `problems` says so.
-        """
+        """As many data-parallel shards of pp x tp ranks as fit; tp ranks are neighbours. If pp * tp does not divide the
+        number of ranks, `problems` says so."""
         ranks = tuple(ranks)
         return cls(ranks, dp=max(1, len(ranks) // max(pp * tp, 1)), pp=pp, tp=tp, **options)
 
     @property
     def grid(self) -> "np.ndarray":
         """World ranks as an array [dp, pp, tp]."""
-        import numpy as np  # late: `check` does without, and starts sooner
+        import numpy as np  # late: `check` starts sooner without it
 
         return np.array(self.ranks).reshape(self.dp, self.pp, self.tp)
 
@@ -95,7 +93,7 @@ class Layout:
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        """Where each rank stands in `ranks`."""
+        """The index of each rank in `ranks`."""
         return {rank: number for number, rank in enumerate(self.ranks)}
 
     def place(self, rank: int) -> tuple[int, int, int]:
@@ -159,7 +157,7 @@ class Layout:
         return tuple(self.rank_at(d, self.pp - 1, t) for d in range(self.dp) for t in range(self.tp))
 
     def reports(self, rank: int) -> bool:
-        """Whether a rank is the one of its data-parallel shard that counts the shard's rows in sums over ranks."""
+        """Whether a rank reports for its data-parallel shard, so that sums over ranks count each row once."""
         _, stage, tp_index = self.place(rank)
         return stage == self.pp - 1 and tp_index == 0
 
@@ -202,8 +200,8 @@ class Layout:
 
 
 def group_name(ranks: Iterable[int], purpose: str = COLLECTIVES) -> str:
-    """A group is a set of ranks with a purpose, whatever their order in a grid: collectives, or the messages between
-    the stages of a call. Groups of the same ranks with different purposes are different communicators."""
+    """The name of a set of ranks with a purpose: collectives, or messages between the stages of a call. Groups of the
+    same ranks with different purposes are different communicators."""
     return _group_name(tuple(ranks), purpose)
 
 
@@ -217,11 +215,11 @@ def _less_than_1(number: int | None) -> bool:
 
 
 def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]:
-    """Micro-batches: consecutive rows of at most layout.tokens tokens together, or at most micro_batch rows; at least
+    """Micro-batches: consecutive rows with at most layout.tokens tokens together, or at most micro_batch rows; at least
     one row each. lengths: tokens of each row.
 
-    Every pass over the same rows in layouts with the same limits is cut alike, so that a recomputed logprob has the
-    same shapes, and hence the same bits, as the one that training computes first.
+    Layouts with the same limits cut the same rows alike, so a recomputed logprob has the same shapes, and hence the
+    same bits, as the first one that training computes.
     """
     if layout.tokens is None:
         return [slice(start, min(start + micro_batch, len(lengths))) for start in range(0, len(lengths), micro_batch)]
@@ -236,7 +234,7 @@ def cut(lengths: Sequence[int], layout: Layout, micro_batch: int) -> list[slice]
 
 
 def exact_div(total: int, parts: int, what: str) -> int:
-    """total / parts when that is whole; otherwise a UserError that names `what`."""
+    """total / parts. Raises a UserError that names `what` if there is a remainder."""
     if parts < 1 or total % parts:
         raise UserError(f"{what}: {total} is not divisible by {parts}")
     return total // parts

@@ -1,4 +1,4 @@
-"""A placement: call -> layout. Strategies return one; here are its checks and the helper for placement ratios."""
+"""A placement maps every call to a layout; strategies return one. Also the helpers for placement ratios."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from rlhf_spmd.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The layout of every call of a workflow that has a model, and how what moves between layouts overlaps with work.
+    """The layout of every call that has a model, and how transfers between layouts overlap with work.
 
-    own_first: calls that begin with the rows that a rank has, while those that it lacks are on their way.
+    own_first: calls that begin with the rows that their rank has, while the missing rows are in transit.
     joint: sets of calls that exchange together: one transfer brings what all of them read, one takes away what they
-        make. They stand side by side in the workflow, and none depends on another one.
-    stream: everything before training is done mini-batch by mini-batch, and the first epoch of training on a mini-batch
-        starts as soon as it is there. Not where something needs the whole batch before training (see `streams`).
-    in_flight: mini-batches that a rank may have sent, or be ready to receive, ahead of their use while streaming.
+        make. They are neighbours in the workflow, and none depends on another.
+    stream: calls before training run mini-batch by mini-batch, and the first epoch of training starts on each
+        mini-batch as it arrives, unless something needs the whole batch before training (see `streams`).
+    in_flight: mini-batches that a rank may have sent ahead, or be ready to receive, while streaming.
     """
 
     layouts: Mapping[str, Layout]
@@ -54,9 +54,9 @@ class Placement:
     def by_ratios(
         cls, workload: Workload, ranks: tuple[int, ...], ratios: Sequence[str], *, zero: int, micro_batch: int | None
     ) -> "Placement":
-        """Each model data-parallel on its share of the ranks (see `read_ratios`; without ratios the models that nothing
-        trains share them evenly), those on all ranks with partners side by side (see `interleave`). zero: stage of the
-        models that train; 3 shards the frozen ones, too. Raises UserError if there is nothing to put side by side."""
+        """Each model data-parallel on its share of the ranks (see `read_ratios`; without ratios the frozen models share
+        them evenly); models on all ranks have them in the order of `interleave`. zero: stage of the models that train;
+        3 also shards the frozen ones. Raises UserError if there is nothing to interleave."""
         frozen = workload.workflow.frozen_models
         if not ratios and (len(frozen) < 2 or not workload.workflow.independent(workload.workflow.frozen_calls)):
             what = ", ".join(frozen) or "none"
@@ -76,7 +76,7 @@ class Placement:
         return cls.by_model(workload, **layouts)
 
     def streams(self, workload: Workload) -> bool:
-        """Whether an iteration really streams: nothing needs all of its rows before any training."""
+        """Whether an iteration streams: the placement asks for it, and no call needs the whole batch."""
         return self.stream and not any(map(workload.needs_batch, workload.workflow.calls))
 
     def unit(self, call: str) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ class Placement:
         return next((calls for calls in self.joint if call in calls), (call,))
 
     def sites(self, call: Call, workflow: Workflow) -> tuple[str, ...]:
-        """The placed calls in whose layouts a call runs: itself; or for a `compute`, of the calls that read its
-        results, the first one on every distinct list of ranks."""
+        """The placed calls in whose layouts a call runs: itself, or for a `compute` its consumers, the first one for
+        each distinct list of ranks."""
         if call.kind != "compute":
             return (call.name,)
         by_ranks: dict[tuple[int, ...], str] = {}
@@ -96,11 +96,11 @@ class Placement:
 
 
 def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Gives each model the share of the ranks that it occupies (APP's Model Placement Ratio, arXiv 2312.11819).
+    """Gives each model its share of the ranks (APP's Model Placement Ratio, arXiv 2312.11819).
 
-    Models with share 1 get all ranks. The others, in the order given, are gathered into groups whose shares sum to 1,
-    and each group splits the ranks contiguously by *cumulative* offsets, so that unequal shares neither overlap nor
-    leave holes. Shares may be written "1/3". Raises UserError if shares do not add up or one rounds to no rank.
+    Models with share 1 get all ranks. The others, in the order given, form groups whose shares sum to 1; each group
+    splits the ranks contiguously at cumulative offsets, so that shares neither overlap nor leave holes. Shares may be
+    written "1/3". Raises UserError if shares do not sum to 1 or one rounds to no rank.
     """
     shares = {model: parse_ratio(model, ratio) for model, ratio in ratios.items()}
     split = {model: ranks for model, share in shares.items() if share == 1}
@@ -130,7 +130,7 @@ def split_by_ratio(ratios: Mapping[str, float | str | Fraction], ranks: tuple[in
 
 
 def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str]:
-    """`("reference=1/4", "reward=3/4")` as shares by model; models that are not named get 1, all ranks."""
+    """`("reference=1/4", "reward=3/4")` as shares by model; a model that is not named gets 1, all ranks."""
     shares, named = dict.fromkeys(models, "1"), set()
     for text in ratios:
         model, equals, share = text.partition("=")
@@ -146,18 +146,18 @@ def read_ratios(ratios: Sequence[str], models: tuple[str, ...]) -> dict[str, str
 
 
 def interleave(*groups: tuple[int, ...]) -> tuple[int, ...]:
-    """All ranks of the groups in such an order that each group is spread evenly: (0, 1) and (2, 3) give 0, 2, 1, 3.
+    """All ranks of the groups in an order that spreads each group evenly: (0, 1) and (2, 3) give 0, 2, 1, 3.
 
-    A layout of all ranks in this order and the layouts of the groups share their rows: each rank of a group owns there
-    its own rows and those of its neighbours, its *partners*, so that it can begin with its own. Between unequal groups
-    they share as many as columns in equal numbers allow.
+    In a layout of one group, each rank then owns the rows that it owns in the layout of all ranks, and those of its
+    neighbours there, its *partners*. So it can begin with its own rows. Unequal groups share as many rows as equal
+    numbers of columns per rank allow.
     """
     places = [(Fraction(2 * index + 1, 2 * len(group)), rank) for group in groups for index, rank in enumerate(group)]
     return tuple(rank for _, rank in sorted(places))
 
 
 def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
-    """The share of the ranks that `ratio` means, e.g. 0.5 or "1/3". Raises UserError if it is no number in (0, 1]."""
+    """A ratio such as 0.5 or "1/3" as a fraction. Raises UserError if it is not a number in (0, 1]."""
     try:
         share = Fraction(ratio)
     except (ValueError, ArithmeticError, TypeError) as error:  # ArithmeticError: 1/0, infinity
@@ -169,15 +169,15 @@ def parse_ratio(model: str, ratio: float | str | Fraction) -> Fraction:
 
 
 def ranks_of(call: Call, layout: Layout) -> tuple[int, ...]:
-    """The ranks that run a call in a layout: a `compute` reads what only the last stage has."""
+    """The ranks that run a call in a layout: all, or for a `compute` the last stage, which alone has its inputs."""
     return layout.last_stage if call.kind == "compute" else layout.ranks
 
 
 def uses_trained_weights(call: Call, rank: int, workload: Workload, placement: Placement) -> bool:
-    """Whether a call runs with the weights that its model trains on this rank, rather than with a copy of its own.
+    """Whether a call runs with the weights that its model trains on this rank, rather than with a copy.
 
-    It does where it needs the same shard of them, split with the same partners; under ZeRO 3 only if all its ranks do,
-    which gather together.
+    It does if it needs the same shard, split among the same ranks; under ZeRO 3, where all ranks gather together, only
+    if that holds for all of them.
     """
     train = workload.workflow.train_call(call.model)
     if train is None:

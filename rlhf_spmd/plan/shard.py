@@ -1,6 +1,6 @@
-"""Which part of a model one copy of it holds: a pipeline stage's layers, and of every weight a tensor-parallel slice.
+"""The part of a model that a rank holds: the layers of a pipeline stage, and a tensor-parallel slice of every weight.
 
-The same rule everywhere, uneven parts included: part i of n things is [i * n // parts, (i + 1) * n // parts).
+One rule everywhere, also for uneven parts: part i of n things is [i * n // parts, (i + 1) * n // parts).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The workflow: calling an algorithm with symbolic values records its calls; edges come from the data keys alone.
 
-A *call* is one use of a model (`generate`, `infer`, `train`) or a pure computation on data (`compute`, which has no
-model and runs wherever its results are consumed). A node of the graph is a call; nobody writes an edge by hand.
+A *call*, a node of this graph, is one use of a model (`generate`, `infer`, `train`) or a pure computation on data
+(`compute`, which has no model and runs wherever its results are consumed).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +19,11 @@ MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pai
 class Role:
     """A model of an algorithm.
 
-    head: what the model puts out, logits (`lm`) or a number for each token (`scalar`; zeros at first where it trains
-    and its folder has none). lr: the learning rate where none is
-    given; None: the model never trains. starts_from: the roles whose folder it is read
-    from if it has none of its own, the first one that has a folder with the first role's tokenizer. judge: it scores
-    whole responses, so a reward function may stand in for it, and with another tokenizer it reads text. saved: the
-    trained model is written as a Hugging Face folder at the end of a run.
+    head: the output, logits (`lm`) or one number per token (`scalar`; zeros at first if the model trains and its folder
+    has no such head). lr: default learning rate; None: the model never trains. starts_from: roles whose folder it is
+    read from if it has none of its own: the first one with a folder and the first role's tokenizer. judge: it scores
+    whole responses, so a reward function may replace it, and with another tokenizer it reads text. saved: the trained
+    model is written as a Hugging Face folder at the end of a run.
     """
 
     head: Literal["lm", "scalar"]
@@ -36,8 +35,8 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A symbolic value: the key under which every rank's store holds its rows. kept, logprobs, model: of responses that
-    were generated, the keys that came with them, and who made them."""
+    """A symbolic value: the key under which every rank's store holds its rows. kept, logprobs, model: for generated
+    responses, the keys of their sampling supports and logprobs, and the model that made them."""
 
     key: str
     kept: str = ""
@@ -49,13 +48,13 @@ class Data:
 class Call:
     """One node of the workflow. `function` names what is computed (e.g. "logprobs", or a loss).
 
-    inputs, outputs: all keys that it reads and makes. tokens: of the inputs, those that a model's sequences are made
-    of: the prompts, then one key of responses or two. arguments: parameter of the function -> key. scope: which rows a
-    compute must see at once to make one of them. sums: whether a compute ends with sums over the whole batch. drawn:
-    the key of the logprobs of the generator, which training compares with its own. divisor: what the loss of a
-    mini-batch is divided by: its response tokens, responses or rows. stop: (name of a mean, limit) beyond which the
-    model's other steps of the iteration are left out. entropy: whether a loss reads it. temperature: of generation,
-    where it is not that of the options.
+    inputs, outputs: all keys that it reads and makes. tokens: the inputs that a model's sequences consist of: prompts,
+    then one or two keys of responses. arguments: parameter of the function -> key. scope: the rows that a compute must
+    see at once to make one of them. sums: whether a compute ends with sums over the whole batch. drawn: the key of the
+    generator's logprobs, which training compares with its own. kept: the key of the sampling supports. divisor: the
+    loss of a mini-batch is divided by its response tokens, responses or rows. stop: (name of a mean, limit); beyond it
+    the model's remaining steps of the iteration are skipped. entropy: whether the loss reads it. temperature: of
+    generation, if not that of the options.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Workflow:
-    """Calls in the order in which the algorithm states them, which is a topological order."""
+    """Calls in the order in which the algorithm makes them, which is a topological order."""
 
     calls: tuple[Call, ...]
     given: tuple[str, ...]  # keys that exist before the first call, on every rank
@@ -131,7 +130,7 @@ class Workflow:
         return tuple(call for call in self.placed_calls if not self.train_call(call.model))
 
     def independent(self, calls: Sequence[Call]) -> bool:
-        """Whether none of these calls reads what another one of them makes, directly or by way of other calls."""
+        """Whether none of these calls depends on another one of them, directly or through other calls."""
         made: set[str] = set()
         names = {call.name for call in calls}
         for call in self.calls:
@@ -160,7 +159,7 @@ class Workflow:
 @dataclass(slots=True)
 class Recorder:
     """Collects calls while the algorithm runs on symbolic values. replay: sampling is restricted (top-k, ...), so every
-    pass over generated responses also reads the sets that they were drawn from."""
+    pass over generated responses also reads their sampling supports."""
 
     roles: Mapping[str, Role]
     shapes: dict[str, Shape]
@@ -168,13 +167,14 @@ class Recorder:
     calls: list[Call] = field(default_factory=list)
 
     def model(self, name: str) -> "Model":
-        """A symbolic model. Raises UserError for one that is no role."""
+        """A symbolic model. Raises UserError if no role has this name."""
         if name not in self.roles:
             raise UserError(f"the workflow uses the model {name!r}; ROLES has {', '.join(self.roles)}")
         return Model(name, self)
 
     def record(self, call: Call, shapes: Mapping[str, Shape]) -> None:
-        """Adds a call, whose name is a wish, and the shapes of what it makes. Raises UserError."""
+        """Adds a call, renamed if its name is taken, and the shapes of its outputs. Raises UserError if no name is free
+        or an output exists already."""
         again = [key for key in shapes if key in self.shapes]
         if again:
             raise UserError(f"the workflow makes {', '.join(again)} twice; give the second one another name (output=)")
@@ -191,9 +191,9 @@ class Recorder:
     ) -> Data | tuple[Data, ...]:
         """A pure computation on data, e.g. advantages, on the ranks that read its results.
 
-        makes: key -> shape of each result. arguments: parameter of the function -> data. scope: which rows the function
-        must see at once: each alone, all samples of a prompt, a mini-batch, the batch. sums: the function's results are
-        not final before `FUNCTION_sums` of them has been added over the batch for `FUNCTION_finish`.
+        makes: key -> shape of each result. arguments: parameter of the function -> data. scope: the rows that the
+        function must see at once: one, all samples of a prompt, a mini-batch, the batch. sums: the results become final
+        in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         inputs = tuple(dict.fromkeys(key for _, key in keys))
@@ -213,8 +213,8 @@ class Model:
     recorder: Recorder
 
     def generate(self, prompts: Data, *, name: str = "", temperature: float | None = None) -> tuple[Data, Data]:
-        """Samples responses -> them and the logprobs of their tokens. name: of a second generating call, whose keys
-        begin with it. temperature: instead of generation.temperature; 0 is greedy."""
+        """Samples responses; returns them and the logprobs of their tokens. name: prefix of the keys of a second
+        generate call. temperature: replaces generation.temperature; 0 is greedy."""
         made = generated_keys(name, replay=self.recorder.replay)
         outputs, kind = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
         call = Call(
@@ -225,20 +225,19 @@ class Model:
         return Data(responses, kept[0] if kept else "", logprobs, self.name), Data(logprobs)
 
     def infer(self, function: str, prompts: Data, *responses: Data, output: str | None = None) -> Data:
-        """A forward pass without gradients; `function` names what is read off the model's output (`logprobs` of an lm
-        head; `values` or `scores` of a scalar one), `output` its key."""
+        """A forward pass without gradients. function: the readout (`logprobs` of an lm head, `values` or `scores` of a
+        scalar one); output: its key."""
         head, shape = READOUTS.get(function, ("", "row"))
         own = self.recorder.roles[self.name].head
         if head != own:
             known = ", ".join(name for name, (of, _) in READOUTS.items() if of == own)
-            raise UserError(f"{self.name}.infer({function!r}): what a model with head {own!r} can infer is {known}")
+            raise UserError(f"{self.name}.infer({function!r}): a model with head {own!r} can infer {known}")
         if len(responses) != 1:
             raise UserError(f"{self.name}.infer({function!r}) reads prompts and one key of responses")
-        kept = tuple(one.kept for one in responses if one.kept and function == "logprobs")
-        tokens, key = (prompts.key, *(one.key for one in responses)), output or function
-        call = Call(
-            f"{self.name}_infer", self.name, "infer", function, (*tokens, *kept), (key,), tokens, kept="".join(kept)
-        )
+        kept = responses[0].kept if function == "logprobs" else ""
+        tokens, key = (prompts.key, responses[0].key), output or function
+        inputs = (*tokens, kept) if kept else tokens
+        call = Call(f"{self.name}_infer", self.name, "infer", function, inputs, (key,), tokens, kept=kept)
         self.recorder.record(call, {key: shape})
         return Data(key)
 
@@ -261,32 +260,19 @@ class Model:
             raise UserError(f"the workflow trains {self.name}, whose Role has no learning rate; give it lr=")
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         tokens = (prompts.key, *(one.key for one in responses))
-        drawn = responses[0].logprobs if responses[0].model == self.name and is_lm and len(responses) == 1 else ""
-        kept = "".join(one.kept for one in responses) if is_lm and len(responses) == 1 else ""
-        inputs = (*tokens, *(key for _, key in keys), *filter(None, (drawn, kept)))
-        call = Call(
-            f"{self.name}_train",
-            self.name,
-            "train",
-            function,
-            tuple(dict.fromkeys(inputs)),
-            (),
-            tokens,
-            keys,
-            drawn=drawn,
-            kept=kept,
-            divisor=divisor,
-            stop=stop,
-            entropy=entropy,
-        )
+        sampled = responses[0] if is_lm and len(responses) == 1 else Data("")
+        drawn, kept = sampled.logprobs if sampled.model == self.name else "", sampled.kept
+        inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *filter(None, (drawn, kept)))))
+        options = {"drawn": drawn, "kept": kept, "divisor": divisor, "stop": stop, "entropy": entropy}
+        call = Call(f"{self.name}_train", self.name, "train", function, inputs, (), tokens, keys, **options)
         self.recorder.record(call, {})
 
 
 def _data(function: str, name: str, value: object) -> Data:
     if not isinstance(value, Data):
         raise UserError(
-            f"{function}({name}={value!r:.40}): what a call is given is data of another call; numbers are options of "
-            "the algorithm, which its functions get by name"
+            f"{function}({name}={value!r:.40}): the arguments of a call are data of other calls; numbers are options "
+            "of the algorithm, which its functions get by name"
         )
     return value
 
@@ -294,19 +280,18 @@ def _data(function: str, name: str, value: object) -> Data:
 def trace(
     workflow: Callable[..., None], roles: Mapping[str, Role], given: Mapping[str, Shape], *, replay: bool = False
 ) -> Workflow:
-    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. given: key -> shape of
-    what a row of the data set has. replay: as of Recorder.
+    """Runs `workflow(model, compute, KEY=...)` on symbolic values and returns what it recorded. given: the keys of the
+    data set with their shapes. replay: see Recorder.
 
     `workflow` gets a function from a role's name to the symbolic `Model`, the recorder's `compute`, and the given data
-    by keyword. Raises UserError for a workflow that no program can be made of.
+    by keyword. Raises UserError for a workflow that cannot become a program.
     """
     recorder = Recorder(roles, dict(given), replay)
     workflow(recorder.model, recorder.compute, **{key: Data(key) for key in given})
-    found = Workflow(
-        tuple(recorder.calls), tuple(given), recorder.shapes, {name: role.head for name, role in roles.items()}
-    )
-    _refuse(found)
-    return found
+    heads = {name: role.head for name, role in roles.items()}
+    recorded = Workflow(tuple(recorder.calls), tuple(given), recorder.shapes, heads)
+    _refuse(recorded)
+    return recorded
 
 
 def _refuse(workflow: Workflow) -> None:

@@ -12,7 +12,7 @@ from rlhf_spmd.plan.workflow import Call, Workflow
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama-family model that costs and bytes follow from."""
+    """The sizes of a Llama-family model, from which seconds and bytes follow."""
 
     num_layers: int
     hidden_size: int
@@ -55,7 +55,7 @@ SHAPES = {  # Llama 1 and 2 (arXiv 2302.13971, 2307.09288)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One iteration, in numbers that no placement changes.
+    """The sizes of one iteration, the same under every placement.
 
     models: shape per model name; None for a model that is a Python function (a reward function) and has no weights.
     rollout_batch: prompts per iteration; mini_batch: sequences per optimizer step; both global.
@@ -73,10 +73,10 @@ class Workload:
     max_prompt: int
     max_response: int
     param_bytes: int
-    max_kept: int = 0  # largest set that a token is drawn from, if sampling is restricted
+    max_kept: int = 0  # tokens in the largest sampling support, if sampling is restricted
     max_sequences: int = 256  # decoded at the same time by one copy of a model
-    prompt_lengths: tuple[int, ...] = ()  # equally frequent, for forecasts; empty: all are max_prompt tokens
-    response_lengths: tuple[int, ...] = ()  # the same of responses
+    prompt_lengths: tuple[int, ...] = ()  # for forecasts, equally frequent; empty: all prompts have max_prompt tokens
+    response_lengths: tuple[int, ...] = ()  # the same for responses
 
     @property
     def num_sequences(self) -> int:
@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def group_size(self) -> int:
-        """Rows that stand side by side in the matrix: the samples of a prompt where a compute sees groups, else 1."""
+        """Rows that are neighbours in the matrix: the samples of a prompt if a compute has scope "group", else 1."""
         return self.samples_per_prompt if any(call.scope == "group" for call in self.workflow.calls) else 1
 
     @property
@@ -98,8 +98,7 @@ class Workload:
         return bool(self.prompt_lengths or self.response_lengths)
 
     def lengths(self, row: int) -> tuple[int, int]:
-        """Tokens of the prompt and the response that are forecast for a row: drawn from the given lengths, always the
-        same for one row."""
+        """The forecast tokens of a row's prompt and response: drawn from the given lengths, seeded by the row."""
         if not self.lengths_differ:
             return self.max_prompt, self.max_response
         draw = Random(row)
@@ -108,7 +107,7 @@ class Workload:
         return prompt, response
 
     def row_shape(self, key: str) -> tuple[int, ...]:
-        """The numbers of one row of a data key, which have a fixed width; () where it is one number."""
+        """The shape of one row of a data key; () for a single number."""
         shapes = {"prompt": (self.max_prompt,), "token+1": (self.max_response + 1,), "row": ()}
         shapes["kept"] = (self.max_response, self.max_kept)
         return shapes.get(self.workflow.shapes[key], (self.max_response,))
@@ -118,13 +117,13 @@ class Workload:
         return 4 * prod(self.row_shape(key))
 
     def needs_batch(self, call: Call) -> bool:
-        """Whether a compute can only run once all rows of the iteration are there: a scope that no mini-batch holds."""
+        """Whether a compute needs all rows of the iteration, because no mini-batch holds its scope."""
         splits_groups = call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
         return call.sums or call.scope == "batch" or splits_groups
 
     def columns_seen(self, call: Call, columns: range) -> range:
-        """The columns whose rows a call must see to make those of some columns: more than these where its scope is.
-        The samples of a prompt stand side by side."""
+        """The columns that a call must see to make some columns: more than these if its scope is larger than a row. The
+        samples of a prompt are neighbours."""
         if call.scope == "row" or not columns:
             return columns
         if call.scope != "group" or self.needs_batch(call):
@@ -133,7 +132,7 @@ class Workload:
         return range(columns.start // group * group, -(-columns.stop // group) * group)
 
     def largest_tp(self, cluster: Cluster, *, pp: int = 1) -> int:
-        """The most tensor-parallel slices that every model, a node, and all ranks in pp stages can be cut into."""
+        """The largest tp that the key-value heads of every model, every node, and all ranks with pp stages allow."""
         num_ranks = cluster.num_devices
         heads = min((shape.num_kv_heads for shape in self.models.values() if shape), default=1)
         devices = min(node.num_devices for node in cluster.nodes)

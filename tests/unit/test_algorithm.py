@@ -179,11 +179,11 @@ WRONG = {
     ),
     "an unknown readout": (
         ('judge.infer("scores"', 'judge.infer("points"'),
-        ["judge.infer('points')", "head 'scalar' can infer is values, scores"],
+        ["judge.infer('points')", "head 'scalar' can infer values, scores"],
     ),
     "a readout that the head has not": (
         ('judge.infer("scores"', 'judge.infer("logprobs"'),
-        ["judge.infer('logprobs')", "head 'scalar' can infer is values, scores"],
+        ["judge.infer('logprobs')", "head 'scalar' can infer values, scores"],
     ),
     "a key twice": (
         ('makes={"weights": "token"}', 'makes={"scores": "token"}'),

@@ -1,9 +1,9 @@
 """Workload + placement -> program. Pure, deterministic, the same on every rank.
 
-All instructions are emitted in one global order, each to the ranks that take part: the calls before training as the
-algorithm states them (while streaming, once per mini-batch, with the first epoch of training on it), then training by
-epoch and model. Transfers are posted right after the calls that make their data and waited for right before the first
-call that reads it, so that whatever lies between overlaps with them.
+Instructions are emitted in one global order, each to the ranks that take part: the calls before training in the order
+of the algorithm (while streaming, once per mini-batch, with the first epoch of training on it), then training by epoch
+and model. A transfer is posted right after the calls that make its data, and its Wait comes right before the first call
+that reads them, so that it overlaps with everything between.
 """
 
 from collections.abc import Iterable, Sequence
@@ -85,7 +85,7 @@ class _Compiler:
                 if piece + self.placement.in_flight < num:
                     self._receive_early(piece + self.placement.in_flight)
         for epoch in range(1 if streams else 0, self.workload.epochs):
-            for call in trains:  # one model after the other: the first one's weights travel while the second one trains
+            for call in trains:  # model by model: the first one's weights travel while the second one trains
                 for mini_batch in range(num):
                     self._emit_train(call, epoch, mini_batch, after_training)
         for number, transfer in enumerate(self.transfers):  # senders keep their buffers until here
@@ -95,7 +95,7 @@ class _Compiler:
         self._emit(self.cluster.ranks, Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
-        """The calls before training, those that exchange together side by side."""
+        """The calls before training; those that exchange together form one unit."""
         workflow = self.workload.workflow
         names = [self.placement.unit(call.name) for call in workflow.calls if call.kind != "train"]
         return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
@@ -150,7 +150,7 @@ class _Compiler:
     def _split(
         self, call: Call, layout: Layout, rank: int, late: list[int], group: str | None
     ) -> tuple[Sequence[range | None], Sequence[range | None]]:
-        """The columns to compute before and after the late moves have arrived; None stands for all of them."""
+        """The columns to compute before and after the late moves arrive; None means all of them."""
         if call.name not in self.placement.own_first or group is not None:
             return [], [None]
         messages = [message for index in late for message in self.moves[index].transfer.messages]
@@ -162,7 +162,7 @@ class _Compiler:
         return merged(range(c, c + 1) for c in own), merged(range(c, c + 1) for c in columns if c in coming)
 
     def _emit_posts(self, index: int, piece: int | None) -> None:
-        """Starts a move; while streaming, only after the one that lies in_flight mini-batches back is done."""
+        """Starts a move; while streaming, only after the one of in_flight mini-batches earlier is done."""
         number = self._number(index, piece)
         sources = {message.source for message in self.transfers[number].messages}
         for rank in self.transfers[number].ranks:
@@ -171,7 +171,7 @@ class _Compiler:
             self._once(rank, Post(number))
 
     def _receive_early(self, piece: int) -> None:
-        """Ranks that only receive open their side of a mini-batch's moves before there is anything to receive."""
+        """Ranks that only receive post a mini-batch's moves before the data exist."""
         sending = {message.source for move in self.moves for message in move.transfer.messages}
         for index, move in enumerate(self.moves):
             for rank in move.transfer.ranks:
@@ -179,7 +179,7 @@ class _Compiler:
                     self._once(rank, Post(self._number(index, piece)))
 
     def _emit_train(self, call: Call, epoch: int, mini_batch: int, after_training: dict[str, int]) -> None:
-        """One optimizer step; after a model's last one, its weights leave."""
+        """One optimizer step; after a model's last one, its weights are sent."""
         layout = self.placement.layouts[call.name]
         piece = mini_batch if self.placement.streams(self.workload) else None
         for rank, moves in self._arriving((call.name,)).items():
@@ -215,7 +215,7 @@ class _Compiler:
                 self._group(layout.stage_ranks(rank), STAGES)
 
     def _emit_offloads(self) -> None:
-        """Weights that wait in host memory come before a rank's first Run with them and leave after its last one."""
+        """Offloaded weights are loaded before a rank's first Run with them and freed after its last one."""
         for rank, steps in enumerate(self.instructions):
             for model, calls in offloaded(self.workload, self.placement, rank).items():
                 places = [i for i, step in enumerate(steps) if isinstance(step, Run) and step.call in calls]
@@ -225,7 +225,7 @@ class _Compiler:
 
 
 def offloaded(workload: Workload, placement: Placement, rank: int) -> dict[str, tuple[str, ...]]:
-    """Models whose weights wait in host memory on a rank, and the calls that use them."""
+    """The models that a rank keeps in host memory between calls, and the calls that use them."""
     users: dict[str, tuple[str, ...]] = {}
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]

@@ -1,23 +1,21 @@
-"""The program: for every rank an ordered list of a few kinds of instruction. Executed, checked, simulated and drawn.
+"""The program: an ordered list of instructions for every rank. It is executed, checked, simulated and drawn.
 
-Semantics that runtime/execute/executor.py and plan/proof/check.py share:
+The semantics that the executor (runtime/execute/executor.py) and the proof (plan/proof/check.py) share:
 
 Run       computes a call on this rank's columns (or some of them) of one mini-batch (or of all). If it names a group,
           it contains collectives: every rank of the group must enter the same Run, in the same order.
-Post      starts this rank's part of a transfer (its sends and its receives) and goes on at once.
-Wait      blocks until this rank's part of a posted transfer is done, which needs every peer to have posted it. Weights
-          move in buckets along chains of ranks, of which Post starts the first: all their ranks meet at the Wait.
+Post      starts this rank's part of a transfer (its sends and receives) without blocking.
+Wait      blocks until this rank's part of a posted transfer is done, which needs the Posts of all peers. Weights move
+          in buckets along chains of ranks: Post starts the first buckets, and all ranks of the chains meet at the Wait.
 Load      brings the weights of a frozen model from host memory to the device; Offload frees them there.
-Agree     a control message among all ranks (MPI), at the end of an iteration.
+Agree     is a control message among all ranks (MPI), at the end of an iteration.
 
-A Run in a layout with stages (pp > 1) is one instruction here; pipeline.py compiles it further, into a Run for each
-forward and backward pass of a micro-batch (of generation: for each token) and the Posts and Waits of what the stages
-pass on, once it is known how many there are.
+A Run in a layout with stages (pp > 1) is one instruction here. Once the number of micro-batches (in generation: of
+tokens) is known, pipeline.py compiles it into a Run for each pass and the Posts and Waits between stages.
 
-Messages between calls go through one communicator, that of the world. Messages between the stages of a call go through
-communicators of their own, and so do collectives: one for each distinct set of ranks and purpose (layout.group_name).
-NCCL works off each communicator strictly in order, so a receive that is posted early would hold up a stage's send
-behind it.
+Messages between calls go through the world's communicator. Messages between the stages of a call, and collectives, have
+a communicator for each distinct set of ranks and purpose (layout.group_name): NCCL executes each communicator strictly
+in order, so a receive that is posted early would delay a stage's send behind it.
 """
 
 import hashlib
@@ -33,8 +31,8 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
-MINI_BATCHES_AT_ONCE = 2  # that a streaming copy decodes side by side: steps of few rows cost little less than of more
-BUCKET_BYTES = 64 * 2**20  # weights travel in pieces of this size: large enough for bandwidth, small enough to overlap
+MINI_BATCHES_AT_ONCE = 2  # that a replica decodes at once while streaming: a step of few rows is hardly cheaper
+BUCKET_BYTES = 64 * 2**20  # of weights in transit: large enough for bandwidth, small enough to overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Run:
     group: str | None = None
     mini_batch: int | None = None  # None: all mini-batches
     epoch: int = 0
-    consumer: str | None = None  # of a compute: the call that reads its results, in whose layout it runs
+    consumer: str | None = None  # of a compute: the call that reads its results and whose layout it uses
     columns: range | None = None  # None: all columns that this rank has in the layout
     phase: str = ""  # of a pipeline: begin | forward, backward of a micro-batch | update; begin | token, drawn | end
     micro_batch: int | None = None  # in generation the token
@@ -115,15 +113,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`, of which the
-    messages are the sums by pair of ranks."""
+    """One move between layouts: data keys of one mini-batch (None: of all), or the weights of a `model`; then a message
+    sums up all that goes from one rank to another."""
 
     what: str
     messages: tuple[Message, ...]
     model: str | None = None
     mini_batch: int | None = None
     reallocation: Reallocation | None = None  # of weights
-    call: str | None = None  # between whose stages it goes, by groups of their own; None: between calls, by the world's
+    call: str | None = (
+        None  # a move between the stages of this call, in their groups; None: between calls, in the world
+    )
     ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
     _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
     _received: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
@@ -168,7 +168,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What every rank executes in one iteration. The same object is computed on every rank."""
+    """What every rank executes in one iteration. Every rank computes the same object."""
 
     workload: Workload
     placement: Placement
@@ -183,7 +183,7 @@ class Program:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def layout_of(self, step: Run) -> Layout:
-        """Where the rows of a Run lie; a rank may run a compute once for each of several readers, on other columns."""
+        """The layout of a Run; a rank may run a compute once for each of several consumers, on other columns."""
         return self.placement.layouts[step.consumer or step.call]
 
     def columns_of(self, step: Run, rank: int) -> range:
@@ -191,7 +191,7 @@ class Program:
         return self.layout_of(step).columns(rank, self.workload.mini_batch) if step.columns is None else step.columns
 
     def columns_seen(self, step: Run, rank: int) -> range:
-        """The columns that a Run reads on a rank: more than it computes where it must see other rows."""
+        """The columns that a Run reads on a rank: more than it computes if it must see other rows."""
         return self.workload.columns_seen(self.workload.workflow.call(step.call), self.columns_of(step, rank))
 
     def reads(self, step: Run, rank: int) -> tuple[str, ...]:
@@ -199,11 +199,11 @@ class Program:
         return keys_read(self.workload.workflow.call(step.call), self.layout_of(step), rank)
 
     def makes(self, step: Run, rank: int) -> tuple[str, ...]:
-        """The data keys that a Run leaves on a rank."""
+        """The data keys that a Run makes on a rank."""
         return keys_made(self.workload.workflow.call(step.call), self.layout_of(step), rank)
 
     def gains(self, step: Instruction, rank: int) -> list[tuple[str, range, range]]:
-        """What a rank has once it has passed an instruction: data keys, with their mini-batches and columns."""
+        """The data that a rank gains by an instruction: keys with their mini-batches and columns."""
         if isinstance(step, Run):
             rows, columns = self.mini_batches_of(step), self.columns_of(step, rank)
             return [(key, rows, columns) for key in self.makes(step, rank)]
@@ -223,7 +223,7 @@ class Program:
         return isinstance(step, Wait) and self.transfers[step.transfer].reallocation is not None
 
     def together(self, rank: int, step: Instruction) -> tuple[int, ...]:
-        """The ranks that pass an instruction of this rank together: none of them ends it before all have begun it."""
+        """The ranks that meet at an instruction of this rank: none of them ends it before all have begun it."""
         if isinstance(step, Run) and step.group is not None:
             return self.groups[step.group]
         if isinstance(step, Agree):
@@ -231,15 +231,14 @@ class Program:
         return self.transfers[step.transfer].ranks if self.moves_weights(step) else (rank,)
 
     def meets(self, rank: int, step: Instruction) -> tuple[Instruction, tuple[int, ...]]:
-        """The instruction that other ranks must begin before this one is done on this rank, and those ranks. The
-        messages of a transfer of data need the Posts of its peers, who may wait for theirs much later."""
+        """The instruction that other ranks must begin before this rank can end its own, and those ranks. A transfer of
+        data needs the Posts of its peers, whose Waits may come much later."""
         if isinstance(step, Post | Wait) and not self.moves_weights(step):
             return Post(step.transfer), tuple(sorted(self.transfers[step.transfer].peers(rank)))
         return step, tuple(other for other in self.together(rank, step) if other != rank)
 
     def held(self, rank: int) -> dict[str, tuple[range, ...]]:
-        """The columns of each data key that a rank reads, makes or receives in an iteration: ascending ranges that
-        neither meet nor overlap. Keys that it has nothing to do with are left out."""
+        """The columns of each data key that a rank reads, makes or receives in an iteration, as `merged` ranges."""
         held: dict[str, set[range]] = {}
         for step in self.instructions[rank]:
             for key in self.reads(step, rank) if isinstance(step, Run) else ():
@@ -254,26 +253,25 @@ class Program:
         return tuple(c.model for c in calls if c.kind == "train" and rank in self.placement.layouts[c.name].ranks)
 
     def copies(self, rank: int) -> dict[tuple[str, Shard], tuple[str, ...]]:
-        """What a rank holds besides what it trains: model and shard -> the calls that use this copy."""
-        found: dict[tuple[str, Shard], tuple[str, ...]] = {}
+        """The copies of weights on a rank, besides those that it trains: model and shard -> the calls that use it."""
+        users: dict[tuple[str, Shard], tuple[str, ...]] = {}
         for call in self.workload.workflow.placed_calls:
             layout = self.placement.layouts[call.name]
-            if rank not in layout.ranks or uses_trained_weights(call, rank, self.workload, self.placement):
-                continue
-            key = call.model, layout.shard(rank)
-            found[key] = (*found.get(key, ()), call.name)
-        return found
+            if rank in layout.ranks and not uses_trained_weights(call, rank, self.workload, self.placement):
+                key = call.model, layout.shard(rank)
+                users[key] = (*users.get(key, ()), call.name)
+        return users
 
     @property
     def pairs(self) -> dict[str | None, list[tuple[int, int]]]:
-        """Who exchanges messages in which group: pairs of ranks, ascending. None: between calls, in the world."""
+        """The pairs of ranks, ascending, that exchange messages in each group; None: between calls, in the world."""
         between = {(m.source, m.destination) for transfer in self.transfers for m in transfer.messages}
-        found: dict[str | None, set[tuple[int, int]]] = {None: {(min(pair), max(pair)) for pair in between}}
+        pairs: dict[str | None, set[tuple[int, int]]] = {None: {(min(pair), max(pair)) for pair in between}}
         for layout in dict.fromkeys(self.placement.layouts.values()):
             for rank in layout.ranks if layout.pp > 1 else ():
                 stages = layout.stage_ranks(rank)
-                found.setdefault(group_name(stages, STAGES), set()).update(pairwise(stages))
-        return {name: sorted(pairs) for name, pairs in found.items()}
+                pairs.setdefault(group_name(stages, STAGES), set()).update(pairwise(stages))
+        return {name: sorted(some) for name, some in pairs.items()}
 
     def describe(self, transfer: int) -> str:
         """A transfer in words."""
@@ -284,7 +282,7 @@ class Program:
 def communicators(
     programs: Iterable[Program],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str | None, list[tuple[int, int]]]]:
-    """The groups and pairs of several programs that one job executes."""
+    """The groups and pairs of several programs of one job."""
     groups: dict[str, tuple[int, ...]] = {}
     pairs: dict[str | None, dict[tuple[int, int], None]] = {}
     for program in programs:
@@ -295,22 +293,21 @@ def communicators(
 
 
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """The data keys that a call reads on a rank: a stage before the last one needs no more than the tokens."""
+    """The data keys that a call reads on a rank: a stage before the last one needs the tokens only."""
     last = call.kind == "compute" or layout.place(rank)[1] == layout.pp - 1
     return call.inputs if last else tuple(key for key in call.inputs if key in call.tokens)
 
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """The data keys that a call leaves on a rank: results come out of the last stage."""
+    """The data keys that a call makes on a rank: the last stage has the results."""
     return call.outputs if layout.place(rank)[1] == layout.pp - 1 else ()
 
 
 def merged(ranges: Iterable[range]) -> tuple[range, ...]:
     """The same numbers as ascending ranges that neither meet nor overlap."""
-    found: list[range] = []
-    for one in sorted((one for one in ranges if one), key=lambda one: one.start):
-        if found and one.start <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(found[-1].stop, one.stop))
-        else:
-            found.append(one)
-    return tuple(found)
+    runs: list[range] = []
+    for one in sorted(filter(None, ranges), key=lambda one: one.start):
+        if runs and one.start <= runs[-1].stop:
+            one = range(runs[-1].start, max(runs.pop().stop, one.stop))
+        runs.append(one)
+    return tuple(runs)

@@ -1,19 +1,18 @@
-"""Pipeline parallelism as instructions: what the stages of a layout do in one Run, micro-batch by micro-batch or, in
-generation, token by token.
+"""Pipeline parallelism as instructions: what the stages of a layout do in one Run, by micro-batch or, in generation, by
+token.
 
 Training follows 1F1B (PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473): stage s of p runs
-min(p - s - 1, m) forwards ahead, then one forward and one backward in turn, then the backwards that are left, so that
-no stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone. In generation a
-token goes through all stages, the last one draws, and all of them hear what was drawn.
+min(p - s - 1, m) forwards ahead, then one forward and one backward in turn, then the remaining backwards, so that no
+stage ever holds the activations of more than p - s micro-batches. Inference is the forwards alone. In generation a
+token goes through all stages, the last stage draws the next one and sends it to the others.
 
-The number m of micro-batches follows from the data, so a program holds one Run and the body is compiled for each m: by
-the runtime for the m that the ranks have agreed on, by `check` for some (see `numbers`). A body ends for every m, also
-where a communicator carries out its transfers one after another: the passes of all stages are merged into one global
-order in which each comes after what it needs, and both ends post a transfer where its data is made in that order. So
-the queues of both ends hold their transfers in the same global order, and the earliest transfer that is left can always
-be carried out. `check` runs bodies all the same, as a check of this code. Generation has as many tokens as it happens
-to need: the engine (runtime/generation/engine.py) does not execute a body; its collectives and messages are those of
-`token_body`.
+The number m of micro-batches follows from the data, so a program holds one Run, and its body is compiled for each m: by
+the runtime for the m that the ranks agree on, by `check` for some (see `numbers`). A body ends for every m, also if a
+communicator executes its transfers one after another: the passes of all stages are merged into one global order, in
+which each comes after what it needs, and both ends of a transfer post it where that order makes its data. So both ends
+queue their transfers in this order, and the earliest remaining transfer can always be executed. `check` runs bodies all
+the same, as a check of this code. The number of tokens is known only afterwards, so the generation engine
+(runtime/generation/engine.py) does not execute a body; its collectives and messages are those of `token_body`.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,26 +29,26 @@ Pass = tuple[str, int]  # "forward" or "backward", micro-batch
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a Run becomes on the ranks of one data-parallel shard. Transfers are numbered from 0."""
+    """The instructions of one Run on the ranks of one data-parallel shard. Transfers are numbered from 0."""
 
     instructions: dict[int, tuple[Instruction, ...]]  # by world rank
     transfers: tuple[Transfer, ...]
-    passes: tuple[tuple[Pass, int], ...] = ()  # of each transfer: what makes its data, on which stage; not of tokens
+    passes: tuple[tuple[Pass, int], ...] = ()  # of each transfer: the pass and stage that make its data; not of tokens
 
 
 def is_pipelined(call: Call, layout: Layout) -> bool:
-    """Whether a call's Runs have a body that the runtime executes."""
+    """Whether the runtime executes a body for each Run of a call."""
     return layout.pp > 1 and call.kind in ("infer", "train")
 
 
 def largest_number(layout: Layout, workload: Workload, call: Call) -> int:
-    """The most micro-batches that a Run can have on one shard: a budget of tokens may leave one row to each."""
+    """The most micro-batches that a Run can have on one shard: with a budget of tokens each may have one row."""
     size = 1 if layout.tokens else layout.micro_batch or workload.micro_batch
     return _number(layout, workload, call, size)
 
 
 def usual_number(program: Program, step: Run) -> int:
-    """Micro-batches of a Run, as if each had the usual number of rows where a budget of tokens decides."""
+    """Micro-batches of a Run, also with a budget of tokens counted as if each had the usual number of rows."""
     workload, layout = program.workload, program.layout_of(step)
     return _number(layout, workload, workload.workflow.call(step.call), layout.micro_batch or workload.micro_batch)
 
@@ -72,8 +71,8 @@ def order_of_passes(stage: int, num_stages: int, num_micro_batches: int, *, trai
 
 
 def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> list[tuple[int, Pass]]:
-    """The passes of all stages in one order in which each comes after what it needs: a forward after that of the stage
-    before, a backward after that of the stage behind."""
+    """The passes of all stages in one order in which each comes after the pass that it needs: a forward after that of
+    the previous stage, a backward after that of the next stage."""
     queues = [order_of_passes(s, num_stages, num_micro_batches, train=train) for s in range(num_stages)]
     done: set[tuple[int, Pass]] = set()
     order: list[tuple[int, Pass]] = []
@@ -93,7 +92,7 @@ def global_order(num_stages: int, num_micro_batches: int, *, train: bool) -> lis
 
 @cache
 def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches: int, pass_bytes: int = 0) -> Body:
-    """The instructions of one shard's ranks. pass_bytes: what a stage hands on for one micro-batch, on each slice."""
+    """The instructions of one shard's ranks. pass_bytes: of the message of one micro-batch, on each slice."""
     train, last = call.kind == "train", layout.pp - 1
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
@@ -104,7 +103,7 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
     for stage, (kind, index) in global_order(layout.pp, num_micro_batches, train=train):
         group = group_name(ranks[stage]) if layout.tp > 1 else None
         number = numbers.get((kind, index, stage))
-        # what a backward receives proves that the stage behind is done with what this one sent it forward
+        # a gradient proves that the next stage is done with the activations that this one sent
         sent = numbers.get(("forward", index, stage + 1)) if kind == "backward" else None
         due = [n for n in (sent, number) if n is not None]
         steps = [*map(Wait, due), replace(step, group=group, phase=kind, micro_batch=index)]  # the same on all slices
@@ -124,7 +123,7 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
         name = f"{what} of {call.name} to stage {to}"
         transfers.append(Transfer(name, messages, mini_batch=step.mini_batch, call=call.name))
         makers.append(((kind, index), stage))
-    for number, transfer in enumerate(transfers):  # what nothing has waited for yet on the side that sent it
+    for number, transfer in enumerate(transfers):  # Waits that are missing on the sending side
         for rank in transfer.ranks:
             if (rank, number) not in waited:
                 lists[rank].append(Wait(number))
@@ -138,8 +137,8 @@ def body(layout: Layout, call: Call, step: Run, dp_index: int, num_micro_batches
 @cache
 def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens: int) -> Body:
     """The instructions of one shard's ranks while they generate: the stages agree on the blocks of the cache; each
-    token of a batch is a forward of every stage, and then the last stage tells the others what it drew; at the end it
-    tells them the results. As in `body`, slices do the same side by side."""
+    token of a batch is a forward of every stage, then the last stage sends the drawn tokens to the others; at the end
+    it sends the results. As in `body`, all slices do the same."""
     ranks = [[layout.rank_at(dp_index, stage, t) for t in range(layout.tp)] for stage in range(layout.pp)]
     lists: dict[int, list[Instruction]] = {rank: [] for stage in ranks for rank in stage}
     transfers: list[Transfer] = []
@@ -171,8 +170,8 @@ def token_body(layout: Layout, call: Call, step: Run, dp_index: int, num_tokens:
 def expand(
     program: Program, num_micro_batches: Callable[[Run], int], num_tokens: Callable[[Run], int] | None = None
 ) -> Program:
-    """The program with the body of every pipelined Run in its place, for numbers of micro-batches that are given, and
-    of tokens (None: generation stays as it is); an expanded program stays as it is."""
+    """The program with every pipelined Run replaced by its body, for given numbers of micro-batches and of tokens
+    (None: generation stays as it is). An expanded program stays as it is."""
     workload, transfers = program.workload, list(program.transfers)
     offsets: dict[tuple[Run, int], int] = {}
     lists: list[list[Instruction]] = []
@@ -203,9 +202,9 @@ def expand(
 
 
 def numbers(layout: Layout, workload: Workload, call: Call) -> list[int]:
-    """The numbers of micro-batches (in generation, of tokens) that stand for all that a Run can have on one shard.
+    """The numbers of micro-batches (in generation, of tokens) that `check` tries in place of all possible ones.
 
-    From pp + 1 on every stage has its cycle of one forward and one backward, which more micro-batches only repeat; of
+    From pp + 1 on, every stage has a cycle of one forward and one backward, which more micro-batches only repeat; of
     these, 2 pp + 1 and the largest number are tried. Each token repeats the one before it.
     """
     if call.kind == "generate":
@@ -215,10 +214,8 @@ def numbers(layout: Layout, workload: Workload, call: Call) -> list[int]:
 
 
 def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
-    """Every call with stages and the numbers of micro-batches or tokens that stand for all: a program of one such Run.
-
-    One data-parallel shard of it, since the others only have other names.
-    """
+    """For every call with stages and each of its `numbers`: a program of one such Run, on one data-parallel shard,
+    since the others differ only in their ranks."""
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         if layout.pp == 1:
@@ -237,7 +234,7 @@ def bodies(program: Program) -> Iterator[tuple[Call, int, Program]]:
 
 
 def pass_bytes(layout: Layout, workload: Workload, call: Call) -> int:
-    """The most bytes that a stage hands on for one micro-batch, on each slice."""
+    """The most bytes that a stage sends for one micro-batch, on each slice."""
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
     tokens = max(tokens, longest)  # a row is never cut

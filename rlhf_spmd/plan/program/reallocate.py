@@ -1,9 +1,9 @@
-"""Reallocation, planned: which boxes of a model's weights travel from where to where, so that a layout becomes another.
+"""Plans a reallocation: which boxes of a model's weights travel from which rank to which, from one layout to another.
 
-Any layouts: tensor-parallel degrees need not divide one another, ranks may overlap, nest or be apart. A rank receives
-only what it lacks, once even if two of its copies need it. What several ranks lack travels along a *chain*, bucket by
-bucket: each link carries the bytes once, and a chain through the ranks of a node enters it once. What several ranks
-hold is cut, so that each sends its share, those on the receiver's node alone if there are any.
+Layouts are arbitrary: tensor-parallel degrees need not divide one another, and ranks may overlap or not. A rank
+receives only what it lacks, and once even if two of its copies need it. What several ranks lack travels along a
+*chain*, bucket by bucket: each link carries the bytes once, and a chain enters a node once. If several ranks hold a
+box, each sends a share of it; those on the receiver's node send it alone if there are any.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,9 +17,9 @@ from rlhf_spmd.plan.program.tensors import Box, Holding, Piece, Weight, overlap,
 from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
-WHOLE_BYTES = 256 * 2**10  # a share below this is not worth a message of its own: latency outweighs bandwidth
-NUM_BUCKETS = 8  # of the longest route at least, so that packing, sending, forwarding and unpacking overlap,
-SMALL_BUCKET_BYTES = 2**20  # as long as its buckets are no smaller than this
+WHOLE_BYTES = 256 * 2**10  # smaller shares are not sent apart: latency outweighs bandwidth
+NUM_BUCKETS = 8  # the longest route has at least so many, so that packing, sending, forwarding and unpacking overlap,
+SMALL_BUCKET_BYTES = 2**20  # unless its buckets would be smaller than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A chain: ranks[0] holds the pieces, every other rank receives them from the one before and keeps a copy."""
+    """A chain: ranks[0] holds the pieces; every other rank receives them from the one before and keeps a copy."""
 
     ranks: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -46,7 +46,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Reallocation:
-    """Everything that travels, and what is copied where it is; the same on every rank."""
+    """Everything that travels, and what ranks copy locally; the same on every rank."""
 
     shape: ModelShape
     sources: tuple[tuple[int, Holding], ...]
@@ -54,7 +54,7 @@ class Reallocation:
     bytes_per_number: int
     local: tuple[Copy, ...]
     routes: tuple[Route, ...]
-    _extra: dict[int, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)  # what has been computed
+    _extra: dict[int, dict[int, int]] = field(default_factory=dict, compare=False, repr=False)  # cache of extra_bytes
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -82,13 +82,13 @@ class Reallocation:
         """All bytes that travel."""
         return sum(self.hop_bytes().values())
 
-    # What a given size of buckets makes of it.
+    # ---- for a given size of buckets ---------------------------------------------------------------------------------
 
     def bucket_numbers(self, bucket_bytes: int) -> int:
-        """Numbers in a bucket of a route: the most at which no rank has more than bucket_bytes under way at once.
+        """Numbers in a bucket of a route: the most at which no rank has more than bucket_bytes in transit.
 
-        A rank that takes part in n routes has a bucket of each; routes shorter than their share leave it to others.
-        Fewer than that where a route would not have enough buckets for its ranks to work at the same time.
+        A rank in n routes has a bucket of each; routes shorter than their share leave the rest to the others. Buckets
+        are smaller if the longest route would otherwise have too few for its ranks to work at the same time.
         """
         sizes: dict[int, list[int]] = {}
         for route in self.routes:
@@ -108,7 +108,7 @@ class Reallocation:
 
     @staticmethod
     def slot_numbers(route: Route, numbers: int) -> tuple[int, int]:
-        """Numbers in the two buffers of a route whose buckets hold so many at most; one is enough for one bucket."""
+        """Numbers in the two buffers of a route whose buckets hold at most `numbers`; one bucket needs one buffer."""
         return (route.num_numbers, 0) if route.num_numbers <= numbers else (numbers, numbers)
 
     def buckets(self, route: Route, bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -126,7 +126,7 @@ class Reallocation:
         return counts
 
     def extra_bytes(self, bucket_bytes: int) -> dict[int, int]:
-        """The most memory that each rank may need for buckets: of each of its routes one that comes, one that goes."""
+        """The most memory that each rank needs for buckets: for each of its routes one to receive and one to send."""
         if bucket_bytes not in self._extra:  # every rank of a forecast asks
             sizes, numbers = dict.fromkeys(self.ranks, 0), self.bucket_numbers(bucket_bytes)
             for route in self.routes:
@@ -145,10 +145,11 @@ def plan_reallocation(
     node_of: Callable[[int], int],
     whole_bytes: int = WHOLE_BYTES,
 ) -> Reallocation:
-    """How the ranks of `targets` get their shards of a model that the ranks of `sources` hold between them.
+    """How the ranks of `targets` get their shards of a model that the ranks of `sources` hold together.
 
-    A rank may have several targets. node_of: the node of a rank. whole_bytes: what several ranks hold is cut only where
-    each share is as large; else the receivers are dealt out among the holders. Every needed number must be held.
+    A rank may have several targets. node_of: the node of a rank. whole_bytes: the smallest share into which a box with
+    several holders is cut; smaller boxes are sent whole, and the receivers are divided among the holders. Some source
+    must hold every needed number.
     """
     local: list[Copy] = []
     lacked: dict[tuple[int, int], list[Piece]] = {}  # masks of the ranks that hold and of the targets that lack -> what
@@ -182,7 +183,7 @@ def plan_reallocation(
 
 
 def _lacking(held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets: Sequence[tuple[int, Shard]]) -> dict:
-    """Boxes of one weight by (mask of the ranks that hold them, mask of the targets whose ranks do not).
+    """Boxes of one weight by (mask of the ranks that hold them, mask of the targets whose ranks lack them).
 
     The weight is cut wherever a box begins or ends, first along the layers, then rows, then columns.
     """
@@ -207,7 +208,8 @@ def _lacking(held: list[tuple[Box, int]], wanted: list[tuple[Box, int]], targets
 
 
 def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple, list[list[int]]]]:
-    """The cells that the boxes' edges cut, and the masks of the boxes around each, where somebody wants something."""
+    """The cells between the edges of boxes, each with the masks of the boxes around it; only cells that some target
+    wants."""
     if dim == 3:
         yield (), [mask for _, mask in boxes]
         return
@@ -219,7 +221,7 @@ def _cells(boxes: list[tuple[Box, list[int]]], dim: int) -> Iterator[tuple[tuple
 
 
 def _joined(boxes: list[Box]) -> list[Box]:
-    """Boxes that touch along one dim and agree in the others as one."""
+    """Joins boxes that touch along one dim and are equal in the others."""
     for dim in (2, 1, 0):
         runs: dict[tuple, list[tuple[int, int]]] = {}
         for box in boxes:
@@ -241,7 +243,7 @@ def _members(mask: int) -> list[int]:
 
 
 class _Chains:
-    """Finds chains from holders through receivers. Ranks stand in a ring, node by node."""
+    """Finds chains from holders through receivers. All ranks form a ring, ordered by node."""
 
     def __init__(self, sources: Iterable[int], receivers: Iterable[int], node_of: Callable[[int], int]):
         sources = sorted(sources)
@@ -253,7 +255,7 @@ class _Chains:
     def among(
         self, holders: Sequence[int], receivers: Iterable[int], num_bytes: int, whole_bytes: int
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
-        """(ranks, (index, parts)): the chain, and which part of what the holders hold goes along it."""
+        """(ranks, (index, parts)): each chain, and which part of the holders' boxes travels along it."""
         eligible: dict[tuple[int, ...], list[int]] = {}
         on_node: dict[int, list[int]] = {}
         for holder in holders:
@@ -266,16 +268,16 @@ class _Chains:
             if num_bytes >= len(senders) * whole_bytes:
                 for index, sender in enumerate(senders):
                     yield (sender, *self._order(sender, takers)), (index, len(senders))
-            else:  # dealt out in turn, so that slices of equal index on different stages share the chains of the rest
+            else:  # takers are dealt out in turn, so that equal slices of different stages share chains
                 for index, sender in enumerate(senders):
                     if mine := takers[index :: len(senders)]:
                         yield (sender, *self._order(sender, mine)), (0, 1)
 
     def _order(self, sender: int, takers: list[int]) -> list[int]:
-        """The takers in the order of a chain: node by node around the ring, beginning at the sender's.
+        """The takers in the order of a chain: node by node around the ring, beginning at the sender's node.
 
-        Inside a node it begins behind the sender, and senders that stand in one gap between takers begin each one
-        further: so the chains of a whole layout load every link alike, and an all-gather becomes a ring.
+        Inside a node the chain begins after the sender. Senders between the same two takers begin at successive takers,
+        so that the chains of a layout load every link equally, and an all-gather becomes a ring.
         """
         by_node: dict[int, list[int]] = {}
         for rank in takers:
@@ -293,7 +295,7 @@ class _Chains:
 
 
 def _part(piece: Piece, index: int, parts: int) -> Piece | None:
-    """One of `parts` nearly equal parts of a piece, by rows where there are enough, else by layers or columns."""
+    """One of `parts` nearly equal parts of a piece, cut by rows if there are enough, else by layers or columns."""
     if parts == 1:
         return piece
     sizes = [last - first for first, last in piece.box]

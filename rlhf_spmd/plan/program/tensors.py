@@ -1,7 +1,7 @@
 """The table of a model's weights: their sizes, how tensor parallelism cuts them, which pipeline stages hold them.
 
-The weights of one kind in all layers are one tensor [layers, rows, columns], so that a plan for 80 layers is no longer
-than one for two. What a rank holds is then a few boxes of each tensor, whatever the number of layers.
+The weights of one kind in all layers are one tensor [layers, rows, columns], of which a rank holds a few boxes. So a
+plan for 80 layers is no longer than one for two.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ def numbers_in(box: Box) -> int:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share; None for nothing."""
+    """The intersection of two boxes of one tensor; None if it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(first < last for first, last in common) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of one kind of weight; on the wire layer by layer, row by row."""
+    """A box of one kind of weight; it is sent layer by layer, row by row."""
 
     weight: str
     box: Box
@@ -41,8 +41,8 @@ class Piece:
 
 
 def rectangles(start: int, stop: int, *, width: int) -> list[tuple[Range, Range]]:
-    """(rows, columns) of numbers [start, stop) of a matrix with rows of `width`, in order: at most the end of a row,
-    full rows, and the beginning of one."""
+    """(rows, columns) of the numbers [start, stop) of a matrix with rows of `width`: at most the end of a row, full
+    rows, and the beginning of a row, in this order."""
     (r0, c0), (r1, c1) = divmod(start, width), divmod(stop, width)
     if r0 == r1:
         return [((r0, r0 + 1), (c0, c1))] if c0 < c1 else []
@@ -56,8 +56,8 @@ class Weight:
     """One kind of weight: [layers, rows, columns] of the whole model.
 
     name: of a parameter of model/transformer.py; `{}` stands for the layer. A parameter with one dim (num_dims 1) has
-    one column. cut: what tensor parallelism splits, in units of `unit` rows or columns; None: every slice has it all.
-    stages: which pipeline stages hold it; "layers": each those of its layers; "ends": the first and the last.
+    one column. cut: the dim that tensor parallelism splits, in units of `unit` rows or columns; None: every slice holds
+    all of it. stages: which pipeline stages hold it; "layers": each the part of its layers; "ends": first and last.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Weight:
         return (0, self.layers), (0, self.rows), (0, self.columns)
 
     def box(self, shard: Shard) -> Box | None:
-        """What a shard holds of it; None for nothing."""
+        """The part that a shard holds; None if it holds nothing."""
         if self.stages == "layers":
             stage = split(self.layers, shard.pp, shard.stage)
             layers = stage.start, stage.stop
@@ -91,7 +91,7 @@ class Weight:
         return units.start * self.unit, units.stop * self.unit
 
     def parameters(self, layers: Range) -> Iterator[tuple[int, str]]:
-        """Number and parameter name of these layers; the name alone, as layer 0, of what no layer has."""
+        """(layer, parameter name) for these layers; a weight outside of the layers is in layer 0."""
         return ((layer, self.name.format(layer)) for layer in range(*layers))
 
 
@@ -99,7 +99,7 @@ class Weight:
 class Holding:
     """What one rank holds of a model: a shard, or under ZeRO 3 one of `parts` parts of it.
 
-    ZeRO 3 (as DeepSpeed lays it out): each parameter of the shard is flattened by itself, and part i has its numbers
+    ZeRO 3 (in DeepSpeed's order): each parameter of the shard is flattened by itself, and part i has the numbers
     [i * n, (i + 1) * n) with n = ceil(size / parts); the last parts may be short or empty.
     """
 
@@ -108,14 +108,14 @@ class Holding:
     parts: int = 1
 
     def interval(self, box: Box) -> Range:
-        """Which numbers of one flattened parameter this rank has; `box`: what the shard has of its weight."""
+        """The numbers of one flattened parameter that this rank has; `box`: the shard's part of the weight."""
         _, (r0, r1), (c0, c1) = box
         size = (r1 - r0) * (c1 - c0)
         step = -(-size // self.parts)
         return min(self.part * step, size), min((self.part + 1) * step, size)
 
     def boxes(self, weight: Weight) -> tuple[Box, ...]:
-        """What this rank holds of a weight, at most three boxes: the end of a row, full rows, the beginning of one."""
+        """This rank's part of a weight, at most three boxes: the end of a row, full rows, the beginning of a row."""
         box = weight.box(self.shard)
         if box is None or self.parts == 1:
             return () if box is None else (box,)
@@ -126,7 +126,7 @@ class Holding:
 
 @lru_cache(maxsize=64)
 def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
-    """All weights of a model, in the order of its parameters but for the layers, which lie side by side."""
+    """All weights of a model, in the order of its parameters with all layers as one."""
     num, hidden, inner, d = shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.head_dim
     queries, keys = shape.num_heads * d, shape.num_kv_heads * d
     group = shape.num_heads // shape.num_kv_heads * d  # the query heads that read one key-value head stay together
@@ -139,7 +139,7 @@ def weights_of(shape: ModelShape) -> tuple[Weight, ...]:
     def linear(name: str, rows: int, columns: int, cut: Literal["rows", "columns"], unit: int, bias: bool) -> None:
         table.append(Weight(f"layers.{{}}.{name}.weight", num, rows, columns, cut=cut, unit=unit))
         if bias:
-            split_too = {"cut": "rows", "unit": unit} if cut == "rows" else {}  # a sum's bias is added once, after it
+            split_too = {"cut": "rows", "unit": unit} if cut == "rows" else {}  # else it is added once, to the sum
             table.append(Weight(f"layers.{{}}.{name}.bias", num, rows, 1, num_dims=1, **split_too))
 
     norm("input_layernorm", hidden)

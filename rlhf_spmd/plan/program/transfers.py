@@ -1,7 +1,7 @@
-"""What has to move between layouts: rows that a call reads where they are not, and new weights to shadow copies.
+"""What moves between layouts: rows to ranks that read and do not hold them, and new weights to shadow copies.
 
-Rows that are held somewhere are never sent there again; what one call (or a joint set of calls) makes and another one
-reads travels in one move; between two ranks there is one message per run of columns.
+No row is sent to a rank that holds it. Everything that one call (or joint set of calls) makes and another one reads
+travels in one move, with one message per run of columns between two ranks.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ Span = tuple[int, int, int, int]  # source, destination, first column, last colu
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer, the calls after which it starts, and the calls before which it must have ended."""
+    """A transfer, the calls after which it starts, and the calls before which it must end."""
 
     transfer: Transfer
     producers: tuple[str, ...]
@@ -31,9 +31,9 @@ class Move:
 
 
 def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
-    """The moves of data keys in the order in which they start; of all mini-batches together."""
+    """The moves of data keys for all mini-batches together, in the order in which they start."""
     workflow = workload.workflow
-    held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns there by now
+    held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns that it has so far
     spans: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Span, dict[str, None]]] = {}
     for call in workflow.calls:
         layouts = [placement.layouts[site] for site in placement.sites(call, workflow)]
@@ -49,7 +49,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
                         columns = workload.columns_seen(call, layout.columns(rank, workload.mini_batch))
                         for span in _lacking(key, rank, columns, owners, held, cluster):
                             spans.setdefault(units, {}).setdefault(span, {})[key] = None
-        for layout in layouts:  # what is made stays where it is made
+        for layout in layouts:  # ranks keep what they make
             for rank in ranks_of(call, layout):
                 for key in keys_made(call, layout, rank):
                     held.setdefault((key, rank), set()).update(layout.columns(rank, workload.mini_batch))
@@ -59,7 +59,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
 
 
 def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[int, tuple[int, ...]]:
-    """Column -> ranks that make it, one for each tensor-parallel slice."""
+    """Column -> the ranks that make it, one for each tensor-parallel slice."""
     source = placement.layouts[placement.sites(producer, workload.workflow)[0]]
     owners: dict[int, tuple[int, ...]] = {}
     for rank in source.last_stage:
@@ -80,7 +80,7 @@ def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, clus
 
 
 def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
-    """Which of several ranks with the same rows sends them to `rank`: one on its node, and each to some."""
+    """Which of several ranks with the same rows sends them to `rank`: one on its node if possible, in turn."""
     if len(owners) == 1:
         return owners[0]
     node = cluster.node_of(rank)
@@ -99,13 +99,13 @@ def _transfer(spans: dict[Span, dict[str, None]], workload: Workload) -> Transfe
 
 
 def of_mini_batch(transfer: Transfer, mini_batch: int, num_mini_batches: int) -> Transfer:
-    """The part of a transfer of all mini-batches that belongs to one of them."""
+    """The part of a transfer that belongs to one mini-batch."""
     messages = tuple(replace(m, num_bytes=m.num_bytes // num_mini_batches) for m in transfer.messages)
     return replace(transfer, messages=messages, mini_batch=mini_batch)
 
 
 def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> list[Move]:
-    """New weights go from where a model trains to every copy of another shard or on another rank."""
+    """New weights go from the ranks that train a model to every copy of another shard or on another rank."""
     moves = []
     for call in workload.workflow.placed_calls:
         if call.kind != "train":
@@ -135,7 +135,7 @@ def weight_moves(workload: Workload, placement: Placement, cluster: Cluster) -> 
 
 
 def holding(training: Layout, rank: int) -> Holding:
-    """What a rank of a train call holds between the steps; under ZeRO 3 a part of its shard."""
+    """What a rank that trains holds between steps: its shard, or under ZeRO 3 a part of it."""
     if training.zero < 3:
         return Holding(training.shard(rank))
     replicas = sorted(training.data_ranks(rank))
