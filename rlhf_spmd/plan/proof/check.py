@@ -126,7 +126,7 @@ def _transfer_problems(
 
 
 def _runs(program: Program) -> Iterator[Problem]:
-    """Every rank computes each row of its calls exactly once, trains in order, and agrees last."""
+    """Every rank computes each row of its calls exactly once, trains in order, and ends with its Agree."""
     for rank, instructions in enumerate(program.instructions):
         due = _due(program, rank)
         done: set[tuple] = set()
@@ -158,7 +158,7 @@ def _runs(program: Program) -> Iterator[Problem]:
 
 
 def _agreement(instructions: tuple[Instruction, ...], rank: int) -> Iterator[Problem]:
-    """An iteration ends with its one Agree, where the ranks exchange their numbers."""
+    """An iteration ends with its one Agree, where the ranks exchange metrics."""
     agrees = [position for position, step in enumerate(instructions) if isinstance(step, Agree)]
     if not agrees:
         yield rank, None, "never agrees with the other ranks: its list must end with one Agree"
@@ -177,7 +177,7 @@ def _cells(program: Program, step: Run, rank: int) -> set[tuple]:
 
 
 def _due(program: Program, rank: int) -> dict[tuple, str]:
-    """The cells that an iteration needs on a rank, each with the Run that it belongs to in words."""
+    """The cells that an iteration needs on a rank, each with its Run in words."""
     workload, placement = program.workload, program.placement
     due = {}
     for call in workload.workflow.calls:
@@ -235,7 +235,7 @@ def _unread(program: Program, rank: int, position: int, key: str, row: int, lack
 
 
 def _weights(program: Program) -> Iterator[Problem]:
-    """Every copy outside of where its model trains gets the new weights once, when nothing uses the old ones."""
+    """Every copy of a trained model gets the new weights once, when no call uses the old ones."""
     workflow, layouts = program.workload.workflow, program.placement.layouts
     for train in (call for call in workflow.calls if call.kind == "train"):
         moves = [(number, t) for number, t in enumerate(program.transfers) if t.model == train.model]
@@ -271,7 +271,7 @@ def _early(program: Program, rank: int, number: int, move: Transfer) -> Iterator
 
 
 def _offloads(program: Program) -> Iterator[Problem]:
-    """Calls with weights that wait in host memory run between a Load and an Offload of them."""
+    """Calls with offloaded weights run between a Load and an Offload of them."""
     for rank, steps in enumerate(program.instructions):
         away = offloaded(program.workload, program.placement, rank)
         loaded: set[str] = set()
@@ -289,8 +289,7 @@ def _offloads(program: Program) -> Iterator[Problem]:
 
 
 def _pipelines(program: Program) -> list[Problem]:
-    """The body of every call with stages, for the numbers of micro-batches or tokens that stand for all; one problem
-    for each rank and call."""
+    """The body of every call with stages, for each of `pipeline.numbers`; one problem for each rank and call."""
     problems: dict[tuple[str, int], Problem] = {}
     for call, number, small in bodies(program):
         for rank, _, text in hangs(small):

@@ -1,22 +1,23 @@
-"""Who waits for whom: runs the instruction lists of all ranks against *blocking* semantics.
+"""Finds deadlocks: runs the instruction lists of all ranks against *blocking* semantics.
 
-These are the strictest that any backend has: a Run with a group finishes only when every rank of the group stands at
-the same Run; a Wait finishes only when every peer of the transfer has posted it, and for weights, whose buckets travel
-along chains of ranks, when all its ranks stand at the same Wait; Agree needs all ranks; and NCCL carries out what a
-rank gives to a communicator one after another, in the order of the posts, so that a transfer which waits for a peer
-holds up the next. There are two queues on each rank: the world's communicator carries the messages between calls,
-those of stages carry the messages inside calls. (A rank may have several of the latter; one queue for all is stricter.)
+These are the strictest of any backend. A Run with a group ends only when every rank of the group stands at the same
+Run. A Wait ends only when every peer has posted the transfer; for weights, whose buckets travel along chains of ranks,
+when all ranks of the transfer stand at the same Wait. Agree needs all ranks. NCCL executes the operations that a rank
+gives to a communicator one after another, in the order of the posts, so a transfer that waits for a peer delays the
+next. Each rank has two queues: one for messages between calls (the world's communicator), one for messages between
+stages. (The latter may have several communicators; one queue for all is stricter.)
 
 The semantics are monotone: a condition that releases a rank stays true once it is true. Hence all orders of arrival
-lead to the same end, and if the lists run to their end in one order, they do in every order.
+have the same outcome, and lists that end in one order end in every order.
 
-That is also why a Run with stages is proved in two parts. Its body (pipeline.py) is run alone. In the program the Run
-is one step, which its ranks take together. If both end, so does the program in which each body stands in place of its
-Run: one order in which that ends is to run each body whole when all its ranks stand there. Then every communicator of
-the body is empty: those of stages carry nothing but bodies, and the collectives of one step are over before the next
-step of their ranks. pipeline.py says why a body ends for every number of micro-batches or tokens.
+For the same reason a Run with stages is proved in two parts. Its body (pipeline.py) is run alone. In the program the
+Run is one step, which its ranks take together. If both end, so does the program with each body in place of its Run,
+because it ends in the order that runs each body whole once all its ranks stand there. Then every communicator of the
+body is empty: those of stages carry nothing but bodies, and the collectives of one step are over before the next step
+of their ranks. pipeline.py says why a body ends for every number of micro-batches or tokens.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from rlhf_spmd.plan.layout import format_ranks
@@ -26,52 +27,45 @@ Hang = tuple[int, int, str]  # rank, position of the instruction in its list, wh
 
 
 def misorders(program: Program) -> list[Hang]:
-    """All ranks post the transfers between calls in one global order: taking away what stands first on all its ranks
-    must take away everything."""
-    queues = [
-        [
-            (position, step.transfer)
-            for position, step in enumerate(steps)
-            if isinstance(step, Post) and program.transfers[step.transfer].call is None
-        ]
-        for steps in program.instructions
-    ]
+    """Ranks that do not post the transfers between calls in one global order. If all do, removing transfers that come
+    first on all their ranks removes everything."""
+    queues: list[deque[tuple[int, int]]] = [deque() for _ in program.instructions]  # position, transfer
+    for queue, steps in zip(queues, program.instructions, strict=True):
+        for position, step in enumerate(steps):
+            if isinstance(step, Post) and program.transfers[step.transfer].call is None:
+                queue.append((position, step.transfer))
     ranks_of = [transfer.ranks for transfer in program.transfers]
-    heads = [0] * len(queues)
 
     def head(rank: int) -> int | None:
-        return queues[rank][heads[rank]][1] if heads[rank] < len(queues[rank]) else None
+        return queues[rank][0][1] if queues[rank] else None
 
     changed = set(range(len(queues)))
     while changed:
         number = head(changed.pop())
         if number is not None and all(head(rank) == number for rank in ranks_of[number]):
             for rank in ranks_of[number]:
-                heads[rank] += 1
+                queues[rank].popleft()
             changed.update(ranks_of[number])
-    found = []
-    for rank, queue in enumerate(queues):
-        number = head(rank)
-        if number is None:
-            continue
+    hangs_there = []
+    for rank, (position, number) in ((rank, queue[0]) for rank, queue in enumerate(queues) if queue):
         peer, other = next((peer, head(peer)) for peer in ranks_of[number] if head(peer) != number)
         text = f"posts transfer {number} here, while rank {peer} posts transfer {other} first: the orders do not fit"
-        found.append((rank, queue[heads[rank]][0], text))
-    return found
+        hangs_there.append((rank, position, text))
+    return hangs_there
 
 
 def hangs(program: Program) -> list[Hang]:
-    """Ranks left standing under in-order semantics, the strictest of any backend. Orders of posts that do not fit and
-    what would hang on any backend are reported first: what follows from them is harder to read."""
-    found = deadlocks(program, in_order=True)
-    return found and ([*misorders(program), *deadlocks(program)] or found)
+    """The deadlocks under in-order semantics, the strictest of any backend; if possible as the simpler problems behind
+    them: orders of posts that do not fit, and deadlocks on any backend."""
+    in_order = deadlocks(program, in_order=True)
+    return in_order and ([*misorders(program), *deadlocks(program)] or in_order)
 
 
 class _Transfers:
-    """What ranks have posted. in_order: a rank carries out the transfers of each communicator one after another.
+    """What ranks have posted. in_order: a rank executes the transfers of each communicator one after another.
 
-    The chains of a reallocation are two operations: what Post starts, the first link of each, and all that follows at
-    the Wait, which all ranks of the transfer do together. A rank begins the second when it stands at the Wait.
+    The chains of a reallocation are two operations: the first link of each, which Post starts, and the other links,
+    which all ranks of the transfer execute together at the Wait. A rank begins the second when it stands at the Wait.
     """
 
     def __init__(self, program: Program, in_order: bool):
@@ -82,25 +76,25 @@ class _Transfers:
         self._places: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> place in its queue
         self._queues: dict[tuple[int, bool], list[Operation]] = {}  # of a rank and communicator
         self._heads: dict[tuple[int, bool], int] = {}
-        self._come: set[tuple[int, Operation]] = set()  # (rank, operation) that it has come to, or finished
-        self._left: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> peers that have not come to it
-        self._absent: dict[Operation, int] = {}  # chains -> ranks that have not come to them
+        self._come: set[tuple[int, Operation]] = set()  # (rank, operation) that the rank has reached or finished
+        self._left: dict[tuple[int, Operation], int] = {}  # (rank, operation) -> peers that have not reached it
+        self._absent: dict[Operation, int] = {}  # chains -> ranks that have not reached them
 
     def post(self, rank: int, number: int) -> set[int]:
-        """-> the ranks for which something may have changed."""
+        """Returns the ranks for which something may have changed."""
         self.posted[rank].add(number)
         if not self.in_order or not self._peers(rank, (number, False)):
             return {rank}
         return self._queued(rank, (number, False))
 
     def chain(self, number: int) -> set[int]:
-        """All ranks of a reallocation stand at its Wait -> the ranks for which something may have changed."""
+        """All ranks of a reallocation stand at its Wait. Returns the ranks for which something may have changed."""
         chains = (number, True)
         ranks = [rank for rank in self.transfers[number].ranks if (rank, chains) not in self._places]
         return set().union(*(self._queued(rank, chains) for rank in ranks))
 
     def before_chain(self, number: int) -> set[int]:
-        """Once all ranks of a reallocation stand at its Wait: whom they wait for in what stands before it."""
+        """Once all ranks of a reallocation stand at its Wait: the ranks on which earlier operations still wait."""
         if not self._absent.get((number, True), 1):
             return set()
         late = [rank for rank in self.transfers[number].ranks if self._head(rank, False) != (number, True)]
@@ -112,7 +106,7 @@ class _Transfers:
         self._places.setdefault((rank, operation), len(mine))
         mine.append(operation)
         changed, arrived = {rank}, [(rank, operation)] if self._head(*queue) == operation else []
-        while arrived:  # ranks that have come to an operation
+        while arrived:  # ranks that have reached an operation
             one, operation = arrived.pop()
             again = (one, operation) in self._come  # posted twice
             self._come.add((one, operation))
@@ -126,9 +120,9 @@ class _Transfers:
         return changed
 
     def _released(self, rank: int, operation: "Operation", *, again: bool) -> Sequence[int]:
-        """Of an operation's ranks those whose peers have all come to it, now that this one has (again)."""
+        """The ranks of an operation whose peers have all reached it, now that this one has (again)."""
         number, chained = operation
-        if chained:  # each is the peer of all others: nobody before the last one has come
+        if chained:  # each is a peer of all others, so all are released by the last one
             ranks = self.transfers[number].ranks
             self._absent[operation] = self._absent.get(operation, len(ranks)) - (not again)
             return () if self._absent[operation] else ranks
@@ -140,16 +134,19 @@ class _Transfers:
         return [one for one in candidates if not self._left.get((one, operation), len(self._peers(one, operation)))]
 
     def missing(self, rank: int, number: int, *, chained: bool = False) -> set[int]:
-        """Whom a posted transfer still waits for."""
+        """The ranks for which a posted transfer still waits."""
         operation = number, chained
         if not self.in_order:
             return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
         queue = rank, self.transfers[number].call is not None
-        place, first = self._places.get((rank, operation)), self._head(*queue)  # what holds it up, or itself
+        place, first = (
+            self._places.get((rank, operation)),
+            self._head(*queue),
+        )  # the operation that delays it, or itself
         if place is not None and place < self._heads.get(queue, 0):
             return set()
         if first is None:
-            return {rank}  # it waits for what it has not posted
+            return {rank}  # it waits for a transfer that it has not posted
         return {peer for peer in self._peers(rank, first) if (peer, first) not in self._come}
 
     def _head(self, rank: int, in_call: bool) -> "Operation | None":
@@ -157,35 +154,35 @@ class _Transfers:
         return queue[head] if head < len(queue) else None
 
     def _peers(self, rank: int, operation: "Operation") -> set[int]:
-        """Whom a rank needs for an operation."""
+        """The ranks that a rank needs for an operation."""
         number, chained = operation
         transfer = self.transfers[number]
         if (rank, operation) not in self._known:
             if chained or not self.in_order and transfer.reallocation is not None:
-                found = set(transfer.ranks) - {rank}
+                peers = set(transfer.ranks) - {rank}
             elif transfer.reallocation is not None:
-                found = self._first_links(number).get(rank, set())
+                peers = self._first_links(number).get(rank, set())
             else:
-                found = transfer.peers(rank)
-            self._known[rank, operation] = found
+                peers = transfer.peers(rank)
+            self._known[rank, operation] = peers
         return self._known[rank, operation]
 
     def _first_links(self, number: int) -> dict[int, set[int]]:
         if number not in self._links:
-            found = self._links[number] = {}
+            links = self._links[number] = {}
             for route in self.transfers[number].reallocation.routes:
                 first, second = route.ranks[:2]
-                found.setdefault(first, set()).add(second)
-                found.setdefault(second, set()).add(first)
+                links.setdefault(first, set()).add(second)
+                links.setdefault(second, set()).add(first)
         return self._links[number]
 
 
-Operation = tuple[int, bool]  # a transfer, and whether its chains go on at the Wait
+Operation = tuple[int, bool]  # a transfer, and whether this is the part of its chains at the Wait
 
 
 def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
-    """Runs all lists under blocking semantics; whoever is left standing is a finding. in_order: transfers are carried
-    out one after another, as posted."""
+    """Runs all lists under blocking semantics; every rank that does not end its list is a finding. in_order: transfers
+    are executed one after another, in the order of the posts."""
     lists = program.instructions
     position = [0] * len(lists)
     transfers = _Transfers(program, in_order)
@@ -194,7 +191,7 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
         return lists[rank][position[rank]] if position[rank] < len(lists[rank]) else None
 
     runnable = set(range(len(lists)))
-    standing: dict[Instruction, set[int]] = {}  # what ranks do together -> who stands at it
+    standing: dict[Instruction, set[int]] = {}  # instruction at which ranks meet -> ranks that have reached it
     waiters: dict[int, set[int]] = {}  # rank -> ranks that it may release
     while runnable:
         rank = runnable.pop()
@@ -227,7 +224,7 @@ def deadlocks(program: Program, *, in_order: bool = False) -> list[Hang]:
 
 
 def _late(program: Program, rank: int, step: Instruction, current: Callable, transfers: _Transfers) -> set[int]:
-    """Ranks that `step` still waits for."""
+    """The ranks for which `step` still waits."""
     weights = program.moves_weights(step)
     if isinstance(step, Wait) and not weights:
         return transfers.missing(rank, step.transfer)
@@ -236,11 +233,11 @@ def _late(program: Program, rank: int, step: Instruction, current: Callable, tra
 
 
 def _deadlock(program: Program, rank: int, current: Callable, position: list[int], transfers: _Transfers) -> Hang:
-    """Says where a rank stands for ever and where those stand that it waits for."""
+    """Says where a rank waits for ever, for which ranks, and where one of these stands."""
     step = current(rank)
     late = _late(program, rank, step, current, transfers)
-    culprit = min(late, key=lambda r: (current(r) is not None, r))
-    there = current(culprit)
-    where = f"stands at instruction {position[culprit]}: {there}" if there is not None else "has ended its list"
-    text = f"{step} waits for ever for ranks {format_ranks(tuple(sorted(late)))}; rank {culprit} {where}"
+    peer = min(late, key=lambda r: (current(r) is not None, r))
+    there = current(peer)
+    where = f"stands at instruction {position[peer]}: {there}" if there is not None else "has ended its list"
+    text = f"{step} waits for ever for ranks {format_ranks(tuple(sorted(late)))}; rank {peer} {where}"
     return rank, position[rank], text

@@ -1,4 +1,4 @@
-"""Whether a program fits the devices, and what it wastes; findings are what `check` says."""
+"""Findings of `check` about memory: whether a program fits the devices; and about ranks and options without use."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from rlhf_spmd.plan.program.instructions import Program, Run
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something to know about a program; an `error` makes it unfit to start."""
+    """A fact about a program; with an `error` it must not start."""
 
     severity: str  # error | warning
     message: str
@@ -23,9 +23,9 @@ class Finding:
 
 
 def memory(program: Program) -> list[Finding]:
-    """The peak of bytes against the device; one finding per set of equal ranks. Too much is an error, unless a smaller
-    KV cache makes it fit: then generation decodes fewer sequences at the same time."""
-    found: dict[tuple[str, str], list[int]] = {}
+    """Peaks of bytes beyond the device's memory, with one finding for all equal ranks. That is an error, unless a
+    smaller KV cache makes it fit: then generation decodes fewer sequences at the same time."""
+    ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank in program.cluster.ranks:
         limit = program.cluster.device_bytes(rank)
         static, working = static_bytes(program, rank), working_bytes(program, rank)
@@ -38,14 +38,14 @@ def memory(program: Program) -> list[Finding]:
             f"the device has {limit >> 30} GiB"
         )
         severity = "error" if least_bytes(program, rank) > limit else "warning"
-        found.setdefault((severity, text), []).append(rank)
-    mends = {
+        ranks_of.setdefault((severity, text), []).append(rank)
+    fixes = {
         "error": "raise the ZeRO stage, tp or pp, split the models, lower micro_batch, or use more devices",
         "warning": "generation will decode fewer sequences at a time than generation.max_sequences allows",
     }
     return [
-        Finding(severity, f"ranks {format_ranks(tuple(ranks))} need {text}: {mends[severity]}")
-        for (severity, text), ranks in found.items()
+        Finding(severity, f"ranks {format_ranks(tuple(ranks))} need {text}: {fixes[severity]}")
+        for (severity, text), ranks in ranks_of.items()
     ]
 
 
@@ -58,43 +58,41 @@ def _parts(sizes: dict[str, int]) -> str:
 
 
 def vain_streaming(program: Program) -> list[str]:
-    """What is wrong with the streaming that a placement asks for, as predicates; empty if nothing is."""
-    found, workload = [], program.workload
+    """Why the streaming that a placement asks for has no effect, as predicates; empty if it has one."""
+    reasons, workload = [], program.workload
     if program.placement.stream and not program.placement.streams(workload):
         whole = [call for call in workload.workflow.calls if workload.needs_batch(call)]
         names = ", ".join(call.name for call in whole)
-        mend = "choose options by which a mini-batch is enough"
+        fix = "choose options by which a mini-batch is enough"
         if any(call.scope == "group" for call in whole):
-            mend = f"make mini_batch a multiple of samples_per_prompt, {workload.samples_per_prompt}"
-        found.append(f"is off, because {names} needs all rows of the iteration before the first step; {mend}")
+            fix = f"make mini_batch a multiple of samples_per_prompt, {workload.samples_per_prompt}"
+        reasons.append(f"is off, because {names} needs all rows of the iteration before the first step; {fix}")
     if program.placement.stream and workload.num_mini_batches == 1:
-        found.append(
+        reasons.append(
             "has nothing to overlap, because an iteration is one mini-batch (mini_batch = rollout_batch x "
             f"samples_per_prompt = {workload.mini_batch}): lower mini_batch or raise rollout_batch"
         )
-    return found
+    return reasons
 
 
 def waste(program: Program) -> list[Finding]:
-    """Ranks without work, and streaming that was asked for and cannot be."""
-    found = [Finding("warning", f"streaming {text}") for text in vain_streaming(program)]
+    """Warnings: streaming without effect, ranks without rows or calls, slow layouts."""
+    texts = [f"streaming {text}" for text in vain_streaming(program)]
     for call in program.workload.workflow.placed_calls:
         layout = program.placement.layouts[call.name]
         empty = [rank for rank in layout.ranks if not layout.columns(rank, program.workload.mini_batch)]
         if empty:
-            text = (
+            texts.append(
                 f"{call.name}: ranks {format_ranks(tuple(empty))} get no sequence, because mini_batch "
                 f"{program.workload.mini_batch} is smaller than dp {layout.dp}; raise mini_batch"
             )
-            found.append(Finding("warning", text))
         types = {program.cluster.nodes[program.cluster.node_of(rank)].device for rank in layout.ranks}
         if len(types) > 1:
-            text = f"{call.name} runs on {' and '.join(sorted(types))}: the slower type sets the pace"
-            found.append(Finding("warning", text))
+            texts.append(f"{call.name} runs on {' and '.join(sorted(types))}: the slower type sets the pace")
         if any(len({program.cluster.node_of(r) for r in layout.tensor_ranks(rank)}) > 1 for rank in layout.ranks):
-            text = f"{call.name}: tensor-parallel ranks on several nodes exchange activations in every layer; lower tp"
-            found.append(Finding("warning", text))
+            text = "tensor-parallel ranks on several nodes exchange activations in every layer; lower tp"
+            texts.append(f"{call.name}: {text}")
     idle = [rank for rank, steps in enumerate(program.instructions) if not any(isinstance(s, Run) for s in steps)]
     if idle:
-        found.append(Finding("warning", f"ranks {format_ranks(tuple(idle))} run no call in this placement"))
-    return found
+        texts.append(f"ranks {format_ranks(tuple(idle))} run no call in this placement")
+    return [Finding("warning", text) for text in texts]
