@@ -1,8 +1,8 @@
-"""What limits each call: the resource that it would gain most from, if there were no end of it.
+"""The bottleneck of each call: the resource that would save most of its time if it were infinitely fast.
 
-A call's own seconds are computed again with one constant of the calibration after the other made infinitely fast, as
-in a roofline (Williams et al., CACM 52(4), 2009). Instructions are costed one by one: nothing is simulated again.
-Tables of measured shapes, which do not say why something takes its time, are left aside.
+A call's own seconds are computed again with each resource of the calibration infinitely fast in turn, as in a roofline
+(Williams et al., CACM 52(4), 2009). Instructions are costed one by one, and nothing is simulated again. Tables of
+measured shapes are not used, because they do not separate resources.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rlhf_spmd.plan.cost.forecast import times_of
 from rlhf_spmd.plan.program.instructions import Load, Program, Run
 from rlhf_spmd.plan.program.pipeline import expand, usual_number
 
-NOTHING = "waiting"  # what is said of a call that no resource would make faster: it only waits for others
+NOTHING = "waiting"  # for a call that no resource would make faster: it only waits for others
 
 
 def limits(program: Program, calibration: Calibration) -> dict[str, str]:
@@ -28,28 +28,28 @@ def limits(program: Program, calibration: Calibration) -> dict[str, str]:
     for call, ranks in steps.items():
         busiest[call] = max(ranks, key=lambda rank, ranks=ranks: usual(rank, ranks[rank]))
     least = {name: _seconds_of(program, changed) for name, changed in _endless(calibration).items()}
-    found = {}
+    bottlenecks = {}
     for call in program.workload.workflow.calls:
         rank = busiest[call.name]
         mine = steps[call.name][rank]
         whole_s = usual(rank, mine)
         saved_s = {name: whole_s - seconds(rank, mine) for name, seconds in least.items()}
         best = max(saved_s, key=saved_s.__getitem__)
-        found[call.name] = best if saved_s[best] > 0 else NOTHING
-    return found
+        bottlenecks[call.name] = best if saved_s[best] > 0 else NOTHING
+    return bottlenecks
 
 
 def _steps(program: Program) -> dict[str, dict[int, list[Run | Load]]]:
-    """What each rank does for each call: its Runs, and bringing its model from host memory."""
+    """The Runs of each rank for each call, and the Loads of its model."""
     workflow = program.workload.workflow
-    found: dict[str, dict[int, list[Run | Load]]] = {call.name: {} for call in workflow.calls}
+    steps_of: dict[str, dict[int, list[Run | Load]]] = {call.name: {} for call in workflow.calls}
     users = {call.model: call.name for call in workflow.placed_calls}  # a frozen model has one call
     for rank, steps in enumerate(program.instructions):
         for step in steps:
             if isinstance(step, Run | Load):
                 name = step.call if isinstance(step, Run) else users[step.model]
-                found[name].setdefault(rank, []).append(step)
-    return found
+                steps_of[name].setdefault(rank, []).append(step)
+    return steps_of
 
 
 def _seconds_of(program: Program, calibration: Calibration) -> Callable[[int, list[Run | Load]], float]:

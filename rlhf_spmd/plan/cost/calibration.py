@@ -1,8 +1,7 @@
-"""The measured constants of a machine: what seconds are computed from (seconds.py).
+"""The measured constants of a machine, from which seconds are computed (seconds.py).
 
-Every constant is physical and is the same for all models, layouts and calls. Beside them a type of device may have
-tables: seconds of a layer, and of what is not a layer, of shapes that have been measured on it
-(runtime/profile/profile.py).
+Every constant is physical and the same for all models, layouts and calls. A type of device may also have tables:
+seconds of a layer, and of the rest, for shapes that were measured on it (runtime/profile/profile.py).
 """
 
 from bisect import bisect_left
@@ -18,7 +17,7 @@ VERSION = 1  # of the meaning of these constants; a file of another version is r
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over an amount of something: straight between measured points and on beyond them, never negative.
+    """Seconds over an amount: linear between measured points and beyond them, never negative.
 
     amounts: ascending, two at least. seconds: at each.
     """
@@ -41,20 +40,20 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Layered:
-    """Seconds of a model with any number of layers. layer: of one. rest: embedding, head, and what starts it all."""
+    """Seconds of a model with any number of layers. layer: of one. rest: embedding, head, and starting."""
 
     layer: Curve
     rest: Curve
 
     def at(self, num_layers: int, amount: float, *, rest: bool = True) -> float:
-        """Seconds of so many layers, with the rest or, on a stage that is not the last one, without."""
+        """Seconds of so many layers, with the rest or, for a stage before the last one, without."""
         return num_layers * self.layer.at(amount) + (self.rest.at(amount) if rest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """Seconds over tokens, of sequences of several lengths: straight between two of them, and as at the first or the
-    last beyond. lengths: ascending."""
+    """Seconds over tokens, for sequences of several lengths: linear between two lengths, constant beyond the first and
+    the last. lengths: ascending."""
 
     lengths: tuple[float, ...]
     tables: tuple[Layered, ...]
@@ -67,7 +66,7 @@ class ByLength:
             )
 
     def at(self, num_layers: int, tokens: float, length: float, *, rest: bool = True) -> float:
-        """Seconds of a pass of so many tokens in sequences of one length; rest: as of Layered."""
+        """Seconds of a pass of so many tokens in sequences of one length; rest: see Layered."""
         length = min(max(length, self.lengths[0]), self.lengths[-1])
         after = max(bisect_left(self.lengths, length), 1)
         if after >= len(self.lengths):
@@ -79,13 +78,13 @@ class ByLength:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Tables of one shape on one type of device, of a rank that is one of `tp` slices; the slices' messages included.
+    """Tables of one shape on one type of device, for a rank that is one of `tp` slices, including their messages.
 
-    shape: without its layers (num_layers 0). param_bytes: of a weight while computing. forward: from rows of tokens to
-    logprobs, values or scores, without gradients. train: a forward and a backward pass. prefill, decode: a pass over
-    the prompts with the first token drawn, and a further token for each of so many rows; None for a model that does
-    not generate. ends: what a step takes besides in which rows end, over the rows that began. update: clipping and the
-    optimizer, over the parameters that a rank has.
+    shape: with num_layers 0. param_bytes: per weight while computing. forward: from rows of tokens to logprobs, values
+    or scores, without gradients. train: a forward and a backward pass. prefill: a pass over the prompts that draws the
+    first token; decode: one more token for each of so many rows; None if the model does not generate. ends: extra
+    seconds of a step in which rows end, over the rows that began. update: clipping and the optimizer, over the
+    parameters of a rank.
     """
 
     shape: ModelShape
@@ -103,12 +102,11 @@ class Measured:
 class Device:
     """One type of device.
 
-    matrix_flops: what large products reach per second in the compute precision. memory_bytes_per_s: what a long read
-    reaches. host_bytes_per_s: between host and device memory. layer_s: what a layer of a forward pass takes besides its
-    products and messages (starting its kernels). decode_layer_s: the least that a layer of a decode step takes.
-    num_workers: how many ranks of a node compute at full speed at the same time, because they share its cores (not
-    always whole: a container may have a core and a half); None: each rank has a device of its own. measured: tables of
-    shapes; they count more than the constants.
+    matrix_flops: FLOP/s of large products in the compute precision. memory_bytes_per_s: of a long read.
+    host_bytes_per_s: between host and device memory. layer_s: seconds of a layer of a forward pass beside its products
+    and messages (starting its kernels). decode_layer_s: the least seconds of a layer of a decode step. num_workers: how
+    many ranks of a node compute at full speed at the same time, if they share its cores (a container may have a core
+    and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the constants.
     """
 
     matrix_flops: float
@@ -120,14 +118,14 @@ class Device:
     measured: tuple[Measured, ...] = ()
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
-        """What has been measured of a shape, whatever its number of layers."""
+        """The table of a shape with any number of layers."""
         wanted = replace(shape, num_layers=0), tp, param_bytes
         return next((one for one in self.measured if (one.shape, one.tp, one.param_bytes) == wanted), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins two devices. bytes_per_s: of one device in one direction. latency_s: of one message."""
+    """The connection of two devices. bytes_per_s: of one device in one direction. latency_s: of one message."""
 
     bytes_per_s: float
     latency_s: float
@@ -135,9 +133,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What seconds depend on beside the program, on each node; where two are equal, a calibration of one is of the
-    other. processor: its name. details: what tells apart processors of one name, with the instructions that torch uses.
-    cores: that the ranks of a node may use; a quota may leave a part of one. threads: of each rank. torch: its version.
+    """The properties of each node on which seconds depend; a calibration is valid for all equal machines. processor:
+    its name. details: what distinguishes processors of one name, and the instructions that torch uses. cores: available
+    to the ranks of a node, not always whole. threads: of each rank. torch: its version.
     """
 
     processor: str
@@ -152,9 +150,9 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """devices: by type. inside, between: links of devices of one node and of two. pipelined_prefill: whether a copy in
-    stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
-    provenance: where the numbers come from. machine: on which they were measured; None: not on one, or not known."""
+    """devices: by type. inside, between: links of devices in one node and in two. pipelined_prefill: whether a copy
+    with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
+    provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine."""
 
     name: str
     devices: Mapping[str, Device]
@@ -175,7 +173,7 @@ class Calibration:
 
 
 def fit_link(times_s: Sequence[tuple[int, float, float]]) -> Link:
-    """The link on which all-gathers would take about as long as they did; times_s: ranks, bytes of the whole, seconds.
+    """The link that explains measured all-gathers best; times_s: ranks, bytes of the whole, seconds.
 
     Least squares of the relative error of (n - 1) latency + (n - 1) / n bytes / bandwidth, the ring of seconds.py.
     """

@@ -1,6 +1,6 @@
-"""A program's forecast: what each of its instructions costs on a calibrated machine, put together by simulate.py."""
+"""Forecasts a program: the seconds of its instructions on a calibrated machine, combined by simulate.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost, Lengths
@@ -13,13 +13,13 @@ from rlhf_spmd.plan.workflow import Call
 
 
 def forecast(program: Program, calibration: Calibration) -> Forecast:
-    """Seconds of one iteration of a program that `check` has no error about. Raises UserError if the calibration lacks
+    """Seconds of one iteration of a program for which `check` finds no error. Raises UserError if the calibration lacks
     a type of device."""
     return simulate(program, times_of(program, calibration))
 
 
 def times_of(program: Program, calibration: Calibration) -> Times:
-    """What simulate() asks of a program."""
+    """The Times of a program for simulate(). Raises UserError as forecast() does."""
     for device in program.cluster.device_types:
         calibration.require(device)
     costs = _Costs(program, Cost(calibration, program.workload, program.cluster))
@@ -28,15 +28,13 @@ def times_of(program: Program, calibration: Calibration) -> Times:
 
 @dataclass(slots=True)
 class _Costs:
-    """Seconds of instructions. Ranks that differ in nothing that costs share what was found once."""
+    """Seconds of instructions, computed once for all ranks on which they are equal."""
 
     program: Program
     cost: Cost
     known: dict[tuple, float] = field(default_factory=dict)
-    places: dict[tuple[str, int], tuple] = field(
-        default_factory=dict
-    )  # of calls on ranks: what their seconds depend on
-    done_s: dict[tuple, list[float]] = field(default_factory=dict)  # of the rows that a rank generates
+    places: dict[tuple[str, int], tuple] = field(default_factory=dict)  # (call, rank) -> stage, device and links
+    done_s: dict[tuple, list[float]] = field(default_factory=dict)  # when the rows that a rank generates end
 
     def num_workers(self, node: int) -> float | None:
         return self.cost.calibration.devices[self.program.cluster.nodes[node].device].num_workers
@@ -62,7 +60,7 @@ class _Costs:
         return self.known[key]
 
     def alike(self, rank: int, step: Run) -> tuple:
-        """Equal for Runs that take equally long."""
+        """A key, equal for Runs that take equally long."""
         layout = self.program.layout_of(step)
         site = (step.consumer or step.call, rank)
         if site not in self.places:
@@ -83,7 +81,7 @@ class _Costs:
         if step.phase == "update":
             return cost.update_s(call.model, layout, rank)
         passes = self._passes(rank, step, layout)
-        if step.phase:  # of a pipeline, of which this is one micro-batch
+        if step.phase:  # one micro-batch of a pipeline
             number = usual_number(self.program, step)
             tokens, length = (sum(kind) / len(passes) for kind in zip(*passes, strict=True)) if passes else (0, 0)
             tokens *= len(passes) / number
@@ -110,7 +108,7 @@ class _Costs:
         ]
 
     def _passes(self, rank: int, step: Run, layout: Layout) -> list[tuple[float, float]]:
-        """Tokens, and mean length of the sequences, of every micro-batch."""
+        """Tokens and mean length of the sequences of every micro-batch."""
         passes = []
         num = self.program.workload.workflow.call(step.call).num_sequences
         for rows in self._rows(rank, step):
@@ -121,11 +119,10 @@ class _Costs:
         return passes
 
     def _generate_s(self, call: Call, rank: int, step: Run) -> float:
-        """Streaming, the rows of all mini-batches are one queue, of which each Run waits for its part."""
+        """While streaming, the rows of all mini-batches are one queue, and each Run waits for its part."""
         workload, layout = self.program.workload, self.program.layout_of(step)
         columns = self.program.columns_of(step, rank)
-        numbers = range(workload.num_mini_batches)
-        rows = [workload.lengths(number * workload.mini_batch + column) for number in numbers for column in columns]
+        rows = sum(self._rows(rank, replace(step, mini_batch=None)), [])
         if not rows:
             return 0.0
         places = workload.max_sequences

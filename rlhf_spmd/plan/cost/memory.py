@@ -1,10 +1,10 @@
-"""Bytes that a rank needs: what it holds all through an iteration, and the most that a call takes besides.
+"""Bytes that a rank needs: what it holds throughout an iteration, and the most that a call needs in addition.
 
 Mixed precision as the files of runtime/engines/ lay it out (ZeRO, arXiv 1910.02054, section 3): with p
 parameters in a rank's shard and c bytes per weight in the compute precision, a trained model holds c*p weights,
-gradients that are accumulated in float32, the two AdamW moments in float32, and, where c < 4, float32 master weights.
-Stages 2 and 3 are DeepSpeed's (measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any
-precision; stage 2 keeps no gradients between steps, stage 3 those of its part and the buffer that it reduces them in.
+float32 gradients, two AdamW moments in float32, and, if c < 4, float32 master weights. Stages 2 and 3 are DeepSpeed's
+(measured with 0.19.8, tests/mpi/test_allocations.py): it has float32 masters in any precision; stage 2 keeps no
+gradients between steps, stage 3 those of its part and the buffer in which it reduces them.
 """
 
 import math
@@ -22,7 +22,7 @@ from rlhf_spmd.plan.workload import ModelShape, Workload
 STATIC = ("weights", "gradients", "optimizer", "offloaded")
 WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
-CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # of kernels/token_logprobs.py
+CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # as in kernels/token_logprobs.py
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
 
@@ -40,10 +40,10 @@ def reduce_numel(shape: ModelShape, shard: Shard) -> int:
 
 
 def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, trains: bool) -> dict[str, int]:
-    """Bytes of a rank that follow from the ZeRO stage of a layout: what stays ("weights", "gradients", "optimizer") and
-    what a call takes besides ("gathered", "reduced").
+    """Bytes of a rank that depend on the ZeRO stage of a layout: permanent ("weights", "gradients", "optimizer") and
+    needed during a call ("gathered", "reduced").
 
-    params: of the rank's shard; numel: `reduce_numel` of it; trains: the call trains the model.
+    params: of the rank's shard; numel: `reduce_numel` of it; trains: whether the call trains the model.
     """
     zero, part = layout.zero if layout.dp > 1 else 0, -(-params // layout.dp)
     weights = number_bytes * (part if zero == 3 else params)
@@ -61,7 +61,7 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
 
 
 def static_bytes(program: Program, rank: int) -> dict[str, int]:
-    """What a rank holds all the time; "offloaded" lies in host memory."""
+    """Bytes that a rank holds all the time, by kind; "offloaded" is host memory."""
     total = dict.fromkeys(STATIC, 0)
     workload, layouts = program.workload, program.placement.layouts
     for model in program.trained(rank):
@@ -78,8 +78,8 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
-    """What a call takes on a rank besides what stays, by kind: weights that ZeRO 3 gathers, gradients that ZeRO 2
-    reduces, activations of training, keys and values of generation. Empty where the call does not run."""
+    """Bytes that a call needs on a rank beside `static_bytes`, by kind: weights that ZeRO 3 gathers, gradients that
+    ZeRO 2 reduces, activations of training, keys and values of generation. Empty if the call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
@@ -94,7 +94,7 @@ def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
 
 
 def loaded_bytes(program: Program, call: Call, rank: int) -> int:
-    """The weights of a frozen model that come from host memory for a call."""
+    """Bytes of the weights that a call loads from host memory."""
     layout, shape = program.placement.layouts[call.name], program.workload.models[call.model]
     if not layout.offload or rank not in layout.ranks or shape is None:
         return 0
@@ -102,8 +102,8 @@ def loaded_bytes(program: Program, call: Call, rank: int) -> int:
 
 
 def working_bytes(program: Program, rank: int) -> dict[str, int]:
-    """The most that a rank needs at one time of each kind: what calls take, of which weights that come from host memory
-    count as gathered, and buckets of weights on their way."""
+    """The most bytes of each kind that a rank needs at one time for calls (weights from host memory count as gathered),
+    and for buckets of weights in transit."""
     total = dict.fromkeys(WORKING, 0)
     for transfer in program.transfers:
         if transfer.reallocation is not None and rank in transfer.ranks:
@@ -122,17 +122,17 @@ def _zero_bytes(workload: Workload, model: str, layout: Layout, shard: Shard, *,
 
 
 def peak_bytes(static: dict[str, int], working: dict[str, int]) -> int:
-    """The most that a rank's device holds at one time: calls come one after another, buckets may lie beside them."""
+    """The most that a rank's device holds at one time: calls run one after another, transfers beside them."""
     besides = working["buckets"] + max(working["activations"] + working["reduced"], working["KV cache"])
     return sum(static.values()) - static["offloaded"] + working["gathered"] + besides
 
 
 def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
-    """The most activations that training keeps for its backward passes on a rank.
+    """The most bytes of activations that training keeps for its backward passes on a rank.
 
     Per token and layer (Korthikanti et al., arXiv 2205.05198, table 2, without dropout and with attention that stores
-    no scores): with sequence parallelism all is split by tp but what a block has gathered. Recomputation keeps a
-    layer's input alone, and works on one layer at a time. The last stage also holds what `logits_bytes` says.
+    no scores): sequence parallelism splits everything by tp except the gathered inputs of a block. Recomputation keeps
+    only the input of each layer and works on one layer at a time. The last stage also needs `logits_bytes`.
     """
     shape, c = workload.models[call.model], workload.param_bytes
     shard = layout.shard(rank)
@@ -142,9 +142,9 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     h, d = shape.hidden_size, shape.head_dim
     # inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product: split by tp
     kept = 2 * h + 2 * (shape.num_heads + shape.num_kv_heads) * d + 4 * shape.intermediate_size
-    gathered = 2 * h  # the norms' outputs, as all slices of q, k, v and of gate and up read them: whole on each
+    gathered = 2 * h  # the norms' outputs, which all slices of q, k, v and of gate and up read: whole on each
     per_layer = h / layout.tp if layout.recompute else kept / layout.tp + gathered
-    passes = layout.pp - shard.stage  # micro-batches under way under 1F1B
+    passes = layout.pp - shard.stage  # micro-batches in the pipeline under 1F1B
     once = kept / layout.tp + gathered if layout.recompute else 0.0
     numbers = tokens * (per_layer * num_layers * passes + once)
     logits = 0
@@ -156,14 +156,14 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
 
 
 def chunk_columns(num_rows: int, vocab_size: int) -> int:
-    """How many tokens of the vocabulary kernels/token_logprobs.py makes logits of at a time: its function of this name
-    (a test compares them), because nothing here imports torch."""
+    """The tokens of the vocabulary in one chunk of logits: the function of this name in kernels/token_logprobs.py (a
+    test compares them), repeated because nothing here imports torch."""
     columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), -(-vocab_size // MOST_CHUNKS))
     return min(-(-columns // 128) * 128, vocab_size)
 
 
 def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes: int) -> int:
-    """The most that the logprobs of so many response tokens take: the logits and their gradients where one chunk holds
+    """The most bytes that the logprobs of so many response tokens need: logits and their gradients if one chunk holds
     them all, else one chunk and, in float32, the sum over chunks of the hidden states' gradients."""
     columns = chunk_columns(num_rows, vocab_size)
     if columns == vocab_size:
@@ -172,13 +172,13 @@ def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes:
 
 
 def cache_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
-    """Keys and values of the rows that a rank decodes at the same time, each of full length."""
+    """Bytes of keys and values of the rows that a rank decodes at the same time, each of full length."""
     rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
     return min(rows, workload.max_sequences) * sequence_bytes(workload, call, layout, rank)
 
 
 def sequence_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
-    """Keys and values of one sequence of full length: the least that generation can do with."""
+    """Bytes of keys and values of one sequence of full length, the least that generation needs."""
     shape, shard = workload.models[call.model], layout.shard(rank)
     heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
     layers = len(split(shape.num_layers, shard.pp, shard.stage))
@@ -187,12 +187,8 @@ def sequence_bytes(workload: Workload, call: Call, layout: Layout, rank: int) ->
 
 
 def least_bytes(program: Program, rank: int) -> int:
-    """What a rank's device must hold at least: its peak with the smallest KV cache."""
+    """The least bytes that a rank's device must hold: its peak with the smallest KV cache."""
     workload, layouts = program.workload, program.placement.layouts
-    generating = [call for call in workload.workflow.placed_calls if call.kind == "generate"]
-    least = [
-        sequence_bytes(workload, call, layouts[call.name], rank)
-        for call in generating
-        if rank in layouts[call.name].ranks
-    ]
-    return peak_bytes(static_bytes(program, rank), working_bytes(program, rank) | {"KV cache": max(least, default=0)})
+    calls = [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]
+    least = max((sequence_bytes(workload, call, layouts[call.name], rank) for call in calls), default=0)
+    return peak_bytes(static_bytes(program, rank), working_bytes(program, rank) | {"KV cache": least})

@@ -1,4 +1,4 @@
-"""Bytes of a rank over the time of a forecast: what memory.py counts, each from when it is there until it is gone."""
+"""Bytes of a rank over the time of a forecast: those that memory.py counts, each while it is held."""
 
 from rlhf_spmd.plan.cost.memory import call_bytes, loaded_bytes, static_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
@@ -8,9 +8,9 @@ Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), in the o
 
 
 def held(forecast: Forecast, rank: int) -> Steps:
-    """Bytes on a rank's device through one iteration, as steps that begin at 0 s. What stays is there all the time;
-    besides, a Run holds what its call works with (a pipelined training step, from its beginning to its update), weights
-    on their way hold buckets from Post to Wait, and an offloaded model is there from Load to Offload."""
+    """Bytes on a rank's device during one iteration, as steps that begin at 0 s: `static_bytes` all the time;
+    `call_bytes` during a Run (of a pipelined training step, from its begin to its update); buckets of weights from Post
+    to Wait; an offloaded model from Load to Offload."""
     program = forecast.program
     static = static_bytes(program, rank)
     changes: list[tuple[float, int]] = []
@@ -21,7 +21,7 @@ def held(forecast: Forecast, rank: int) -> Steps:
 
     placed = program.workload.workflow.placed_calls
     calls = {call.name: sum(call_bytes(program, call, rank).values()) for call in placed}
-    since: dict[object, float] = {}  # a model that is loaded, a transfer that is posted, a step that is under way
+    since: dict[object, float] = {}  # loaded model, posted transfer or call of a training step -> its begin
     for step, (begin_s, end_s) in zip(program.instructions[rank], forecast.times[rank], strict=True):
         if isinstance(step, Run) and step.phase in ("begin", "update"):
             since.setdefault(step.call, begin_s)
@@ -44,17 +44,14 @@ def held(forecast: Forecast, rank: int) -> Steps:
 
 
 def most_bytes(forecast: Forecast) -> int:
-    """The most that a device holds at one time, of the rank that holds most."""
+    """The most bytes that any device holds at one time."""
     return max(size for rank in forecast.program.cluster.ranks for _, size in held(forecast, rank))
 
 
 def _steps(now: int, changes: list[tuple[float, int]]) -> Steps:
-    """Sums of what comes and goes; at one moment all that goes leaves before anything comes."""
-    found = [(0.0, now)]
+    """Running sums of the changes; at the same moment, bytes are freed before others are taken."""
+    steps = {0.0: now}
     for moment, change in sorted(changes):
         now += change
-        if found[-1][0] == moment:
-            found[-1] = (moment, now)
-        else:
-            found.append((moment, now))
-    return tuple(found)
+        steps[moment] = now
+    return tuple(steps.items())

@@ -1,11 +1,10 @@
-"""A calibration made elsewhere, scaled to the machine at hand: a few of its numbers are measured again there.
+"""Scales a calibration of another machine to the machine at hand, where a few of its numbers are measured again.
 
-What is measured is what `profile` measured: passes, optimizer steps and generation of a small model of a shape that the
-calibration has tables of (runtime/profile/probe.py). How much longer these took than the tables say is the factor of
-all seconds of their kind. Kinds have factors of their own, because processors do not differ by one number: where a
-library may not use wide vectors, softmax and SwiGLU take six times as long and the interpreter as long as before.
-Seconds of messages are kept: ranks that share cores mostly wait for their turn in them, and `num_workers` is about
-that.
+Measured are passes, optimizer steps and generation of a small model of a shape in the calibration's tables, as in
+`profile` (runtime/profile/probe.py). The ratio to the tables scales all seconds of the same kind. Kinds have factors of
+their own, because processors do not differ by one number: without wide vectors, softmax and SwiGLU take six times as
+long, and the interpreter as long as before. Seconds of messages are kept: ranks that share cores mostly wait for their
+turn in them, which `num_workers` covers.
 """
 
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from rlhf_spmd.plan.cost.seconds import Lengths
 
 NUM_LAYERS = 3  # of the model that is measured again
 NUM_TOKENS = 8  # that it generates for each prompt
-NUM_ROWS = (16, 4, 1)  # the most that a round may take
-ROUND_S = 0.15  # of all pieces, as the calibration says
+NUM_ROWS = (16, 4, 1)  # of the model; the most with which a round takes no more than ROUND_S
+ROUND_S = 0.15  # seconds of all pieces by the calibration
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Seconds of what is measured again. inference: a forward pass. training: forward, backward and update.
-    generation: NUM_TOKENS tokens for each row."""
+    """Seconds of the measurements. inference: a forward pass. training: forward, backward and update. generation:
+    NUM_TOKENS tokens for each row."""
 
     inference: float
     training: float
@@ -36,7 +35,7 @@ class Pieces:
 
 
 def expected(table: Measured, rows: Lengths) -> Pieces:
-    """Seconds that the pieces take by a table that has prefill and decode; rows: tokens of prompt and response."""
+    """Seconds of the pieces by a table with prefill and decode; rows: tokens of prompt and response."""
     tokens, prompts = sum(map(sum, rows)), sum(prompt for prompt, _ in rows)
     update_s = table.update.at(replace(table.shape, num_layers=NUM_LAYERS).num_params)
     return Pieces(
@@ -48,15 +47,15 @@ def expected(table: Measured, rows: Lengths) -> Pieces:
 
 
 def probed_table(device: Device) -> Measured | None:
-    """The table whose numbers are measured again: of the smallest model that generates, whole; None: there is none."""
+    """The table to measure again: of the smallest model that generates, with tp 1; None if there is none."""
     known = [one for one in device.measured if one.tp == 1 and one.prefill and one.decode]
     return min(known, key=lambda one: replace(one.shape, num_layers=NUM_LAYERS).num_params, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What to multiply the seconds of a device with, by kind. num_workers: how many ranks of a node compute at full
-    speed at the same time, as measured."""
+    """Factors for the seconds of a device, by kind. num_workers: how many ranks of a node compute at full speed at the
+    same time, as measured."""
 
     inference: float
     training: float

@@ -1,12 +1,12 @@
-"""Seconds of what a rank does, from the constants of a machine: one-line formulas that forecast.py puts together.
+"""Seconds of a rank's work from the constants of a machine: one-line formulas, which forecast.py combines.
 
-A layer's products take 2 FLOPs per weight and token, its causal attention 4 per pair of tokens and number of a head, of
-which half is masked. Under tensor parallelism with sequence parallelism each block gathers its tokens before and
-scatters their sum behind (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass,
-which no product hides, nor the time to start it. A backward pass takes two forwards, and one more where activations
-are computed again. A decode step reads all weights and all keys and values, but takes no less than starting its layers.
+A layer's products take 2 FLOPs per weight and token, its causal attention 4 per pair of tokens and number of a head,
+half of which is masked. Under tensor parallelism with sequence parallelism each block gathers its tokens before and
+scatters their sum after (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass.
+No product hides these messages or the start of a layer. A backward pass takes two forwards, and one more with
+recomputation. A decode step reads all weights, keys and values, but takes no less than starting its layers.
 
-Where the calibration has tables of a shape (Measured), seconds of passes, steps and updates come from these instead.
+If the calibration has tables of a shape (Measured), seconds of passes, steps and updates come from these instead.
 """
 
 import heapq
@@ -22,8 +22,8 @@ from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import ModelShape, Workload
 
-MOMENTS_BYTES = 24  # that the ranks of a train call sum before an optimizer step (runtime/execute/optimizer_step.py)
-STATE_BYTES = 28  # that AdamW reads and writes per weight: master weight, two moments, gradient, and the new weight
+MOMENTS_BYTES = 24  # summed over the ranks of a train call per optimizer step (runtime/execute/optimizer_step.py)
+STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two moments, gradient, and the new weight
 
 
 def layer_flops(shape: ModelShape, tokens: float, context: float) -> float:
@@ -39,8 +39,8 @@ def head_flops(shape: ModelShape, tokens: float) -> float:
 
 
 def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:
-    """Seconds in which each rank of a ring gets the parts of the others; num_bytes: of the whole. A reduce-scatter
-    takes as long, an all-reduce both."""
+    """Seconds of an all-gather in a ring; num_bytes: of the whole. A reduce-scatter takes as long, an all-reduce
+    both."""
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_s + (num_ranks - 1) * link.latency_s
@@ -63,8 +63,8 @@ class Cost:
         return self.calibration.devices[self.cluster.nodes[self.cluster.node_of(rank)].device]
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """What a collective of a group goes through: inside a node its links; between nodes those of all its ranks on a
-        node at once, since as many rings share the work."""
+        """The link of a collective: inside a node the node's; between nodes those of all its ranks on one node at once,
+        since as many rings share the work."""
         first, last = (self.cluster.node_of(edge(ranks)) for edge in (min, max))
         if first == last:
             return self.calibration.inside
@@ -76,26 +76,26 @@ class Cost:
         return self.known[ranks]
 
     def table(self, model: str, layout: Layout, rank: int) -> Measured | None:
-        """What has been measured of a model's shape in slices that stand in one node, as the measured ones do."""
+        """The table of a model's shape; None if it is not measured or its slices are on several nodes."""
         if self.link(layout.tensor_ranks(rank)) is not self.calibration.inside:
             return None
         return self.device(rank).table(self.workload.models[model], layout.tp, self.workload.param_bytes)
 
     def message_s(self, source: int, destination: int, num_bytes: int, num_parts: int = 1) -> float:
-        """A message from rank to rank, in so many parts."""
+        """Seconds of a message from rank to rank, in so many parts."""
         same = self.cluster.node_of(source) == self.cluster.node_of(destination)
         link = self.calibration.inside if same else self.calibration.between
         return num_parts * link.latency_s + num_bytes / link.bytes_per_s
 
     def load_s(self, model: str, layout: Layout, rank: int) -> float:
-        """The weights of a frozen model come from host memory."""
+        """Seconds of loading the weights of a frozen model from host memory."""
         params = num_params(self.workload.models[model], layout.shard(rank))
         return self.workload.param_bytes * params / self.device(rank).host_bytes_per_s
 
     def pass_s(
         self, call: Call, layout: Layout, rank: int, tokens: float, length: float, *, backward: bool = False
     ) -> float:
-        """A forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
+        """Seconds of a forward or backward pass of some tokens, in sequences of one length, through a rank's stage."""
         shape, shard, device = self.workload.models[call.model], layout.shard(rank), self.device(rank)
         num_layers, is_last = len(split(shape.num_layers, shard.pp, shard.stage)), shard.stage == shard.pp - 1
         if (table := self.table(call.model, layout, rank)) is not None:
@@ -114,15 +114,15 @@ class Cost:
         return num_layers * layer_s + head_s
 
     def gather_s(self, model: str, layout: Layout, rank: int) -> float:
-        """What ZeRO 3 takes to gather a rank's shard of weights that are spread over the dp of a layout."""
+        """Seconds in which ZeRO 3 gathers a rank's shard of weights that are spread over the dp of a layout."""
         if layout.zero < 3:
             return 0.0
         whole_bytes = self.workload.param_bytes * num_params(self.workload.models[model], layout.shard(rank))
         return all_gather_s(self.link(layout.data_ranks(rank)), layout.dp, whole_bytes)
 
     def update_s(self, model: str, layout: Layout, rank: int) -> float:
-        """The gradients' sum over dp (from ZeRO 2 on each rank gets its part of it alone), the optimizer's step, and
-        where only the optimizer's state or the gradients are spread, the new weights for everyone."""
+        """Seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer step,
+        and under ZeRO 1 and 2 of gathering the new weights."""
         params = num_params(self.workload.models[model], layout.shard(rank))
         mine = params / layout.dp if layout.zero else params
         link = self.link(layout.data_ranks(rank))
@@ -135,8 +135,8 @@ class Cost:
         return reduce_s + STATE_BYTES * mine / self.device(rank).memory_bytes_per_s
 
     def generate_s(self, call: Call, layout: Layout, rank: int, rows: Lengths, places: int) -> list[float]:
-        """When each row is done: the prompts first, then steps of as many rows as are decoded at the same time, through
-        all stages. The place of a row that has ended is taken by the next one, whose prompt comes then."""
+        """When each row ends: first the prompts, then decode steps of at most `places` rows through all stages. When a
+        row ends, the next one takes its place, beginning with its prompt."""
         stages, table = layout.stage_ranks(rank), self.table(call.model, layout, rank)
         drawn = int(table is not None and table.prefill is not None)  # tokens of a row that come with its prompt
         begun = min(places, len(rows))
@@ -152,7 +152,7 @@ class Cost:
         return done_s
 
     def prompts_s(self, call: Call, layout: Layout, rank: int, rows: Lengths) -> float:
-        """The prompts of some rows through all stages."""
+        """Seconds of the prompts of some rows through all stages."""
         if not rows:
             return 0.0
         number = layout.pp if self.calibration.pipelined_prefill else 1
@@ -164,7 +164,7 @@ class Cost:
         return sum(passes_s) + (number - 1) * max(passes_s)
 
     def prefill_s(self, call: Call, layout: Layout, rank: int, tokens: float, length: float) -> float:
-        """The prompts through one stage."""
+        """Seconds of the prompts through one stage."""
         table = self.table(call.model, layout, rank)
         if table is None or table.prefill is None:
             return self.pass_s(call, layout, rank, tokens, length)
@@ -173,7 +173,7 @@ class Cost:
         return table.prefill.at(num_layers, tokens, length, rest=shard.stage == shard.pp - 1)
 
     def decode_s(self, call: Call, layout: Layout, rank: int, places: int) -> float:
-        """A token for each of so many rows through one stage, half-way through their responses."""
+        """Seconds of a token for each of so many rows through one stage, halfway through their responses."""
         workload, device, shard = self.workload, self.device(rank), layout.shard(rank)
         shape = workload.models[call.model]
         num_layers = len(split(shape.num_layers, shard.pp, shard.stage))
@@ -188,8 +188,8 @@ class Cost:
 
 
 def decode_steps(responses: Sequence[int], places: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Steps with the same rows under way: their number, how many rows, and which of them then end. The rows take their
-    turns in order, at most `places` at a time."""
+    """Consecutive steps with the same rows: number of steps, number of rows, and the rows that then end. The rows start
+    in order, at most `places` at a time."""
     ends: list[tuple[int, int]] = []  # step at which a row ends, row
     step, waiting = 0, 0
     while waiting < len(responses) or ends:

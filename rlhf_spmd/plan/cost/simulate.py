@@ -1,10 +1,9 @@
-"""When a program's instructions begin and end, given how long each Run and each message takes: its critical path.
+"""Simulates a program: when its instructions begin and end, given the seconds of each Run and each message.
 
-The same meaning of the instructions as in deadlock.py and runtime/execute/executor.py: a Run with a group begins when
-its last rank arrives and ends everywhere together; a message is on its way as soon as both ends have posted it; a Wait
-ends with the last message of this rank's part; Agree ends when the last rank arrives. What shares something slows each
-other down: a rank sends, and receives, one message after the other; ranks that share the cores of a node share their
-time.
+Instructions mean the same as in deadlock.py and runtime/execute/executor.py: a Run with a group begins when its last
+rank arrives and ends on all ranks together; a message starts once both ends have posted it; a Wait ends with the last
+message of this rank's part; Agree ends when the last rank arrives. A rank sends, and receives, one message after the
+other; ranks that share the cores of a node share their time.
 """
 
 import heapq
@@ -32,12 +31,12 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long things take where nothing else is under way.
+    """Seconds of instructions and messages by themselves.
 
-    run_s(rank, run): seconds that a Run computes on a rank; where it names a group, the slowest rank counts.
-    message_s(message): seconds on the wire. load_s(rank, load): seconds in which weights come from host memory.
-    num_workers(node): how many ranks of a node can compute at full speed at the same time; None: all of them.
-    alike(rank, run): equal for training steps in stages of which run_s gives the same for each phase.
+    run_s(rank, run): of computing a Run on a rank; in a group the slowest rank counts. message_s(message): on the wire.
+    load_s(rank, load): of loading weights from host memory. num_workers(node): how many ranks of a node can compute at
+    full speed at the same time; None: all of them. alike(rank, run): a key, equal for pipelined training steps that
+    have the same run_s in each phase.
     """
 
     run_s: Callable[[int, Run], float]
@@ -48,10 +47,10 @@ class Times:
 
 
 def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], int] | None = None) -> Forecast:
-    """Simulates one iteration of a program that `check` has no error about.
+    """Simulates one iteration of a program for which `check` finds no error.
 
-    num_micro_batches(run): of a Run with stages, whose passes run_s then gets one by one (see Run.phase); None: as many
-    as its rows make in full-sized micro-batches.
+    num_micro_batches(run): of a Run with stages, for whose passes run_s is called one by one (see Run.phase); None: as
+    many as its rows make in full-sized micro-batches.
     """
     program = expand(program, num_micro_batches or (lambda step: usual_number(program, step)))
     simulation = _Simulation(program, times)
@@ -62,7 +61,7 @@ def simulate(program: Program, times: Times, num_micro_batches: Callable[[Run], 
 
 
 class _Simulation:
-    """Events in the order of their time. A rank goes on until something takes time or it has to wait for others."""
+    """Processes events in the order of time. A rank proceeds until an instruction takes time or waits for others."""
 
     def __init__(self, program: Program, times: Times):
         self.program, self.times = program, times
@@ -71,20 +70,20 @@ class _Simulation:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.ranks = program.cluster.ranks
         self.ready = deque(self.ranks)
-        self.began = [0.0 for _ in program.instructions]  # when a rank came to the instruction at which it stands
-        self.arrived: dict[Instruction, int] = {}  # what ranks do together -> how many stand at it
-        self.known: dict[tuple, list[list[tuple[float, float]]]] = {}  # what pipelines were like that have run
+        self.began = [0.0 for _ in program.instructions]  # when a rank reached its current instruction
+        self.arrived: dict[Instruction, int] = {}  # instruction at which ranks meet -> how many have reached it
+        self.known: dict[tuple, list[list[tuple[float, float]]]] = {}  # cache of _passes
         self.working: dict[tuple[Instruction, int], int] = {}  # a Run, its first rank -> how many still compute
         workers = [times.num_workers(node) for node in range(len(program.cluster.nodes))]
         self.nodes = [None if num is None else _Shared(self, num) for num in workers]
         self.posted: set[tuple[int, int]] = set()  # rank, transfer
-        self.left: dict[tuple[int, int], int] = {}  # rank, transfer -> messages that are not under way yet
+        self.left: dict[tuple[int, int], int] = {}  # rank, transfer -> messages that have not started
         self.latest: dict[tuple[int, int], float] = {}  # rank, transfer -> when the last of its messages ends
         self.waiting: set[tuple[int, int]] = set()  # rank, transfer
         self.sends_from, self.receives_from = ([0.0] * program.cluster.num_devices for _ in range(2))
 
     def go_on(self) -> None:
-        """Until nothing happens any more."""
+        """Processes all events."""
         while self.ready or self.events:
             while self.ready:
                 self._arrive(self.ready.popleft())
@@ -93,11 +92,11 @@ class _Simulation:
                 happens()
 
     def at(self, time: float, happens: Callable[[], None]) -> None:
-        """Something happens at a time to come."""
+        """Adds an event at a later time."""
         heapq.heappush(self.events, (time, next(self.numbers), happens))
 
     def _arrive(self, rank: int) -> None:
-        """Carries out what this rank can do now."""
+        """Executes a rank's instructions until one takes time or waits."""
         steps = self.program.instructions[rank]
         self.began[rank] = self.now
         while len(self.spans[rank]) < len(steps):
@@ -118,15 +117,15 @@ class _Simulation:
             return
 
     def _end(self, members: tuple[int, ...]) -> None:
-        """The instruction at which these ranks stand is done."""
+        """Ends the current instruction of these ranks."""
         for rank in members:
             self.spans[rank].append((self.began[rank], self.now))
         self.ready.extend(members)
 
-    # ---- what takes its time ----------------------------------------------------------------------------------------
+    # ---- instructions that take time --------------------------------------------------------------------------------
 
     def _begin(self, step: Instruction, members: tuple[int, ...]) -> None:
-        """All who take part in an instruction are there."""
+        """All ranks of an instruction have reached it."""
         if not isinstance(step, Run):
             self.at(self.now + self._length_s(step, members), lambda: self._end(members))
             return
@@ -143,8 +142,8 @@ class _Simulation:
                 node.add(work_s, lambda: self._computed(step, members))
 
     def _pipeline(self, step: Run, members: tuple[int, ...]) -> None:
-        """All passes of a training step at once, on devices that nobody shares: the shards' stages begin together, so
-        that shards whose passes take equally long are alike."""
+        """All passes of a training step at once, on devices that no ranks share: since all stages begin together,
+        shards whose passes take equally long have the same times."""
         layout = self.program.layout_of(step)
         for dp_index in range(layout.dp):
             shard = [layout.rank_at(dp_index, stage, t) for stage in range(layout.pp) for t in range(layout.tp)]
@@ -155,7 +154,7 @@ class _Simulation:
             self.at(self.spans[rank][-1][1], lambda rank=rank: self.ready.append(rank))
 
     def _passes(self, shard: Sequence[int], step: Run) -> list[list[tuple[float, float]]]:
-        """Begin and end of each instruction between the begin of a training step and its update, by rank."""
+        """Begin and end of each instruction between the "begin" and "update" phases of a training step, by rank."""
         node_of = self.program.cluster.node_of
         key = step.call, *((self.times.alike(rank, step), node_of(rank) - node_of(shard[0])) for rank in shard)
         if key not in self.known:
@@ -170,14 +169,14 @@ class _Simulation:
         return self.known[key]
 
     def _computed(self, step: Run, members: tuple[int, ...]) -> None:
-        """One more of the ranks of a Run is done; the last one ends it."""
+        """One more rank of a Run has computed; the last one ends it."""
         self.working[step, members[0]] -= 1
         if not self.working[step, members[0]]:
             del self.working[step, members[0]]
             self._end(members)
 
     def _length_s(self, step: Instruction, members: tuple[int, ...]) -> float:
-        if isinstance(step, Wait):  # the hops of a chain are under way at the same time; a rank's own are not
+        if isinstance(step, Wait):  # the hops of a chain run at the same time, but those of one rank in turn
             sent_s, received_s = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
             for message in self.program.transfers[step.transfer].messages:
                 took_s = self.times.message_s(message)
@@ -189,7 +188,7 @@ class _Simulation:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def _post(self, rank: int, transfer: int) -> None:
-        """Starts the messages whose other ends have posted, too."""
+        """Starts the messages whose other ends have been posted."""
         self.posted.add((rank, transfer))
         for message in self._part(transfer, rank):
             other = message.destination if message.source == rank else message.source
@@ -227,9 +226,9 @@ class _Simulation:
 
 
 class _Shared:
-    """A node whose ranks share its cores evenly: with n of them at work on c cores, each gets c / n, one at most.
+    """A node whose ranks share its cores evenly: n ranks at work on c cores get c / n each, one at most.
 
-    Work is counted on a clock that runs at that rate, so that a change of n changes no job's end on it.
+    Work is measured on a clock that runs at this rate, so a change of n does not change the ends of jobs on it.
     """
 
     def __init__(self, simulation: _Simulation, num_workers: float):
@@ -238,7 +237,7 @@ class _Shared:
         self.jobs: list[tuple[float, int, Callable[[], None]]] = []  # clock at the end, number, what then happens
 
     def add(self, work_s: float, happens: Callable[[], None]) -> None:
-        """A rank begins to compute."""
+        """A rank starts to compute."""
         self._read()
         heapq.heappush(self.jobs, (self.clock + work_s, next(self.simulation.numbers), happens))
         self._schedule()
@@ -252,7 +251,7 @@ class _Shared:
         self.read_at = now
 
     def _schedule(self) -> None:
-        """The next end as an event, which counts only while no other job comes or goes."""
+        """Adds the next end of a job as an event, which is void once another job starts or ends."""
         self.version += 1
         if self.jobs:
             left_s = max(self.jobs[0][0] - self.clock, 0.0) / self._rate()

@@ -1,4 +1,4 @@
-"""A forecast in few numbers: seconds of each call, and how much of the devices' time is lost."""
+"""A forecast in a few numbers: seconds of each call, and the share of the ranks' time that is idle."""
 
 from collections.abc import Iterable
 
@@ -7,21 +7,21 @@ from rlhf_spmd.plan.program.instructions import Run
 
 
 def runs(forecast: Forecast) -> Iterable[tuple[int, Run, float, float]]:
-    """Every Run: rank, step, when it began to compute (a Run with a group: when its last rank came), when it ended."""
+    """Every Run: rank, step, begin of the computation (with a group: when its last rank arrived), and end."""
     program = forecast.program
-    came_s: dict[Run, float] = {}  # the last rank, of Runs with a group
-    found = []
+    came_s: dict[Run, float] = {}  # Run with a group -> arrival of its last rank
+    begun = []
     for rank, (steps, spans) in enumerate(zip(program.instructions, forecast.times, strict=True)):
         for step, (begin_s, end_s) in zip(steps, spans, strict=True):
             if isinstance(step, Run):
-                found.append((rank, step, begin_s, end_s))
+                begun.append((rank, step, begin_s, end_s))
                 if step.group is not None:
                     came_s[step] = max(came_s.get(step, 0.0), begin_s)
-    return [(rank, step, came_s.get(step, begin_s), end_s) for rank, step, begin_s, end_s in found]
+    return [(rank, step, came_s.get(step, begin_s), end_s) for rank, step, begin_s, end_s in begun]
 
 
 def call_s(forecast: Forecast) -> dict[str, float]:
-    """Seconds that each call takes in one iteration, on the rank that it keeps busy longest."""
+    """Seconds of each call in one iteration, on the rank where it takes longest."""
     of_rank: dict[tuple[str, int], float] = {}
     for rank, step, begin_s, end_s in runs(forecast):
         of_rank[step.call, rank] = of_rank.get((step.call, rank), 0.0) + end_s - begin_s
@@ -30,7 +30,7 @@ def call_s(forecast: Forecast) -> dict[str, float]:
 
 
 def bubble(forecast: Forecast) -> float:
-    """The share of all ranks' time in which they compute nothing: they wait, or have no work."""
+    """The share of all ranks' time in which they wait or have no work."""
     busy_s = sum(end_s - begin_s for _, _, begin_s, end_s in runs(forecast))
     whole_s = forecast.makespan_s * forecast.program.cluster.num_devices
     return 1 - busy_s / whole_s if whole_s else 0.0

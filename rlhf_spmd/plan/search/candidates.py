@@ -15,12 +15,12 @@ from rlhf_spmd.plan.workflow import Call
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A call in a layout. Bytes are of the rank that needs the most of each kind, seconds those of one iteration.
+    """A call in a layout. Bytes are those of the rank that needs the most of each kind, seconds those of one iteration.
 
-    layout: how it is parallel, on some mesh of the same kind; ranks: those that it has; first, stop: places of its mesh
-    (meshes.Mesh). piece_s: of one mini-batch while streaming. gather_s: what it takes to gather the weights, if
-    training spreads them by ZeRO 3. whole_bytes: of the weights of one shard. static_bytes: what training keeps, or a
-    copy of the weights; the others are the kinds of memory.working_bytes.
+    layout: on some mesh of the same kind; ranks: its own; first, stop: places of its mesh (meshes.Mesh). piece_s:
+    seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
+    ZeRO 3. whole_bytes: weights of one shard. static_bytes: of training, or of a copy of the weights; the others are
+    the kinds of memory.working_bytes.
     """
 
     layout: Layout
@@ -36,7 +36,7 @@ class Candidate:
     reduced_bytes: int = 0
     activation_bytes: int = 0
     cache_bytes: int = 0
-    where: tuple[int, int, int, int] = field(init=False)  # mesh, stages, slices: what weights have to go to
+    where: tuple[int, int, int, int] = field(init=False)  # mesh, stages, slices: the destination of weights
     copy: tuple[int, int, int] = field(init=False)  # equal for copies with the same shards on the ranks of both
 
     def __post_init__(self) -> None:
@@ -51,14 +51,14 @@ class Candidate:
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What is better if it is less, in every combination."""
+        """All costs; a candidate that is lower in one and higher in none is always better."""
         seconds = self.seconds, self.piece_s, self.gather_s
         in_calls = self.gathered_bytes, self.reduced_bytes, self.activation_bytes, self.cache_bytes
         return *seconds, self.static_bytes, *in_calls
 
 
 class CallCosts:
-    """Candidates of calls with their costs. What is equal on meshes of one kind is computed once."""
+    """Candidates of calls with their costs, computed once for all meshes of one kind."""
 
     def __init__(self, cost: Cost):
         self.cost, self.workload = cost, cost.workload
@@ -67,7 +67,7 @@ class CallCosts:
         self.known: dict[tuple, float] = {}
 
     def candidates(self, call: Call) -> tuple[Candidate, ...]:
-        """All candidates of a call that no other one beats in everything that matters, quick ones first."""
+        """The candidates of a call that no other one beats in all costs, quick ones first."""
         candidates: list[Candidate] = []
         of_kind: dict[tuple, list[Candidate]] = {}
         for mesh in meshes(self.cost.cluster):
@@ -79,7 +79,8 @@ class CallCosts:
         return tuple(sorted(candidates, key=lambda one: one.seconds))
 
     def _unbeaten(self, call: Call, found: list[Candidate]) -> Iterator[Candidate]:
-        """Among candidates on one mesh. Those whose weights others may share only compete with their like."""
+        """The unbeaten among candidates on one mesh; if other calls use the model, only candidates with the same grid,
+        ZeRO 3 and offloading compete."""
         alone = sum(other.model == call.model for other in self.workload.workflow.placed_calls) == 1
         groups: dict[tuple, list[Candidate]] = {}
         for one in found:
@@ -138,13 +139,13 @@ class CallCosts:
         return self.known[key]
 
     def _slowdown(self, mesh: Mesh) -> float:
-        """By how much ranks that share the cores of a node slow each other down."""
+        """The factor by which ranks that share the cores of a node slow each other down."""
         device, counts = mesh.kind
         workers = self.cost.calibration.devices[device].num_workers
         return max(1.0, max(counts) / workers) if workers else 1.0
 
     def _passes_s(self, call: Call, layout: Layout, mesh: Mesh, num_mini_batches: int) -> tuple[float, int]:
-        """Seconds of the passes over some mini-batches, and how many there are without stages."""
+        """Seconds of the passes over some mini-batches, and the number of micro-batches."""
         rows = -(-self.workload.mini_batch // layout.dp)
         size = min(rows, layout.micro_batch or self.workload.micro_batch)
         number = -(-rows // size)
@@ -160,7 +161,9 @@ class CallCosts:
         first = layout.stage_ranks(layout.ranks[0])
         num_bytes = pass_bytes(layout, self.workload, call)
         hops_s = sum(self.cost.message_s(a, b, num_bytes) for a, b in zip(first, first[1:], strict=False))
-        once = number if call.kind == "train" else number * num_mini_batches  # a pipeline is filled once for them all
+        once = (
+            number if call.kind == "train" else number * num_mini_batches
+        )  # inference fills the pipeline once for all
         times = num_mini_batches if call.kind == "train" else 1
         filled_s = sum(stages_s) + (once - 1) * max(stages_s)
         return times * (filled_s * self._slowdown(mesh) + len(kinds) * hops_s), num_mini_batches * number

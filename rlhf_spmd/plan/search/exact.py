@@ -1,14 +1,14 @@
 """The best placement in the call-level model, with a proof: branch and bound over the candidates of every call.
 
-Calls are chosen one after the other, those that train first; a partial choice is dropped as soon as no completion can
-be faster than the best one known, or its ranks are too full. The bound is a sum over phases (iteration_model.py): all
-of a phase needs all of the phases before it. Two calls of one phase either share a rank, and take as long as both
-together, or share none, and the second one has to do with the ranks that the first one leaves. While streaming, phases
-overlap: then one of them is seen whole, and one mini-batch of each of the others.
+Calls are chosen one after another, those that train first. A partial choice is dropped once its ranks are too full or
+no completion can be faster than the best choice so far. The bound is a sum over phases (iteration_model.py), since a
+phase depends on all earlier phases. Two calls of one phase either share a rank, and take as long as both together, or
+share none, and the second one has only the ranks that the first one leaves. While streaming, phases overlap: then the
+bound is one whole phase and one mini-batch of each other phase.
 
-Two things make it quick. The calls that only infer are chosen last and together (inference_phase.py), and not at all
-where that has failed before with at least as much memory and time. And at first only what is nearly as fast as the
-bounds is looked for, then by steps more: far from them little can be dropped.
+Two things make it quick. The calls that only infer are chosen last and together (inference_phase.py), unless that has
+failed before with at least as much memory and time. And the search first looks only for choices nearly as fast as the
+bounds, then step by step for slower ones, because the bounds drop little that is far from them.
 """
 
 import time
@@ -23,37 +23,37 @@ from rlhf_spmd.plan.search.iteration_model import CallModel
 
 Choice = tuple[Candidate, ...]
 CHECK_EVERY = 256  # nodes between two looks at the clock
-FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: looked for at first, then twice as much, up to
-MORE_LAST = 1.15  # by which the seconds grow within which the last phase is looked at
+FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: the first limit, which doubles up to the last
+MORE_LAST = 1.15  # factor by which the limit for the last phase grows
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What may be chosen: candidates of each call of a model of the iteration, quick ones first."""
+    """The search space: a model of the iteration and the candidates of each of its calls, quick ones first."""
 
     model: CallModel
     candidates: tuple[tuple[Candidate, ...], ...]
 
     @classmethod
     def of(cls, model: CallModel) -> "Space":
-        """All candidates; those that no device can hold alone are left out, where there are others."""
-        found = []
+        """All candidates, without those that no device can hold even alone, if there are others."""
+        candidates = []
         for index, call in enumerate(model.calls):
             every = model.costs.candidates(call)
             alone: list[Candidate | None] = [None] * len(model.calls)
-            fits: dict[int, bool] = {}  # candidates that differ in their mesh alone share a layout
+            fits: dict[int, bool] = {}  # candidates that differ only in their mesh share a layout
             for one in every:
                 if id(one.layout) not in fits:
                     alone[index] = one
                     fits[id(one.layout)] = model.excess_bytes(alone) <= 0
-            found.append(tuple(one for one in every if fits[id(one.layout)]) or every)
-        return cls(model, tuple(found))
+            candidates.append(tuple(one for one in every if fits[id(one.layout)]) or every)
+        return cls(model, tuple(candidates))
 
 
 @dataclass(slots=True)
 class Best:
-    """The best choices that were scored, at most `keep`, best first; those with equal meshes and grids count once.
-    most_s: what is slower than this is not looked for."""
+    """The best scored choices, at most `keep`, one for each combination of meshes and grids. most_s: slower choices are
+    not searched for."""
 
     keep: int
     most_s: float = inf
@@ -63,11 +63,11 @@ class Best:
 
     @property
     def goal_s(self) -> float:
-        """What is not faster than this is not looked for."""
+        """Only faster choices than this are searched for."""
         return min(self.seconds, self.most_s)
 
     def offer(self, seconds: float, chosen: Sequence[Candidate]) -> None:
-        """Notes a choice that fits."""
+        """Records a choice that fits."""
         key = tuple(one.where for one in chosen)
         if key not in self.found or seconds < self.found[key][0]:
             self.found[key] = seconds, tuple(chosen)
@@ -81,12 +81,12 @@ class Best:
 
 
 def exact(space: Space, best: Best, budget_s: float = inf) -> float:
-    """Searches until nothing better than `best` can be left, or the budget is spent. Returns seconds that nothing in
-    the space is faster than: those of `best`, if the search has finished."""
+    """Searches until nothing better than `best` can remain or the budget is spent. Returns a lower bound of the seconds
+    of all choices; it equals those of `best` if the search has finished."""
     deadline = time.perf_counter() + budget_s
     bounds_s = [alone_s(space, phase, deadline) for phase in space.model.phases]
     excess = FIRST_EXCESS
-    while True:  # little is worth a look as long as only what is almost as fast as the bounds counts
+    while True:  # a low limit leaves little to search
         best.most_s = (1 + excess) * sum(bounds_s) if excess < LAST_EXCESS else inf
         open_s = _Branches(space, best, deadline, bounds_s).search()
         if space.model.can_stream:
@@ -99,14 +99,14 @@ def exact(space: Space, best: Best, budget_s: float = inf) -> float:
 
 
 def alone_s(space: Space, phase: list[int], deadline: float) -> float:
-    """A phase takes no less, even if nothing else needs memory."""
+    """A lower bound of a phase's seconds: its best choice if no other call needs memory."""
     best = Best(1)
     branches = _Branches(space, best, deadline, [0.0] * len(space.model.phases), only=phase)
     return min(branches.search(), best.seconds)
 
 
 class _Branches:
-    """One search, either of iterations that do not stream or of those that do."""
+    """One search of iterations that do not stream, or of those that do."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Branches:
         streaming: bool = False,
         only: Sequence[int] | None = None,
     ):
-        """bounds_s: of each phase what it takes at least. only: the calls to choose for; None: all."""
+        """bounds_s: the least seconds of each phase. only: the calls to choose for; None: all."""
         self.model, self.best, self.deadline, self.streaming = space.model, best, deadline, streaming
         model = space.model
         self.chosen: list[Candidate | None] = [None] * len(model.calls)
@@ -138,7 +138,7 @@ class _Branches:
         self.users = {user for train, users in model.models if train is not None for user in users}
         epochs, num = model.workload.epochs, model.workload.num_mini_batches
         self.times = [num * (epochs if i in model.trains else 1) for i in range(len(model.calls))]  # pieces of each
-        self.room = len(model.limits)  # ranks that calls before training may have
+        self.room = len(model.limits)  # number of ranks for the calls before training
         self.groups = [self._by_mesh(index, of) for index, of in enumerate(space.candidates)]
         self.quickest = [self._by_size(index) for index in range(len(model.calls))]
         self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
@@ -169,7 +169,7 @@ class _Branches:
         return seconds[at - 1] if at else inf
 
     def search(self) -> float:
-        """Returns the least bound among what was left out because the time was up; infinity if nothing was."""
+        """Returns the least bound of the branches that were skipped when the time was up; infinity if none was."""
         self._visit(0)
         for bounds, chosen in sorted(self.begun, key=lambda one: sum(one[0])):
             self.bounds, self.chosen = bounds, chosen
@@ -178,8 +178,8 @@ class _Branches:
         return self.open_s
 
     def _last_phase(self) -> list[int]:
-        """The calls that are chosen last: of the largest phase of which the others change nothing but the memory that
-        is left (call by call if two of them use the same model)."""
+        """The calls that are chosen last: those of the largest phase that only infers, each with another model; other
+        calls affect them only through memory."""
 
         def is_last(phase: Sequence[int]) -> bool:
             calls = [self.model.calls[index] for index in phase]
@@ -188,7 +188,7 @@ class _Branches:
         return [] if self.streaming else max(filter(is_last, self.phases), key=len, default=[])
 
     def _finish(self) -> None:
-        """Chooses for the last phase, unless that was in vain already with as much memory and time."""
+        """Chooses for the last phase, unless that has failed before with as much memory and time."""
         if time.perf_counter() > self.deadline:
             self.open_s = min(self.open_s, self._bound_s())
             return
@@ -208,7 +208,7 @@ class _Branches:
             self.chosen[index] = None
 
     def _choose_last(self, left: Left, least_s: float, most_s: float, others_s: float) -> None:
-        """All choices for the last phase that take at least so many seconds, and less than so many."""
+        """All choices for the last phase that take from least_s to most_s."""
         most_s = min(most_s, self.best.goal_s - others_s)
         for phase_s, picked in self.last.combinations(self.chosen, left, most_s):
             if others_s + phase_s >= self.best.goal_s:
@@ -229,7 +229,7 @@ class _Branches:
             return
         index = self.order[depth]
         phase, saved, room = self.phase_of[index], list(self.bounds), self.room
-        least_s: dict[tuple, float] = {}  # bound with the quickest candidate on meshes that relate alike to the others
+        least_s: dict[tuple, float] = {}  # bound with the quickest candidate, for meshes that meet the same others
         for first, stop, group in self.groups[index]:
             self.chosen[index], self.room = None, room
             self.bounds[phase] = max(saved[phase], group[0][0])
@@ -265,7 +265,7 @@ class _Branches:
         self.chosen[index], self.bounds, self.room = None, saved, room
 
     def _go_on(self, depth: int, index: int) -> None:
-        """Visits the next call, unless the last choice has made that pointless."""
+        """Visits the next call, unless the last choice is already too slow or too large."""
         if index in self.users and not self.streaming:
             for late in self.late:
                 self.bounds[late] = max(self.bounds[late], self._phase_s(late))
@@ -284,7 +284,7 @@ class _Branches:
         self.best.offer(seconds, self.chosen)
 
     def _bound_s(self) -> float:
-        """No completion of what is chosen is faster."""
+        """A lower bound of all completions of the choice."""
         if not self.streaming:
             return sum(self.bounds)
         num, model = self.model.workload.num_mini_batches, self.model
@@ -296,13 +296,13 @@ class _Branches:
         return max(self.bounds[0] + after_s, self.bounds[1] + before_s)
 
     def _streamed_s(self) -> float:
-        """No completion of what is chosen is faster; infinity if it does not stream."""
+        """A lower bound of all completions of the choice while streaming; infinity if it cannot stream."""
         if not self.model.streams(self.chosen):
             return inf
         return self.model.streamed_s(self.chosen, [self._length_s(i) / self.times[i] for i in self.calls])
 
     def _room(self) -> int:
-        """Ranks that what trains leaves to the others."""
+        """The number of ranks that do not train."""
         taken = {place for i in self.model.trains if (one := self.chosen[i]) for place in range(one.first, one.stop)}
         return len(self.model.limits) - len(taken)
 
@@ -314,7 +314,7 @@ class _Branches:
         return one.piece_s * self.times[index] if self.streaming else one.seconds
 
     def _phase_s(self, number: int) -> float:
-        """A phase takes no less, whatever is chosen for its other calls."""
+        """A lower bound of a phase's seconds, whatever is chosen for its other calls."""
         phase, size = self.phases[number], len(self.model.limits)
         if not phase:
             return 0.0
@@ -335,7 +335,7 @@ class _Branches:
         return longest_s
 
     def _apart_s(self, a: int, b: int, size: int) -> float:
-        """Two calls that are not chosen: one after the other, or at the same time on meshes that fit side by side."""
+        """The least seconds of two calls without a choice: one after the other, or at once on disjoint meshes."""
         together_s = self._length_s(a) + self._length_s(b)
         for mine, mine_s in zip(*self.quickest[a], strict=True):
             if mine < size:

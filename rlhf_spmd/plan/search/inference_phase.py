@@ -1,8 +1,8 @@
-"""The calls that the exact search chooses last, all together: a phase of several calls that only infer, with arrays.
+"""The last step of the exact search: it chooses all calls of a phase that only infers together, with arrays.
 
-Once everything else is chosen, only what is left of the memory matters to them, and where the weights are that they may
-share. Every combination that is quick enough is looked at: one call after the other, candidates by combinations of
-those before, and of these all that neither take too long nor need too much on a rank that they share.
+Once all other calls are chosen, these depend only on the free memory and on the weights that they may share. Every
+combination that is quick enough is enumerated: call by call, all candidates are joined with all combinations so far,
+and combinations that take too long, or need too much memory on the ranks that they share, are dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ import numpy as np
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.iteration_model import Assignment, CallModel
 
-MOST_PRODUCTS = 1 << 20  # combinations that are looked at together
-Segment = tuple[int, int, float, float]  # first place, last + 1, bytes free, and those with what is there to gather
+MOST_PRODUCTS = 1 << 20  # combinations in one array
+Segment = tuple[int, int, float, float]  # first place, last + 1, free bytes, free bytes with the room for gathering
 
 
 @dataclass(slots=True)
 class Left:
-    """What a choice for all other calls leaves to these.
+    """The resources that a choice for all other calls leaves to these.
 
-    shared: where the weights are that they may share; free_bytes, gathered_bytes: at each place, what is free and what
-    is there for weights that are gathered for a while. least_s: these calls were found to take no less.
+    shared: where the weights are that they may share; free_bytes, gathered_bytes: free at each place, and set aside
+    there for gathered weights. least_s: a lower bound of the seconds of these calls, once known.
     """
 
     shared: tuple
@@ -36,7 +36,7 @@ class Left:
 
     @classmethod
     def by(cls, model: CallModel, chosen: Assignment, last: Sequence[int]) -> "Left":
-        """last: the calls that are not chosen."""
+        """last: the calls without a choice."""
         shared = []
         for train, users in model.models:
             calls = users if train is None else [train, *users]
@@ -55,7 +55,7 @@ class Left:
         return left
 
     def covers(self, other: "Left", seconds: float) -> bool:
-        """Whether it is known from here that with less, too, these calls take no less than some seconds."""
+        """Whether this proves that these calls take no less than some seconds with the resources of `other`, too."""
         return (
             self.least_s >= seconds
             and self.shared == other.shared
@@ -100,8 +100,8 @@ class LastPhase:
     def combinations(
         self, chosen: Assignment, left: Left, within_s: float
     ) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
-        """(seconds of the phase, candidates) of all that take less than within_s, quick ones first. None that fits is
-        left out unless another one is no worse; not all of them fit."""
+        """(seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It omits a
+        combination that fits only if another one is no worse; some combinations do not fit."""
         if left.shared not in self.known:
             self.known[left.shared] = [self._options(chosen, place) for place in range(len(self.calls))]
         options = [_unbeaten(_fitting(one, left.segments, within_s)) for one in self.known[left.shared]]
@@ -116,8 +116,8 @@ class LastPhase:
                 yield float(seconds_R[row]), tuple(picked)
 
     def _options(self, chosen: Assignment, place: int) -> _Options:
-        """The candidates of a call, given where the weights are that it may share: then it adds none. (Where some of
-        its ranks lack them, it adds some after all: that is left to the model's own count.)"""
+        """The candidates of a call; those that share weights add none. (On ranks that lack them they do, which the
+        caller checks with CallModel.excess_bytes.)"""
         model, index = self.model, self.calls[place]
         train, users = next(of for of in model.models if index in of[1])
         training = None if train is None else chosen[train]
@@ -134,14 +134,14 @@ class LastPhase:
 
 
 def _fitting(options: _Options, segments: Sequence[Segment], within_s: float) -> _Options:
-    """Those that are quick enough and fit alone."""
+    """The candidates that are quick enough and fit alone."""
     keep_C = (options.seconds_C < within_s) & _fits(options.needs_4C, segments)
     return options.take(np.nonzero(keep_C)[0])
 
 
 def _unbeaten(options: _Options) -> _Options:
-    """Of candidates with the same mesh, stages and slices, those that no other one beats in seconds and bytes: where
-    weights have to go afterwards is then the same."""
+    """The candidates that no other one with the same mesh, stages and slices, and so the same transfers of weights,
+    beats in seconds and bytes."""
     groups: dict[tuple, list[int]] = {}
     for at, one in enumerate(options.candidates):
         groups.setdefault(one.where, []).append(at)
@@ -200,7 +200,7 @@ def _joined(
 
 
 def _fits(needs_4N: np.ndarray, segments: Sequence[Segment]) -> np.ndarray:
-    """Whether the places from `first` to `stop` (if any) all have so many bytes to spare."""
+    """Whether all places from `first` to `stop` (if any) have so many free bytes."""
     first_N, stop_N, static_N, gathered_N = needs_4N
     fits_N = np.ones(len(first_N), dtype=bool)
     for first, stop, free, free_and_gathered in segments:

@@ -1,9 +1,9 @@
-"""Iterations at the level of calls: seconds and bytes of a placement without compiling it. What the search scores.
+"""A model of iterations at the level of calls: seconds and bytes of a placement without compiling it, for the search.
 
-A call occupies all ranks of its mesh from when its inputs are there and they are free, in the order of the workflow,
-for as long as candidates.py says; weights then go to the copies that lack them. A trained model's other calls need no
-copy where they split the model as its training does, over the same partners. Memory is a hard limit: bytes are those
-of memory.py, of the rank of each layout that needs the most of each kind.
+In the order of the workflow, a call occupies all ranks of its mesh once its inputs are there and the ranks are free,
+for the seconds of its candidate; then new weights go to the copies that lack them. A trained model's other calls need
+no copy if they split the model as its training does, over the same ranks. Memory is a hard limit: bytes are those of
+memory.py, of the rank of each layout that needs the most of each kind.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen ye
 
 
 class CallModel:
-    """The searched calls of a workload on a cluster (all that have weights), and what a choice for each comes to.
+    """The searched calls of a workload on a cluster (all that have weights), and the costs of a choice for each.
 
-    phases: indices of calls; those of one phase all need, directly or not, everything of the phases before.
+    phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases.
     """
 
     def __init__(self, cost: Cost):
@@ -49,19 +49,19 @@ class CallModel:
         self._pairs: dict[tuple, tuple[bool, float]] = {}
 
     def _needs(self) -> list[frozenset[int]]:
-        """Of each searched call those that make what it reads, or what a computation between them reads."""
+        """For each searched call, the calls whose data it reads, directly or through a `compute`."""
         workflow, index = self.workload.workflow, {call.name: i for i, call in enumerate(self.calls)}
         made: dict[str, frozenset[int]] = {}
-        found = {}
+        needs = {}
         for call in workflow.calls:
             inputs = frozenset().union(*(made.get(key, frozenset()) for key in call.inputs))
-            found[call.name] = inputs
+            needs[call.name] = inputs
             mine = frozenset({index[call.name]}) if call.name in index else inputs
             made |= dict.fromkeys(call.outputs, mine)
-        return [found[call.name] for call in self.calls]
+        return [needs[call.name] for call in self.calls]
 
     def _phases(self) -> list[list[int]]:
-        """Cuts the calls wherever all that follow need all that come before."""
+        """Cuts the list of calls wherever all later calls depend on all earlier ones."""
         num, needs = len(self.calls), []
         for direct in self.needs:
             needs.append(direct.union(*(needs[i] for i in direct)))
@@ -73,7 +73,7 @@ class CallModel:
         return next((train for train, users in self.models if index in users or index == train), None)
 
     def _limits(self) -> list[float]:
-        """Bytes of the device at each place (see Mesh.first): the least of its type."""
+        """Bytes of the smallest device of the type at each place (see Mesh.first)."""
         limits: list[float] = []
         for device in self.cluster.device_types:
             ranks = self.cluster.ranks_of(device)
@@ -84,8 +84,8 @@ class CallModel:
     # ---- two layouts of one model ------------------------------------------------------------------------------------
 
     def pair(self, user: Candidate, training: Candidate) -> tuple[bool, float]:
-        """Whether a call uses the weights that its model trains, where it runs on their ranks, and the seconds in which
-        new weights reach the ranks that lack them."""
+        """Whether a call uses the weights that its model trains on ranks that both have, and the seconds in which new
+        weights reach the ranks that lack them."""
         key = user.where, training.where, training.layout.zero == 3, user.whole_bytes
         if key not in self._pairs:
             self._pairs[key] = self._pair(user, training)
@@ -115,7 +115,7 @@ class CallModel:
         return shares, user.whole_bytes * (1 - held) / link.bytes_per_s
 
     def _least_held(self, user: Candidate, training: Candidate) -> float:
-        """The share of its new shard that a rank holds already, of the rank that holds the least."""
+        """The share of its new shard that a rank already holds, for the rank that holds the least."""
         least = 1.0
         mine, theirs = user.layout, training.layout
         size, other_size = mine.pp * mine.tp, theirs.pp * theirs.tp
@@ -129,8 +129,8 @@ class CallModel:
     # ---- seconds -----------------------------------------------------------------------------------------------------
 
     def schedule_s(self, chosen: Assignment, indices: Sequence[int]) -> float:
-        """Seconds of some calls, in this order, and of the weights of those among them that train; calls that are not
-        chosen are left out."""
+        """Seconds of some calls, in this order, and of the transfers of weights after training; calls without a choice
+        are skipped."""
         ends: dict[int, float] = {}
         busy: list[tuple[int, int, float]] = []  # first place, last + 1, busy until
         for index in indices:
@@ -147,7 +147,7 @@ class CallModel:
         return max((end_s for _, _, end_s in busy), default=0.0)
 
     def gather_s(self, chosen: Assignment, index: int) -> float:
-        """What a call takes more because its model's training spreads the weights that it uses (ZeRO 3)."""
+        """The extra seconds of a call that gathers the weights that its model trains (ZeRO 3)."""
         one = chosen[index]
         for train, users in self.models:
             if train is not None and index in users and chosen[train] is not None:
@@ -157,7 +157,7 @@ class CallModel:
         return 0.0
 
     def _reallocate(self, chosen: Assignment, ends: dict[int, float], busy: list[tuple[int, int, float]]) -> None:
-        """New weights leave once the ranks of both layouts have nothing else to do."""
+        """New weights are sent once the ranks of both layouts are free."""
         for train, users in self.models:
             if train not in ends:
                 continue
@@ -177,7 +177,7 @@ class CallModel:
                     busy += [(c.first, c.stop, begin_s + took_s) for c in (training, one)]
 
     def streams(self, chosen: Assignment) -> bool:
-        """Whether what trains shares no rank with anything else (as far as chosen), so that an iteration may stream."""
+        """Whether an iteration can stream: no train call shares a rank with another call (as far as chosen)."""
         if not self.can_stream:
             return False
         trains = [one for i in self.trains if (one := chosen[i])]
@@ -185,9 +185,9 @@ class CallModel:
         return all(a.stop <= b.first or b.stop <= a.first for a in trains for b in others)
 
     def streamed_s(self, chosen: Assignment, least_s: Sequence[float] = ()) -> float:
-        """Seconds of an iteration that streams: mini-batch by mini-batch, the first epoch of training included.
+        """Seconds of an iteration that streams: mini-batch by mini-batch, including the first epoch of training.
 
-        least_s: of each call that is not chosen what a mini-batch takes at least, on ranks of its own."""
+        least_s: for each call without a choice, the least seconds of a mini-batch, on ranks of its own."""
         num, epochs = self.workload.num_mini_batches, self.workload.epochs
         free = [0.0] * len(self.calls)  # when the ranks of each call have no more work
         piece_s = [one.piece_s if one else least_s[index] for index, one in enumerate(chosen)]
@@ -208,24 +208,24 @@ class CallModel:
         return max(max(free), *(end_s for _, _, end_s in busy))
 
     def score_s(self, chosen: Assignment) -> float:
-        """Seconds of an iteration, streaming if that is possible and faster."""
+        """Seconds of an iteration, which streams if that is possible and faster."""
         seconds = self.schedule_s(chosen, range(len(self.calls)))
         return min(seconds, self.streamed_s(chosen)) if self.streams(chosen) else seconds
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def excess_bytes(self, chosen: Assignment) -> float:
-        """By how much the rank with the least room misses its device's memory; negative: what is left of it. Calls that
-        are not chosen need nothing, so that more choices never need less."""
+        """The bytes by which the fullest rank exceeds its device's memory; negative if all ranks have room. Calls
+        without a choice need nothing, so another choice never lowers it."""
         return max(self._excesses(chosen), default=-inf)
 
     def overflow_bytes(self, chosen: Assignment) -> float:
-        """The bytes that do not fit, summed over places, and so less with every rank that is less too full."""
+        """The bytes that do not fit, summed over places."""
         return sum(max(0.0, excess) for excess in self._excesses(chosen))
 
     def _excesses(self, chosen: Assignment) -> list[float]:
-        """By how much bytes exceed a limit, at places one of which is the fullest: where a mesh begins, or one ends
-        whose weights others use, too."""
+        """Bytes beyond the limit at all places that may be the fullest: where a mesh begins, or where the mesh of a
+        train call ends."""
         if not self._consistent(chosen):
             return [inf]
         ends = {one.stop for i in self.trains if (one := chosen[i]) and one.stop < len(self.limits)}
@@ -238,8 +238,7 @@ class CallModel:
         return static + gathered + max(activations + reduced, cache)
 
     def parts_at(self, chosen: Assignment, place: int) -> tuple[float, float, float, float, float]:
-        """Bytes at a place: what stays (buckets included), and the most that is gathered, reduced, kept for a backward
-        pass, kept of keys and values."""
+        """Bytes at a place: static (with buckets), and the most of gathered, reduced, activation and cache bytes."""
         static = gathered = reduced = activations = cache = 0
         for train, users in self.models:
             training = chosen[train] if train is not None else None
@@ -271,7 +270,7 @@ class CallModel:
         return static, gathered, reduced, activations, cache
 
     def _consistent(self, chosen: Assignment) -> bool:
-        """Whether the calls of each frozen model keep its weights in one way (validate.py)."""
+        """Whether all calls of each frozen model keep its weights alike (validate.py)."""
         for train, users in self.models:
             ways = [one for user in users if train is None and (one := chosen[user])]
             for one in ways[1:]:
@@ -284,7 +283,7 @@ class CallModel:
     # ---- placements --------------------------------------------------------------------------------------------------
 
     def placement(self, chosen: Assignment, **overlap) -> Placement:
-        """The placement of a full choice; a reward function runs where its rows are made. overlap: further fields."""
+        """The placement of a full choice; reward functions run where responses are made. overlap: further fields."""
         layouts = {call.name: one.placed for call, one in zip(self.calls, chosen, strict=True)}
         first = next((c for c in self.calls if c.kind == "generate"), self.calls[0])
         ranks = layouts[first.name].ranks[: self.workload.mini_batch]
@@ -295,5 +294,5 @@ class CallModel:
 
 
 def _common(index: int, parts: int, other: int, others: int) -> float:
-    """What part `index` of `parts` and part `other` of `others` of one whole have in common."""
+    """The share of a whole that part `index` of `parts` and part `other` of `others` have in common."""
     return max(0.0, min((index + 1) / parts, (other + 1) / others) - max(index / parts, other / others))

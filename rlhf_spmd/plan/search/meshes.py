@@ -1,27 +1,28 @@
-"""Where and how a call may run, for the search: the meshes of a cluster, and the ways to be parallel on each.
+"""The search space of a call: the meshes of a cluster, and the layouts on each.
 
 A mesh is a power-of-two slice of a node aligned to its size, an aligned power of two of whole nodes (ReaL, arXiv
-2406.14088), or a prefix or suffix of all devices of a type in eighths, so that a separation of 1/4 and 3/4 is there.
+2406.14088), or a prefix or suffix of all devices of a type in eighths, which allows separations such as 1/4 and 3/4.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
-EIGHTHS = 8  # prefixes and suffixes are cut in so many parts
-LEAST_PP = 8  # pipelines may have so many stages, or more where there are more nodes (ReaL's pruning)
+EIGHTHS = 8  # prefixes and suffixes are multiples of an eighth
+LEAST_PP = 8  # the most stages of a pipeline, or the number of nodes if that is larger (ReaL's pruning)
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Ranks of one device type that a call may run on.
 
-    first: place of the first rank among all ranks sorted by device type: there every mesh is a run without holes.
-    kind: equal for meshes on which everything takes equally long: device type, and how many ranks of each node.
+    first: place of the first rank among all ranks sorted by device type, where every mesh is contiguous. kind: device
+    type and numbers of ranks per node; equal for meshes on which everything takes equally long.
     """
 
     ranks: tuple[int, ...]
@@ -35,7 +36,7 @@ class Mesh:
 
 def meshes(cluster: Cluster) -> tuple[Mesh, ...]:
     """All meshes of a cluster, large ones first. A mesh never has devices of two types."""
-    found: dict[tuple[int, int], Mesh] = {}
+    by_span: dict[tuple[int, int], Mesh] = {}
     start = 0
     for device in cluster.device_types:
         ranks = cluster.ranks_of(device)
@@ -43,19 +44,16 @@ def meshes(cluster: Cluster) -> tuple[Mesh, ...]:
             mine = ranks[first:stop]
             nodes = [cluster.node_of(rank) for rank in mine]
             counts = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
-            found.setdefault((start + first, stop - first), Mesh(mine, start + first, (device, counts)))
+            by_span.setdefault((start + first, stop - first), Mesh(mine, start + first, (device, counts)))
         start += len(ranks)
-    return tuple(sorted(found.values(), key=lambda mesh: (-mesh.size, mesh.first)))
+    return tuple(sorted(by_span.values(), key=lambda mesh: (-mesh.size, mesh.first)))
 
 
 def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(first, stop) of the meshes among the ranks of one device type."""
-    edges = [0]  # where a node begins, and the end
-    for place in range(1, len(ranks)):
-        if cluster.node_of(ranks[place]) != cluster.node_of(ranks[place - 1]):
-            edges.append(place)
-    edges.append(len(ranks))
-    for first, stop in zip(edges, edges[1:], strict=False):
+    nodes = [cluster.node_of(rank) for rank in ranks]
+    edges = [0, *(at for at in range(1, len(ranks)) if nodes[at] != nodes[at - 1]), len(ranks)]  # of nodes
+    for first, stop in pairwise(edges):
         size = 1
         while size <= stop - first:
             yield from ((at, at + size) for at in range(first, stop - size + 1, size))
@@ -71,11 +69,11 @@ def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]
 
 
 def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
-    """Every way in which a call with weights may be parallel on a mesh, as compile_program accepts it.
+    """The layouts of a call with weights on a mesh, valid for compile_program.
 
-    Slices stay inside a node and divide the heads; stages divide the layers or are a power of two; no shard is without
-    rows. Only a train call has a stage of ZeRO or recomputation of its own; only frozen models are offloaded or, with
-    stage 3, spread over dp.
+    Slices stay inside a node and divide the heads; stages divide the layers or are a power of two; every shard has
+    rows. Only train calls choose a ZeRO stage and recomputation; only frozen models are offloaded or, with stage 3,
+    spread over dp.
     """
     frozen = workload.workflow.train_call(call.model) is None
     for pp, tp in _grids(call, mesh, workload, cluster):
@@ -117,5 +115,5 @@ def _grids(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iter
 
 
 def _micro_batches(rows: int, most: int) -> list[int]:
-    """Powers of two up to the rows of a shard, and no more than `most`."""
+    """Powers of two up to the rows of a shard and up to `most`."""
     return [1 << power for power in range(max(1, min(rows, most)).bit_length())]

@@ -1,9 +1,8 @@
-"""Finds placements: three methods over one space of candidates and one score, then a simulation of the best ones.
+"""Finds placements: three methods over one space of candidates with one score, then a simulation of the best ones.
 
-exact: branch and bound (exact.py). two_phase, after APP's planner (arXiv 2312.11819): placements in the style of
-its strategies first, then a grid around the best of them. mcmc, after ReaL (arXiv 2406.14088): Metropolis-Hastings over
-the candidates of each call, here with a temperature that falls. The order that the user sees is that of the forecasts
-of the compiled programs.
+exact: branch and bound (exact.py). two_phase, after APP's planner (arXiv 2312.11819): first placements in the style of
+its strategies, then a local search around the best of them. mcmc, after ReaL (arXiv 2406.14088): Metropolis-Hastings
+over the candidates of each call, with a falling temperature. Plans are sorted by the forecasts of their programs.
 """
 
 import time
@@ -28,18 +27,17 @@ from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.workload import Workload
 
 METHODS = ("exact", "two_phase", "mcmc")
-BUDGET_S = 20.0  # of the exact search; what it has not proved by then is in the gap
-NUM_PRIORS = 5  # around which the grid is searched
+BUDGET_S = 20.0  # of the exact search; then it reports the optimality gap
+NUM_PRIORS = 5  # around which two_phase searches
 NUM_CHAINS, NUM_STEPS = 2, 60_000  # Markov chains, and the steps of each: one in eight ends 10% or more above the best
 NUM_CANDIDATES = 1_000  # per call in the Markov chain, the quickest (ReaL's cap)
-HOT, COLD = 0.1, 0.0005  # its first and last temperature, as a share of the seconds of an iteration
-PENALTY = 3.0  # of a choice that does not fit, on its seconds (ReaL's)
+HOT, COLD = 0.1, 0.0005  # first and last temperature, as a share of the seconds of an iteration
+PENALTY = 3.0  # factor on the seconds of a choice that does not fit (ReaL's)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement that the search proposes. call_level_s: what the call-level model says of an iteration; the forecast
-    is that of the compiled program."""
+    """A proposed placement with the forecast of its program. call_level_s: seconds by the call-level model."""
 
     name: str
     placement: Placement
@@ -50,8 +48,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Plans, best first. gap: by which fraction a placement that was not looked at might be faster in the call-level
-    model; 0.0 if the exact search finished, and None where the method proves nothing."""
+    """Plans, best first. gap: the fraction by which an unexplored placement might be faster in the call-level model;
+    0.0 if the exact search finished, None if the method proves nothing."""
 
     plans: tuple[Plan, ...]
     gap: float | None
@@ -71,7 +69,7 @@ def search(
     budget_s: float = BUDGET_S,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
-    budget_s: seconds after which the exact search stops; what it then has left out is the gap.
+    budget_s: seconds after which the exact search stops and reports a gap.
 
     Raises UserError if no placement fits the devices, the method is unknown, or the calibration lacks a device type.
     """
@@ -99,14 +97,14 @@ def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) ->
         two_phase(space, best)
         return best, None
     least_s = exact(space, best, budget_s)
-    for prior in dict.fromkeys(priors(space)):  # what else there is; the best of it if the budget was spent too early
+    for prior in dict.fromkeys(priors(space)):  # alternatives; better ones if the budget was spent too early
         filled(space, prior, best)
     return best, max(0.0, 1 - least_s / best.seconds) if best.found else 1.0
 
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
-    """The quickest of the programs that a choice makes: streaming or not and, in the two phases, with the exchanges of
-    interleaving."""
+    """The quickest program of a choice: with or without streaming and, in two_phase, with the exchanges of the
+    interleaving strategies."""
     name = name_of(model.placement(chosen), model.workload, model.cluster)
     frozen = tuple(call.name for i, call in enumerate(model.calls) if model.trained_by(i) is None)
     variants: list[dict] = [{}]
@@ -123,11 +121,11 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
 
 
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
-    """The strategy that a placement equals in spirit.
+    """The strategy that a placement resembles.
 
-    separation: what trains shares no rank with anything else. flattening: everything on all ranks in one grid.
-    reallocation: everything on all ranks in several. interleaving: so do the models that train, and the frozen ones
-    share the ranks among them. mixed: anything else.
+    separation: train calls share no rank with other calls. flattening: all calls are on all ranks in one grid;
+    reallocation: in several grids. interleaving: trained models are on all ranks, and the frozen models divide the
+    ranks. mixed: anything else.
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
@@ -148,7 +146,7 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
 
 
 def _misfit(space: Space) -> str:
-    """Why nothing fits, by how much, and what would help."""
+    """Says that nothing fits, how many bytes are missing, and what would help."""
     model, workload = space.model, space.model.workload
     least = inf
     for prior in dict.fromkeys(priors(space)):
@@ -171,15 +169,16 @@ Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
 
 def two_phase(space: Space, best: Best) -> None:
-    """The best choice on the meshes of each prior; then the grid around the best few of them."""
-    found = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
-    for chosen in sorted(found, key=space.model.score_s)[:NUM_PRIORS]:
+    """The best choice on the meshes of each prior; then a local search around the best few of them."""
+    choices = [one for prior in dict.fromkeys(priors(space)) if (one := filled(space, prior, best))]
+    for chosen in sorted(choices, key=space.model.score_s)[:NUM_PRIORS]:
         refine(space, chosen, best)
 
 
 def refine(space: Space, chosen: Choice, best: Best) -> None:
-    """Improves a choice until nothing near it is better: every call in turn on any mesh that some call has, or on a
-    half of one; a model's calls together there, in one grid; any two calls with other layouts on their meshes."""
+    """Improves a choice until no neighbour is better. Neighbours move one call to a mesh of some call or to a half of
+    one, move another call of a trained model there with its training in one grid, or change the layouts of two calls on
+    their meshes."""
     before = None
     while before != chosen:
         before = chosen
@@ -195,7 +194,7 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
 
 
 def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
-    """Where a call may use the weights that its model trains."""
+    """Pairs of candidates with which a call uses the weights that its model trains."""
     at: dict[tuple, list[Candidate]] = {}
     for one in users:
         at.setdefault(one.where, []).append(one)
@@ -203,27 +202,27 @@ def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterat
 
 
 def _around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates on meshes that some call has, on all ranks, and on halves of these."""
+    """The candidates on the meshes of some call, on all ranks, and on halves of these."""
     used = {(one.first, one.stop) for one in chosen} | {(0, len(space.model.limits))}
-    halves = {part for mesh in used for part in ((mesh[0], _half(mesh)[1]), (_half(mesh)[1], mesh[1]))}
+    halves = {half for mesh in used for half in _halves(mesh)}
     return [one for one in candidates if (one.first, one.stop) in used | halves]
 
 
-def _half(mesh: tuple[int, int]) -> tuple[int, int]:
-    return mesh[0], sum(mesh) // 2
+def _halves(mesh: tuple[int, int]) -> list[tuple[int, int]]:
+    middle = sum(mesh) // 2
+    return [(mesh[0], middle), (middle, mesh[1])]
 
 
 def priors(space: Space) -> Iterator[Meshes]:
-    """Meshes in the style of the strategies: everything everywhere (flattening, reallocation); each frozen model, each
-    training, or both of these on halves of their own (interleaving), and with each training its model's other calls;
-    training in front and all else behind, or the other way around (separation)."""
+    """Meshes in the style of the strategies: all calls on all ranks (flattening, reallocation); frozen models, train
+    calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
+    training on the first ranks and all else on the others, or the other way around (separation)."""
     model = space.model
     parts = {(one.first, one.stop) for of in space.candidates for one in of}
     num = len(model.limits)
     everywhere = [span for span in parts if span == (0, num)] or sorted(parts, key=lambda span: span[0] - span[1])[:2]
     for whole in everywhere:
-        middle = _half(whole)[1]
-        halves = [(whole[0], middle), (middle, whole[1])]
+        halves = _halves(whole)
         yield (whole,) * len(model.calls)
         frozen = [model.trained_by(i) is None for i in range(len(model.calls))]
         trained = [call.kind == "train" for call in model.calls]
@@ -252,8 +251,8 @@ def priors(space: Space) -> Iterator[Meshes]:
 
 
 def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
-    """The best choice on given meshes that one call after the other can reach, from the one that needs the least
-    memory; None if that does not fit."""
+    """The best choice on given meshes that coordinate descent reaches from the choice that needs the least memory; None
+    if that one does not fit."""
     grid = _grid(space, meshes)
     if not all(grid):
         return None
@@ -273,8 +272,8 @@ def _grid(space: Space, meshes: Meshes) -> list[list[Candidate]]:
 
 
 def least_full(model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candidate]]) -> tuple[Choice, float]:
-    """A choice that fits, reached from one that may not by one call after the other, and the bytes that
-    it misses."""
+    """Changes one call after another until a choice fits or no change helps; returns it and the bytes that it
+    misses."""
     current, missing = list(chosen), model.overflow_bytes(chosen)
     improved = True
     while missing > 0 and improved:
@@ -291,13 +290,13 @@ def least_full(model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candida
 
 
 def least_memory(one: Candidate) -> tuple[float, ...]:
-    """What orders candidates by the memory that they need, all kinds together."""
+    """Sort key of candidates: the memory that they need, all kinds together."""
     working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
     return one.static_bytes + working, one.seconds
 
 
 def coordinate_descent(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> Choice:
-    """Improves a choice, one call after the other, until no other candidate of the grid for any call is better."""
+    """Improves a choice, one call after another, until no other candidate of the grid for any call is better."""
     improved = True
     while improved:
         improved = False
@@ -310,7 +309,7 @@ def coordinate_descent(space: Space, chosen: Choice, grid: Sequence[Sequence[Can
 def improve(
     space: Space, chosen: Choice, calls: Sequence[int], others: Iterable[Sequence[Candidate]], best: Best
 ) -> Choice:
-    """Improves a choice by other candidates for some calls, of which one may give up memory that another needs."""
+    """Improves a choice by other candidates for some calls together; one may free memory that another needs."""
     model, current = space.model, list(chosen)
     rank = _rank(model, current)
     kept = [current[index] for index in calls]
@@ -328,7 +327,7 @@ def improve(
 
 
 def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
-    """What is less for a better choice: seconds of an iteration and, where another call decides these, of the calls."""
+    """Sort key of choices: seconds of an iteration, and for equal ones the sum over calls."""
     return round(model.score_s(chosen), 9), sum(one.seconds for one in chosen)
 
 
@@ -336,9 +335,9 @@ def _rank(model: CallModel, chosen: Sequence[Candidate]) -> tuple[float, float]:
 
 
 def mcmc(space: Space, best: Best, seed: int) -> None:
-    """Metropolis-Hastings from each call's quickest candidate: a call and another candidate of it are proposed at
-    random and accepted with probability exp(-(new - old) / temperature). Chains with random numbers of their own; the
-    best choice that they come by is refined."""
+    """Metropolis-Hastings from each call's quickest candidate: a random candidate of a random call is proposed and
+    accepted with probability exp(-(new - old) / temperature). Each chain has its own random numbers; the best choice of
+    all is refined."""
     for chain in range(NUM_CHAINS):
         _walk(space, best, Random(seed * NUM_CHAINS + chain))
     if best.found:
