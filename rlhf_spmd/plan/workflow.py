@@ -197,10 +197,8 @@ class Recorder:
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
         inputs = tuple(dict.fromkeys(key for _, key in keys))
-        self.record(
-            Call(function, None, "compute", function, inputs, tuple(makes), arguments=keys, scope=scope, sums=sums),
-            makes,
-        )
+        call = Call(function, None, "compute", function, inputs, tuple(makes), arguments=keys, scope=scope, sums=sums)
+        self.record(call, makes)
         made = tuple(Data(key) for key in makes)
         return made[0] if len(made) == 1 else made
 
@@ -215,11 +213,9 @@ class Model:
     def generate(self, prompts: Data, *, name: str = "", temperature: float | None = None) -> tuple[Data, Data]:
         """Samples responses; returns them and the logprobs of their tokens. name: prefix of the keys of a second
         generate call. temperature: replaces generation.temperature; 0 is greedy."""
-        made = generated_keys(name, replay=self.recorder.replay)
-        outputs, kind = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
-        call = Call(
-            kind, self.name, "generate", "sample", (prompts.key,), outputs, (prompts.key,), temperature=temperature
-        )
+        made, tokens = generated_keys(name, replay=self.recorder.replay), (prompts.key,)
+        outputs, wish = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
+        call = Call(wish, self.name, "generate", "sample", tokens, outputs, tokens, temperature=temperature)
         self.recorder.record(call, made)
         responses, logprobs, *kept = outputs
         return Data(responses, kept[0] if kept else "", logprobs, self.name), Data(logprobs)

@@ -43,10 +43,9 @@ class _Costs:
         return self.cost.message_s(message.source, message.destination, message.num_bytes, message.num_parts)
 
     def load_s(self, rank: int, step: Load) -> float:
-        workload, layouts = self.program.workload, self.program.placement.layouts
-        calls = [call for call in workload.workflow.placed_calls if call.model == step.model]
-        layout = next(layouts[call.name] for call in calls if layouts[call.name].offload)
-        return self.cost.load_s(step.model, layout, rank)
+        calls = [call for call in self.program.workload.workflow.placed_calls if call.model == step.model]
+        layouts = (self.program.placement.layouts[call.name] for call in calls)
+        return self.cost.load_s(step.model, next(layout for layout in layouts if layout.offload), rank)
 
     def run_s(self, rank: int, step: Run) -> float:
         """Seconds of a Run on a rank, its collectives included."""

@@ -6,7 +6,7 @@ and model. A transfer is posted right after the calls that make its data, and it
 that reads them, so that it overlaps with everything between.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_spmd.plan.cluster import Cluster
@@ -65,9 +65,8 @@ class _Compiler:
         streams = self.placement.streams(self.workload)
         pieces = range(num) if streams else (None,)
         for piece in pieces:
-            self.transfers += [
-                move.transfer if piece is None else of_mini_batch(move.transfer, piece, num) for move in self.moves
-            ]
+            parts = (of_mini_batch(move.transfer, piece, num) if streams else move.transfer for move in self.moves)
+            self.transfers += parts
         first_weights = len(self.transfers)
         weights = weight_moves(self.workload, self.placement, self.cluster)
         self.transfers += [move.transfer for move in weights]
@@ -92,17 +91,14 @@ class _Compiler:
             for rank in transfer.ranks:
                 self._once(rank, Wait(number))
         self._emit_offloads()
-        self._emit(self.cluster.ranks, Agree("metrics"))
+        for steps in self.instructions:
+            steps.append(Agree("metrics"))
 
     def _units(self) -> list[tuple[Call, ...]]:
         """The calls before training; those that exchange together form one unit."""
         workflow = self.workload.workflow
         names = [self.placement.unit(call.name) for call in workflow.calls if call.kind != "train"]
         return [tuple(workflow.call(name) for name in unit) for unit in dict.fromkeys(names)]
-
-    def _emit(self, ranks: Iterable[int], instruction: Instruction) -> None:
-        for rank in ranks:
-            self.instructions[rank].append(instruction)
 
     def _once(self, rank: int, step: Post | Wait) -> None:
         """Adds an instruction unless the rank has it."""
@@ -186,7 +182,9 @@ class _Compiler:
             for index in moves:
                 self._once(rank, Wait(self._number(index, piece)))
         group = self._group(group_of(call, layout, self.workload, self.placement, layout.ranks[0]))
-        self._emit(layout.ranks, Run(call.name, group, mini_batch, epoch))
+        step = Run(call.name, group, mini_batch, epoch)
+        for rank in layout.ranks:
+            self.instructions[rank].append(step)
         last = (epoch, mini_batch) == (self.workload.epochs - 1, self.workload.num_mini_batches - 1)
         if last and call.name in after_training:
             number = after_training[call.name]

@@ -46,12 +46,12 @@ def misorders(program: Program) -> list[Hang]:
             for rank in ranks_of[number]:
                 queues[rank].popleft()
             changed.update(ranks_of[number])
-    hangs_there = []
+    misordered = []
     for rank, (position, number) in ((rank, queue[0]) for rank, queue in enumerate(queues) if queue):
         peer, other = next((peer, head(peer)) for peer in ranks_of[number] if head(peer) != number)
         text = f"posts transfer {number} here, while rank {peer} posts transfer {other} first: the orders do not fit"
-        hangs_there.append((rank, position, text))
-    return hangs_there
+        misordered.append((rank, position, text))
+    return misordered
 
 
 def hangs(program: Program) -> list[Hang]:

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 
 from rlhf_spmd.plan.search.candidates import Candidate
@@ -159,8 +160,7 @@ class _Branches:
         for first, stop, group in self.groups[index]:
             least[stop - first] = min(least.get(stop - first, inf), group[0][0])
         sizes = sorted(least)
-        seconds = [min(least[size] for size in sizes[: at + 1]) for at in range(len(sizes))]
-        return sizes, seconds
+        return sizes, list(accumulate((least[size] for size in sizes), min))
 
     def _within_s(self, index: int, size: int) -> float:
         """The fewest seconds of a call on so many ranks at most."""

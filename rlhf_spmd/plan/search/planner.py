@@ -227,22 +227,14 @@ def priors(space: Space) -> Iterator[Meshes]:
         frozen = [model.trained_by(i) is None for i in range(len(model.calls))]
         trained = [call.kind == "train" for call in model.calls]
         both = [a or b for a, b in zip(frozen, trained, strict=True)]
-        for split in (frozen, trained, both):
-            turn, meshes = 0, []
-            for index in range(len(model.calls)):
-                meshes.append(halves[turn % 2] if split[index] else whole)
-                turn += split[index]
-            yield tuple(meshes)
+        for apart in (frozen, trained, both):
+            turns = cycle(halves)
+            yield tuple(next(turns) if split else whole for split in apart)
         trainings = [model.trained_by(i) for i in range(len(model.calls))]
+        half_of = dict(zip(dict.fromkeys(t for t in trainings if t is not None), cycle(halves), strict=False))
         for rest in ((whole,), halves):
-            turns = {
-                training: turn
-                for turn, training in enumerate(
-                    dict.fromkeys(training for training in trainings if training is not None)
-                )
-            }
-            frozen_at = cycle(rest)
-            yield tuple(next(frozen_at) if training is None else halves[turns[training] % 2] for training in trainings)
+            turns = cycle(rest)
+            yield tuple(next(turns) if training is None else half_of[training] for training in trainings)
     edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
     for edge in edges:
         front, behind = (0, edge), (edge, num)

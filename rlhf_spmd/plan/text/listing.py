@@ -71,7 +71,7 @@ def _stages(layout: Layout, num_micro_batches: int) -> str:
 
 
 def _transfers(program: Program) -> str:
-    """What moves, the same of all mini-batches on one line."""
+    """The transfers, with one line for the same move of all mini-batches."""
     if not program.transfers:
         return "  nothing moves between layouts: 0 bytes"
     same: dict[tuple, list] = {}
@@ -101,15 +101,15 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
 
 
 def _memory(program: Program) -> list[tuple[str, ...]]:
-    """One row per set of ranks that hold the same."""
-    found: dict[tuple, list[int]] = {}
+    """One row for each set of ranks with the same bytes."""
+    ranks_of: dict[tuple, list[int]] = {}
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
         peak, limit = peak_bytes(static, working), program.cluster.device_bytes(rank) or 0
-        found.setdefault((*static.values(), *working.values(), peak, limit), []).append(rank)
-    used = [any(key[column] for key in found) for column in range(len(next(iter(found))))]
+        ranks_of.setdefault((*static.values(), *working.values(), peak, limit), []).append(rank)
+    used = [any(column) for column in zip(*ranks_of, strict=True)]
     rows = [("ranks", *STATIC, *WORKING, "peak", "device")]
-    for values, ranks in found.items():
+    for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
     return [(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows]
 
@@ -128,7 +128,7 @@ def _instructions(program: Program, rank: int) -> str:
 
 
 def show_findings(findings: list[Finding]) -> str:
-    """Every finding, or what their absence proves."""
+    """Every finding, or what it means that there is none."""
     if not findings:
         return "\nNo findings: every message has its receiver, every group meets in one order, nothing can deadlock."
     return "\n".join(["", "Findings", *(f"  {finding}" for finding in findings)])

@@ -1,6 +1,6 @@
 """Writes a placement as a strategy module that people can read, change and give to `check` and `train`.
 
-The text is what `ruff format` would leave of it (lines up to 120), so that a plan may be committed like any strategy.
+The text is formatted as by `ruff format` (lines up to 120), so that a plan can be committed like any strategy.
 """
 
 import re
@@ -39,8 +39,8 @@ def place(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, docstring: str) -> str:
-    """The source of a module whose `place(workload, cluster)` returns an equal placement on any cluster of as many
-    ranks, and raises UserError on others. docstring: of the module, in lines that fit."""
+    """The source of a module whose `place(workload, cluster)` returns an equal placement on any cluster with the same
+    number of ranks, and raises UserError on others. docstring: of the module, in lines of at most 120 characters."""
     names = _names(placement, workload)
     lines = []
     for layout, name in names.items():
@@ -68,7 +68,7 @@ def _docstring(text: str) -> str:
 
 
 def _names(placement: Placement, workload: Workload) -> dict[Layout, str]:
-    """A variable for every layout, named for what the calls that share it have in common."""
+    """A variable name for every layout, from what its calls have in common."""
     users: dict[Layout, list[str]] = {}
     for name, layout in placement.layouts.items():
         users.setdefault(layout, []).append(name)
@@ -102,7 +102,7 @@ def _text(value: object) -> str:
 
 
 def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    """Ranks as a person would write them: slices of the cluster's, interleaved slices, or ranges and numbers."""
+    """Ranks as source: a slice of the cluster's ranks, interleaved slices, or ranges and numbers."""
     runs = consecutive(ranks)
     if len(runs) == 1:
         return _slice(ranks, cluster)
@@ -116,7 +116,7 @@ def _rank_text(ranks: tuple[int, ...], cluster: Cluster) -> str:
 
 
 def _parts(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Runs of consecutive ranks that may stand between one another: 0, 2, 1, 3 is (0, 1) and (2, 3)."""
+    """Runs of consecutive ranks that may be interleaved: 0, 2, 1, 3 is (0, 1) and (2, 3)."""
     parts: list[list[int]] = []
     for rank in ranks:
         part = next((part for part in parts if part[-1] + 1 == rank), None)
@@ -135,7 +135,7 @@ def _slice(ranks: tuple[int, ...], cluster: Cluster) -> str:
 
 
 def _call_lines(function: str, arguments: list[str]) -> list[str]:
-    """A call in one line, else its arguments in one, else each in a line of its own (tuples of ranks too)."""
+    """A call on one line, else with all arguments on one line, else with one line for each (also for long tuples)."""
     inner, indent = ", ".join(arguments), 4
     if len(one := f"{function}({inner})") + indent <= MAX_LINE:
         return [one]
@@ -148,7 +148,7 @@ def _call_lines(function: str, arguments: list[str]) -> list[str]:
 
 
 def _argument_lines(argument: str) -> list[str]:
-    """An argument in a line of its own; a tuple that is too long, or parts to interleave, element by element."""
+    """An argument on its own line; the elements of a tuple or of interleave() on their own lines if it is too long."""
     if len(argument) + 9 <= MAX_LINE:
         return [f"    {argument},"]
     head, _, rest = argument.partition("(")
