@@ -118,8 +118,8 @@ def test_phases_are_cut_where_everything_needs_everything_before():
 
 
 def brute_force_s(space: Space) -> float:
-    scores = (space.model.score(chosen) for chosen in product(*space.candidates))
-    return min((seconds for seconds, fits in scores if fits), default=float("inf"))
+    fitting = (chosen for chosen in product(*space.candidates) if space.model.excess_bytes(chosen) <= 0)
+    return min(map(space.model.score_s, fitting), default=float("inf"))
 
 
 def small_space(model: CallModel, draw: random.Random, most: int) -> Space:
