@@ -128,7 +128,7 @@ def write_lengths(file: Path) -> None:
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import RunState
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
     from rlhf_spmd.runtime.run.train import update
     from rlhf_spmd.runtime.world.world import World
@@ -140,7 +140,7 @@ def write_lengths(file: Path) -> None:
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
-        executor = Executor(program, world, job.models, job.calls, Recorder())
+        executor = Executor(program, world, job.models, job.calls, Tracer())
         state, lengths = RunState(config.algorithm.start(config.options)), {"prompts": [], "responses": []}
         for number in range(config.iterations):
             answers = executor.iteration(make_iteration(job, number), state)

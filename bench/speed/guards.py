@@ -58,11 +58,11 @@ def measure(config: Config, program: Program, world: World) -> dict:
     from rlhf_spmd.runtime.checkpoint.saving import Saver
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import RunState
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
 
     job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Recorder(world.rank))
+    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank))
     state = RunState(config.algorithm.start(config.options))
 
     def iteration(number: int, before: Callable[[], None] = lambda: None) -> tuple[float, float]:

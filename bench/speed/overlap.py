@@ -100,7 +100,7 @@ def measure(
     """
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import RunState
-    from rlhf_spmd.runtime.observe.trace import Recorder
+    from rlhf_spmd.runtime.observe.trace import Tracer
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
 
     config = small(folder)
@@ -115,7 +115,7 @@ def measure(
         time.sleep(slow_s(program, step, scale))
 
     job.calls.run = slowed
-    recorder = Recorder()
+    recorder = Tracer()
     executor, mine = Executor(program, world, job.models, job.calls, recorder), []
     state = RunState(config.algorithm.start(config.options))
     for number in range(iterations):

@@ -114,7 +114,7 @@ class Supervisor:
 
     def _open_board(self) -> None:
         """Opens the node's shared memory, in which ranks agree who reports; it is unlinked, so opened via /proc."""
-        descriptor = int.from_bytes(self.memory[flight_recorder.BOARD_AT : flight_recorder.BOARD_AT + 4], "little", signed=True)
+        descriptor = parse(self.memory).board
         if descriptor > 0:
             with suppress(OSError):
                 self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -140,7 +140,7 @@ class Supervisor:
         self._keep()
         asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
         record = parse(self.memory)
-        lost = not asked if number else bool(record.host) and not self.memory[flight_recorder.LEFT_AT]
+        lost = not asked if number else bool(record.host) and not record.has_left
         status = 128 + number if number else status or int(lost)
         if lost and (self.board is None or take_claim(self.board, mmap.mmap(self.board, 1))):
             by_kernel = _num_oom_kills() > self.num_oom_kills[0]

@@ -10,36 +10,31 @@ import os
 import struct
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 FOLDER = "flight"  # in the run folder
 MESSAGE = "failure.txt"
 NUM_ENTRIES = 512
 NOWHERE = -1  # position of an action that is not an instruction
 
+# The memory: the fields of Record in four parts, which have different writers; then a ring of entries.
 MAGIC = b"rlhf-fl1"
-WHO = struct.Struct("<8s i i i 64s 512s i i")  # magic, rank, size, process, host, run folder, board, num instructions
-NOW = struct.Struct("<Q i i d H 254s")  # entries begun, iteration, position, since, length of the text, the text
-BEAT = struct.Struct("<d d q q q c")  # time, processor seconds, memory, peak memory, device memory, process state
-END = struct.Struct("<d i i")  # time, exit status, signal
-ENTRY = struct.Struct("<i i d d 40s")  # iteration, position, begin, end, text
-NUMBER, TIME = struct.Struct("<q"), struct.Struct("<d")
-NOW_AT = WHO.size
-BEAT_AT = NOW_AT + NOW.size
-END_AT = BEAT_AT + BEAT.size
-RING_AT = 1024
-SIZE = RING_AT + NUM_ENTRIES * ENTRY.size
-TEXT_BYTES = 254
-BOARD_AT = struct.calcsize("<8s i i i 64s 512s")
+WHO, NOW = struct.Struct("<8s i i i 64s 512s i i"), struct.Struct("<Q i i d H 254s")
+BEAT, END = struct.Struct("<d d q q q c"), struct.Struct("<d i i")
+HEADER = struct.Struct(f"{WHO.format}{NOW.format[1:]}{BEAT.format[1:]}{END.format[1:]}?")
+NOW_AT, BEAT_AT = WHO.size, WHO.size + NOW.size
+END_AT, LEFT_AT = BEAT_AT + BEAT.size, HEADER.size - 1
 DEVICE_AT = BEAT_AT + struct.calcsize("<d d q q")
+ENTRY = struct.Struct("<i i d d 40s")  # the fields of Entry
 END_OF_ENTRY_AT = struct.calcsize("<i i d")
-LEFT_AT = END_AT + END.size  # a byte
-assert LEFT_AT < RING_AT
+NUMBER, TIME = struct.Struct("<q"), struct.Struct("<d")
+TEXT_BYTES, RING_AT = 254, 1024
+SIZE = RING_AT + NUM_ENTRIES * ENTRY.size
+assert HEADER.size <= RING_AT
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One action of a rank. Times are seconds of the wall clock; end_s is None while it runs."""
 
     iteration: int
@@ -49,20 +44,22 @@ class Entry:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The contents of a rank's recorder, in the order of WHO, NOW, BEAT and END. Times are seconds of the wall clock."""
+class Record(NamedTuple):
+    """The contents of a rank's recorder, in the order of HEADER. Times are seconds of the wall clock."""
 
+    magic: str
     rank: int
     size: int
     process: int
     host: str
     run: str  # the run folder, once it is known
+    board: int  # the descriptor of the memory that the node's ranks share; -1: none
     num_instructions: int  # of the rank's list, once it is known
     num_begun: int
     iteration: int
     position: int
     since_s: float  # when the current action began
+    text_bytes: int
     text: str  # the current action
     beat_s: float  # the last heartbeat of its supervisor
     processor_s: float
@@ -73,18 +70,14 @@ class Record:
     end_s: float  # when it ended; 0 while it runs
     status: int
     signal: int
+    has_left: bool  # its exit was intended
     entries: tuple[Entry, ...]  # the oldest first
 
     @property
     def where(self) -> str:
         """For messages: `iteration 3: Run actor_train with ranks 0-3 (instruction 7 of 12)`."""
-        return where(self.text, self.position, self.num_instructions)
-
-
-def where(text: str, position: int, num_instructions: int) -> str:
-    """The text of an action, with its position in the rank's instruction list if it has one."""
-    of = f" of {num_instructions}" if num_instructions else ""
-    return text + (f" (instruction {position}{of})" if position != NOWHERE else "")
+        of = f" of {self.num_instructions}" if self.num_instructions else ""
+        return self.text + (f" (instruction {self.position}{of})" if self.position != NOWHERE else "")
 
 
 class Flight:
@@ -132,8 +125,7 @@ class Flight:
     @property
     def where(self) -> str:
         """This rank's current action, as Record.where."""
-        _, _, _, _, length, text = NOW.unpack_from(self.memory, NOW_AT)
-        return where(text[:length].decode(errors="replace"), self.position, self.num_instructions)
+        return parse(self.memory).where
 
     def leave(self) -> None:
         """Marks the following exit as intended: any error has been reported, or will be."""
@@ -148,29 +140,25 @@ def parse(memory: bytes | mmap.mmap) -> Record | None:
     """Reads a recorder's memory or file; None if it is not a record. A text may be torn if the rank was writing it."""
     if len(memory) < SIZE or memory[: len(MAGIC)] != MAGIC:
         return None
-    _, rank, size, process, host, run, _, num_instructions = WHO.unpack_from(memory, 0)
-    num_begun, iteration, position, since_s, length, text = NOW.unpack_from(memory, NOW_AT)
-    *beat, state = BEAT.unpack_from(memory, BEAT_AT)
+    record = Record._make([*map(_decoded, HEADER.unpack_from(memory, 0)), ()])
     entries = []
-    for index in range(max(0, num_begun - NUM_ENTRIES), num_begun):
-        of, place, began_s, ended_s, what = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
-        entries.append(Entry(of, place, began_s, ended_s or None, _text(what)))
-    return Record(
-        *(rank, size, process, _text(host), _text(run), num_instructions),
-        *(num_begun, iteration, position, since_s, text[:length].decode(errors="replace")),
-        *(*beat, _text(state), *END.unpack_from(memory, END_AT), tuple(entries)),
-    )
+    for index in range(max(0, record.num_begun - NUM_ENTRIES), record.num_begun):
+        fields = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
+        entry = Entry._make(map(_decoded, fields))
+        entries.append(entry._replace(end_s=entry.end_s or None))
+    return record._replace(entries=tuple(entries))
 
 
-def _text(padded: bytes) -> str:
-    return padded.rstrip(b"\0").decode(errors="replace")
+def _decoded(value: Any) -> Any:
+    """Bytes as text, without their padding; numbers as they are."""
+    return value.rstrip(b"\0").decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def record_path(memory: mmap.mmap) -> Path | None:
     """The file for the record in this memory; None while the run folder is unknown. Does not parse the rest, which
     would take most of a millisecond."""
-    _, rank, _, _, _, run, _, _ = WHO.unpack_from(memory, 0)
-    return file_of(_text(run), rank) if run.rstrip(b"\0") else None
+    _, rank, _, _, _, run, *_ = map(_decoded, WHO.unpack_from(memory, 0))
+    return file_of(run, rank) if run else None
 
 
 def file_of(run: str | Path, rank: int) -> Path:
