@@ -161,8 +161,8 @@ def _status(name: str) -> int:
 def tokenising(config: Config, world: World) -> Sequence[dict]:
     """Seconds and megabytes of a data set, of the rank that takes most; the same on every rank."""
     from rlhf_spmd.model.hf import load_tokenizer
-    from rlhf_spmd.runtime.data.inputs import read_prompts
-    from rlhf_spmd.runtime.data.node_prompts import once_per_node
+    from rlhf_spmd.runtime.data.input_checks import read_prompts
+    from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 
     with tempfile.TemporaryDirectory(prefix="prompts_") as folder:
         path = Path(world.bcast(folder, what="the folder")) / "prompts.jsonl"

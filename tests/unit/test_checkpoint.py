@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint import store
-from rlhf_spmd.runtime.checkpoint.store import MANIFEST, Checkpoint, FileRecord, folder_of, newest, rank_file
+from rlhf_spmd.runtime.checkpoint.store import MANIFEST, Checkpoint, FileRecord, checkpoint_folder, newest, rank_file
 
 TEXTS = {"state.json": "{}", "config.json": "{}", "strategy.py": "def place(): ...\n", rank_file(0): "numbers" * 30}
 
@@ -123,9 +123,9 @@ def test_a_crash_at_any_byte_leaves_a_whole_checkpoint(root, monkeypatch, tmp_pa
             Checkpoint.read(folder).verify(Checkpoint.read(folder).files)
         if found.iteration == 15:
             committed += 1
-            assert crashed or not folder_of(root, 5).exists()
-            store._remove(folder_of(root, 15))
-            if not folder_of(root, 5).exists():
+            assert crashed or not checkpoint_folder(root, 5).exists()
+            store._remove(checkpoint_folder(root, 15))
+            if not checkpoint_folder(root, 5).exists():
                 write(root, 5)
         store.remove_drafts(root)
     assert 0 < committed < 40
@@ -162,7 +162,7 @@ def test_a_file_that_never_comes_is_named(tmp_path):
 
 
 def edit(root: Path, change) -> Path:
-    path = folder_of(root, 10) / MANIFEST
+    path = checkpoint_folder(root, 10) / MANIFEST
     values = json.loads(path.read_text())
     change(values)
     path.write_text(json.dumps(values))
@@ -176,7 +176,7 @@ def refused(root: Path) -> str:
 
 
 def test_any_changed_byte_is_found(root):
-    folder = folder_of(root, 10)
+    folder = checkpoint_folder(root, 10)
     for name in (*TEXTS, rank_file(1)):
         path, whole = folder / name, (folder / name).read_bytes()
         for place in {0, len(whole) // 2, len(whole) - 1}:
@@ -188,18 +188,18 @@ def test_any_changed_byte_is_found(root):
 
 
 def test_a_shorter_file_is_found(root):
-    path = folder_of(root, 10) / rank_file(0)
+    path = checkpoint_folder(root, 10) / rank_file(0)
     path.write_bytes(path.read_bytes()[:-1])
     assert f"{path} has 209 bytes, not 210" in refused(root)
 
 
 def test_a_missing_file_is_found(root):
-    (folder_of(root, 10) / rank_file(1)).unlink()
+    (checkpoint_folder(root, 10) / rank_file(1)).unlink()
     assert "rank-0001.safetensors is missing" in refused(root)
 
 
 def test_a_link_is_refused(root):
-    path = folder_of(root, 10) / "state.json"
+    path = checkpoint_folder(root, 10) / "state.json"
     path.rename(root / "elsewhere")
     path.symlink_to(root / "elsewhere")
     assert "state.json is a link" in refused(root)
@@ -230,24 +230,24 @@ def test_a_manifest_that_makes_no_sense_is_refused(root, change, words):
 
 
 def test_half_a_manifest_is_refused(root):
-    path = folder_of(root, 10) / MANIFEST
+    path = checkpoint_folder(root, 10) / MANIFEST
     path.write_bytes(path.read_bytes()[:40])
     assert "manifest.json can't be read (JSONDecodeError" in refused(root)
 
 
 def test_without_a_manifest_it_is_no_checkpoint(root):
-    (folder_of(root, 10) / MANIFEST).unlink()
-    assert verified(root).iteration == 5 and store.without_manifest(root) == [folder_of(root, 10)]
+    (checkpoint_folder(root, 10) / MANIFEST).unlink()
+    assert verified(root).iteration == 5 and store.without_manifest(root) == [checkpoint_folder(root, 10)]
 
 
 def test_the_only_checkpoint_has_another_mend(root):
-    store._remove(folder_of(root, 5))
-    (folder_of(root, 10) / rank_file(0)).unlink()
+    store._remove(checkpoint_folder(root, 5))
+    (checkpoint_folder(root, 10) / rank_file(0)).unlink()
     assert "there is no older checkpoint; start anew" in refused(root)
 
 
 def test_a_folder_without_a_manifest_makes_way(root):
-    (folder_of(root, 10) / MANIFEST).unlink()
+    (checkpoint_folder(root, 10) / MANIFEST).unlink()
     write(root, 10)
     assert verified(root).iteration == 10 and store.without_manifest(root) == []
 

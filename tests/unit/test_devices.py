@@ -161,9 +161,9 @@ def test_deepspeed_needs_a_device_of_its_own():
 
 def test_a_gpu_needs_triton_and_says_so(monkeypatch):
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    assert devices.start(RankDevice("cpu", None, 1, 1)) is None
+    assert devices.select_device(RankDevice("cpu", None, 1, 1)) is None
     with pytest.raises(UserError, match="computes on NVIDIA H100, whose kernels need the package triton"):
-        devices.start(RankDevice("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))
+        devices.select_device(RankDevice("cuda", 0, 1, 1, "NVIDIA H100", 85 * 10**9))
 
 
 def test_a_process_sleeps_while_it_waits_for_its_device(monkeypatch):

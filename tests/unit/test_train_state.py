@@ -14,7 +14,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.checkpoint import store
 from rlhf_spmd.runtime.checkpoint.store import Checkpoint, rank_file
-from rlhf_spmd.runtime.checkpoint.train_state import KINDS, Reader, Run, boxes_of, write_tensors
+from rlhf_spmd.runtime.checkpoint.train_state import KINDS, FlatSlice, Reader, boxes_of, write_tensors
 
 SHAPE = ModelShape(3, 6, 10, 4, 2, 3, 11, qkv_bias=True, tied=True)
 GRIDS = some.tuples(some.integers(1, 4), some.integers(1, 3), some.integers(1, 2), some.booleans())  # dp, pp, tp, parts
@@ -98,7 +98,7 @@ def test_slices_are_read_by_others(before, tmp_path):
     reader = Reader(write(tmp_path, before, first_only), {"actor": SHAPE})
     for shard, mine in shares((2, 3, 1, False)):
         for name, part in mine.items():
-            wanted = Run(boxes_of(SHAPE, shard)[name], *part)
+            wanted = FlatSlice(boxes_of(SHAPE, shard)[name], *part)
             assert torch.equal(reader.read("actor", "exp_avg", name, wanted), cut("exp_avg", name, shard, part))
 
 
@@ -110,7 +110,7 @@ def roundtrip(before, after, folder: Path) -> None:
     for shard, mine in shares(after):
         for name, part in mine.items():
             for kind in KINDS:
-                numbers = reader.read("actor", kind, name, Run(boxes_of(SHAPE, shard)[name], *part))
+                numbers = reader.read("actor", kind, name, FlatSlice(boxes_of(SHAPE, shard)[name], *part))
                 assert torch.equal(numbers, cut(kind, name, shard, part)), (kind, name)
 
 
@@ -147,7 +147,7 @@ NORM = "norm.weight"
 def test_what_does_not_fit_is_refused(change, words, tmp_path):
     with pytest.raises(UserError) as error:
         reader = Reader(write(tmp_path, (1, 1, 1, False), change), {"actor": SHAPE})
-        reader.read("actor", "exp_avg", NORM, Run(((0, 6), (0, 1)), 0, 6))
+        reader.read("actor", "exp_avg", NORM, FlatSlice(((0, 6), (0, 1)), 0, 6))
     assert words in str(error.value) and "iteration-000001" in str(error.value)
     assert "start anew" in str(error.value)
 
@@ -162,13 +162,13 @@ def test_ranks_that_counted_other_steps_are_refused(tmp_path):
 
 def test_what_comes_twice_does_not_stand_for_what_is_missing(tmp_path):
     """Two files with the first half of a parameter have as many numbers as the whole."""
-    half = Run(((0, 6), (0, 1)), 0, 3)
+    half = FlatSlice(((0, 6), (0, 1)), 0, 3)
     reader = Reader(write(tmp_path, (1, 1, 1, False)), {"actor": SHAPE})
     file, _ = reader.runs["actor", NORM][0]
     reader.runs["actor", NORM] = [(file, half), (file, half)]
     reader._stored = lambda *_: torch.ones(3)
     with pytest.raises(UserError, match="has 6 of the 6 numbers .* some of them twice"):
-        reader.read("actor", "exp_avg", NORM, Run(((0, 6), (0, 1)), 0, 6))
+        reader.read("actor", "exp_avg", NORM, FlatSlice(((0, 6), (0, 1)), 0, 6))
 
 
 @pytest.mark.parametrize("places", ["[]", "3", '{"actor": 1}', "null"])

@@ -41,12 +41,12 @@ class FileRecord:
     sha256: str
 
 
-def folder_of(root: Path, iteration: int) -> Path:
+def checkpoint_folder(root: Path, iteration: int) -> Path:
     """Where the checkpoint after so many iterations lies; root: RUN/checkpoints."""
     return root / f"iteration-{iteration:06d}"
 
 
-def draft_of(root: Path, iteration: int) -> Path:
+def draft_folder(root: Path, iteration: int) -> Path:
     """Where it is written."""
     return root / f".iteration-{iteration:06d}"
 
@@ -104,7 +104,7 @@ def gone(folder: Path) -> UserError:
 
 def make_draft(root: Path, iteration: int) -> Path:
     """The folder that a checkpoint is written into, made by the rank that comes first. Raises UserError."""
-    draft = draft_of(root, iteration)
+    draft = draft_folder(root, iteration)
     try:
         root.mkdir(DIRECTORY_MODE, exist_ok=True)
         draft.mkdir(DIRECTORY_MODE, exist_ok=True)
@@ -141,7 +141,7 @@ def wait_for(draft: Path, names: Iterable[str], *, deadline_s: float) -> dict[st
 
 def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
     """The draft, of which all files are written, becomes the checkpoint. Raises UserError if the disk is full."""
-    draft, folder = draft_of(root, iteration), folder_of(root, iteration)
+    draft, folder = draft_folder(root, iteration), checkpoint_folder(root, iteration)
     for record in draft.glob(".*.record"):
         record.unlink()
     manifest = {"format": FORMAT, "random_layout": RANDOM_LAYOUT, "iteration": iteration}

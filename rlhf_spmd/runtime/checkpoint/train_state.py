@@ -29,7 +29,7 @@ Box2 = tuple[Range, Range]  # rows and columns of a whole parameter
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatSlice:
     """Numbers [start, stop) of a flattened box of a parameter."""
 
     box: Box2
@@ -112,7 +112,7 @@ class Reader:
 
         self.checkpoint = checkpoint
         self.files, self.steps = {}, {}
-        self.runs: dict[tuple[str, str], list[tuple[str, Run]]] = {}  # model, parameter -> file and what is there
+        self.runs: dict[tuple[str, str], list[tuple[str, FlatSlice]]] = {}  # model, parameter -> file and what is there
         whole = {model: boxes_of(shape, Shard()) for model, shape in shapes.items()}
         for file in checkpoint.tensor_files:
             path = checkpoint.folder / file
@@ -131,18 +131,18 @@ class Reader:
                 if self.steps.setdefault(model, num) != num:
                     raise checkpoint.refused(f"{path} has {num} optimizer steps of {model}, not {self.steps[model]}")
 
-    def _run(self, path: Path, place: object, whole: Box2 | None, what: str) -> Run:
+    def _run(self, path: Path, place: object, whole: Box2 | None, what: str) -> FlatSlice:
         if whole is None:
             raise self.checkpoint.refused(f"{path} holds {what}, which the model does not have")
         if isinstance(place, list) and len(place) == 6 and all(isinstance(number, int) for number in place):
             r0, r1, c0, c1, start, stop = place
             inside = 0 <= r0 < r1 <= whole[0][1] and 0 <= c0 < c1 <= whole[1][1]
             if inside and 0 <= start < stop <= (r1 - r0) * (c1 - c0):
-                return Run(((r0, r1), (c0, c1)), start, stop)
+                return FlatSlice(((r0, r1), (c0, c1)), start, stop)
         shape = f"{whole[0][1]} x {whole[1][1]}"
         raise self.checkpoint.refused(f"{path} places {what} at {place!r}, but the parameter is {shape}")
 
-    def read(self, model: str, kind: str, name: str, wanted: Run) -> Tensor:
+    def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
         """The numbers of a run, [stop - start], on the CPU. Raises UserError if they are not all there."""
         out, num_found = None, 0
         for file, held in self.runs.get((model, name), ()):
@@ -165,7 +165,7 @@ class Reader:
             )
         return out
 
-    def _stored(self, file: str, key: str, held: Run) -> Tensor:
+    def _stored(self, file: str, key: str, held: FlatSlice) -> Tensor:
         path = self.checkpoint.folder / file
         try:
             tensor = self.files[file].get_tensor(key)
@@ -177,8 +177,8 @@ class Reader:
         return tensor
 
 
-def _shared(one: Run, other: Run) -> Iterator[tuple[tuple[Box2, int], tuple[Box2, int], Box2]]:
-    """Rectangles of both (see Run.rectangles) that overlap, and where."""
+def _shared(one: FlatSlice, other: FlatSlice) -> Iterator[tuple[tuple[Box2, int], tuple[Box2, int], Box2]]:
+    """Rectangles of both (see FlatSlice.rectangles) that overlap, and where."""
     for mine in one.rectangles():
         for theirs in other.rectangles():
             common = overlap(((0, 1), *mine[0]), ((0, 1), *theirs[0]))
@@ -217,7 +217,7 @@ def restore(models: RankModels, checkpoint: Checkpoint) -> None:
 def _reading(reader: Reader, model: str, boxes: Mapping[str, Box2]) -> Callable[[str, Interval], Tensor]:
     def read(kind: str, interval: Interval) -> Tensor:
         name, start, stop = interval
-        return reader.read(model, kind, name, Run(boxes[name], start, stop))
+        return reader.read(model, kind, name, FlatSlice(boxes[name], start, stop))
 
     return read
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,19 +26,10 @@ from rlhf_spmd.runtime.data.readers import read_texts
 if TYPE_CHECKING:
     import torch
 
-LongPrompts = Literal["error", "truncate", "drop"]
+    from rlhf_spmd.model.tokenizer import Tokenizer
+
 HASHED_AT_ONCE = 10_000  # prompts
 PADDING = -1  # never a token id, so it cannot be confused with an end of sequence that a tokenizer uses for padding
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that this file uses (see rlhf_spmd.model.hf.load_tokenizer)."""
-
-    bos_token_id: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class PackedRows(Sequence):
@@ -219,13 +209,13 @@ def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Ten
 
 def load_prompts(
     path: str | Path,
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     *,
     max_prompt_tokens: int,
     key: str = "prompt",
-    long_prompts: LongPrompts = "error",
+    long_prompts: str = "error",
     seed: int = 0,
-    columns: Mapping[str, str] = MappingProxyType({}),
+    columns: Mapping[str, str] = {},
     max_response_tokens: int = 0,
     eos_id: int | None = None,
 ) -> PromptSet:
@@ -238,10 +228,6 @@ def load_prompts(
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
     path = Path(path)
-    if long_prompts not in get_args(LongPrompts):
-        raise UserError(
-            f"data.long_prompts={long_prompts!r} is not known: choose one of {', '.join(get_args(LongPrompts))}"
-        )
     all_tokens, ends = array("i"), []  # nine times smaller than lists
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
@@ -288,7 +274,7 @@ def load_prompts(
     return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped, responses)
 
 
-def _response(tokenizer: Encoder, text: str, eos_id: int | None) -> list[int]:
+def _response(tokenizer: Tokenizer, text: str, eos_id: int | None) -> list[int]:
     """The tokens of a response in the data set, which begins no sequence and ends one."""
     tokens = tokenizer.encode(text)
     if tokens and tokens[0] == tokenizer.bos_token_id:
@@ -296,7 +282,7 @@ def _response(tokenizer: Encoder, text: str, eos_id: int | None) -> list[int]:
     return tokens + ([] if eos_id is None else [eos_id])
 
 
-def _truncate(tokens: list[int], limit: int, tokenizer: Encoder) -> tuple[list[int], str]:
+def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
     bos = tokens[:1] if tokens[0] == tokenizer.bos_token_id and limit > 1 else []
     last = tokens[-(limit - len(bos)) :]
     return bos + last, tokenizer.decode(last)

@@ -9,7 +9,7 @@ from rlhf_spmd.errors import UserError
 
 def read_texts(path: Path, key: str) -> Iterator[tuple[str, str]]:
     """(place, prompt) of every entry; place is `line 7` or `row 7`, counted from 1."""
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_text}
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": lambda path, key: _lines(path)}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
@@ -23,7 +23,7 @@ def read_texts(path: Path, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Numbered lines. Blank lines at the end of the file don't count; elsewhere they are somebody's mistake."""
+    """Numbered lines. Blank lines at the end of the file are ignored; elsewhere they are an error."""
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ")
     for number, line in enumerate(content.split(b"\n") if content else [], start=1):
         try:
@@ -32,10 +32,6 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             raise UserError(
                 f"{path}, line {number}: byte {error.start + 1} is not UTF-8: save the file as UTF-8"
             ) from None
-
-
-def _read_text(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    yield from _lines(path)
 
 
 def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
@@ -86,7 +82,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is called, with its article."""
+    """The type of a JSON value, with its article."""
     if isinstance(value, bool):
         return "a boolean"
     names = {dict: "an object", list: "a list", int: "a number", float: "a number", str: "a string"}

@@ -37,8 +37,7 @@ class Scorer:
 
     def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
         """Prompt and response of each row, without padding and special tokens."""
-        rows = zip(prompts_BP.tolist(), responses_BG.tolist(), strict=True)
-        return [self.tokenizer.decode_pair(*(_real(tokens) for tokens in row)) for row in rows]
+        return list(map(self.tokenizer.decode_pair, prompts_BP.tolist(), responses_BG.tolist()))
 
     def lengths(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
         """Number of tokens of each row in the reward model's input."""
@@ -57,7 +56,3 @@ class Scorer:
                 f"{self.shape.vocab_size} tokens; give models.{self.role} the tokenizer that belongs to it"
             )
         return Sequences.of(tokens_BT)
-
-
-def _real(tokens: list[int]) -> list[int]:
-    return [token for token in tokens if token >= 0]

@@ -230,8 +230,7 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
     everyone = job.world.allgather(scores, "the samples' scores")
     scores = next((found for found in everyone if found), [math.nan] * num)
     texts = [
-        job.tokenizer.decode_pair(prompt, [token for token in row if token >= 0])[1]
-        for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
+        job.tokenizer.decode_pair(prompt, row)[1] for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
     ]
     return list(zip(texts, scores, strict=True))
 

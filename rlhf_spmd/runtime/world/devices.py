@@ -98,7 +98,7 @@ def type_of(device: RankDevice, wanted: str) -> str:
     return wanted if wanted != "cpu" else device_type_of(device.name, device.num_bytes)
 
 
-def start(device: RankDevice) -> Callable[[], int] | None:
+def select_device(device: RankDevice) -> Callable[[], int] | None:
     """Selects this rank's device in torch -> a function that returns the bytes torch has reserved there, None for the
     CPU. Raises UserError if Triton, which compiles the GPU kernels, is missing."""
     import torch

@@ -273,7 +273,7 @@ class World:
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
         with self.together("importing torch"):
             torch = visible_devices.import_torch(threads, self.threads)
-            self._device_bytes = devices.start(self.computes)
+            self._device_bytes = devices.select_device(self.computes)
         with self.together("starting torch.distributed"):
             store = torch_groups.connect_store(self, timeout_s)
             self._groups = torch_groups.make_groups(

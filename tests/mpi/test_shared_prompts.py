@@ -1,6 +1,6 @@
 """Prompts are tokenised once per node: what the other ranks map is what the first one found.
 
-python tests/run_mpi.py 3 -- tests/mpi/test_node_prompts.py
+python tests/run_mpi.py 3 -- tests/mpi/test_shared_prompts.py
 """
 
 import tempfile
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.runtime.data import node_prompts
-from rlhf_spmd.runtime.data.node_prompts import once_per_node
+from rlhf_spmd.runtime.data import shared_prompts
 from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 
 pytestmark = pytest.mark.mpi(min_size=2)
 TEXTS = ["one", "zwei später", "\u2028 three"]
@@ -51,7 +51,7 @@ def test_one_rank_tokenises(world):
 
 def test_where_nothing_can_be_written_all_tokenise(world, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    monkeypatch.setattr(node_prompts, "SHARED_MEMORY", str(tmp_path / "none"))
+    monkeypatch.setattr(shared_prompts, "SHARED_MEMORY", str(tmp_path / "none"))
     found, loaded = share(world, load)
     check(found)
     assert loaded == list(range(world.size))
@@ -59,9 +59,9 @@ def test_where_nothing_can_be_written_all_tokenise(world, monkeypatch, tmp_path)
 
 def test_who_does_not_see_the_file_tokenises(world, monkeypatch):
     """The last rank opens another file of that name."""
-    mapped = node_prompts._map
+    mapped = shared_prompts._map
     if world.rank == world.size - 1:
-        monkeypatch.setattr(node_prompts, "_map", lambda about: mapped({**about, "path": __file__}))
+        monkeypatch.setattr(shared_prompts, "_map", lambda about: mapped({**about, "path": __file__}))
     found, loaded = share(world, load)
     check(found)
     assert loaded == [0, world.size - 1] or world.num_nodes > 1

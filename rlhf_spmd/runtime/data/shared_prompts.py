@@ -1,0 +1,70 @@
+"""One rank of each node reads and tokenises the prompts; the others map its result.
+
+The arrays of a tokenised set are written to files that are deleted as soon as the ranks of the node have mapped them,
+so a set is in memory once per node and no file is left behind.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.world.world import World
+
+SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
+FACTS = ("seed", "source", "num_truncated", "num_dropped")  # the other fields of a set
+
+
+def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
+    """The result of `load`, which is called by the first rank of each node, and by ranks that cannot map its files.
+    Collective; call it in a block of World.together, so that an error of `load` on one rank reaches all."""
+    first, path = world.nodes.index(world.node), ""
+    prompts: PromptSet | None = None
+    about: Mapping = {}
+    try:
+        if world.rank == first:
+            prompts = load()
+            if world.nodes.count(world.node) > 1:
+                path, about = _write(prompts)
+        about = world.allgather({"path": path, **about}, "the prompts")[first]
+        if prompts is None and about["path"]:
+            prompts = _map(about)
+        world.barrier("mapping the prompts")
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    return load() if prompts is None else prompts
+
+
+def _write(prompts: PromptSet) -> tuple[str, Mapping]:
+    """Writes the arrays of a set to a new folder -> its path ("" if no disk has room) and the facts to map it."""
+    arrays = [prompts.prompts.items, prompts.prompts.ends, prompts.texts.items, prompts.texts.ends]
+    for rows in prompts.responses.values():
+        arrays += [rows.items, rows.ends]
+    for parent in (tempfile.gettempdir(), SHARED_MEMORY):
+        path = ""
+        try:  # the name is unique, because ranks of a node need not share a folder
+            path = tempfile.mkdtemp(prefix=f"rlhf_spmd_{os.urandom(16).hex()}_", dir=parent)
+            for number, array in enumerate(arrays):
+                np.save(f"{path}/{number}.npy", array)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            facts = {name: getattr(prompts, name) for name in FACTS}
+            return path, {"keys": list(prompts.responses), "fingerprint": prompts.fingerprint(), "facts": facts}
+    return "", {}
+
+
+def _map(about: Mapping) -> PromptSet | None:
+    """The set that another rank has written; None if this rank does not see its files."""
+    try:
+        numbers = range(4 + 2 * len(about["keys"]))
+        arrays = [np.asarray(np.load(f"{about['path']}/{number}.npy", mmap_mode="r")) for number in numbers]
+    except OSError:
+        return None
+    rows = list(zip(arrays[::2], arrays[1::2], strict=True))
+    responses = {key: TokenRows(*pair) for key, pair in zip(about["keys"], rows[2:], strict=True)}
+    prompts, texts = TokenRows(*rows[0]), TextRows(*rows[1])
+    return PromptSet(prompts, texts, responses=responses, **about["facts"], _hash=[about["fingerprint"]])
