@@ -20,7 +20,7 @@ from tests.unchanged import contents
 LIMIT_S = 120.0
 LAST = "checkpoints/iteration-000002"
 RANK_FILE = f"{LAST}/rank-0001.safetensors"
-OLDER = "to go on from iteration-000001"
+OLDER = "to resume from iteration-000001"
 
 
 def put(run: Path, name: str, content: bytes) -> None:

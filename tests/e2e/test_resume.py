@@ -139,9 +139,9 @@ def refused(warm):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["seed=1"], ["seed=1 would make another run of", "which has 0", "may change iterations"]),
-        (["ppo.kl_coef=0.1"], ["ppo.kl_coef=0.1 would make another run", "which has 0.05"]),
-        (["rollout_batch=48"], ["rollout_batch=48 would make another run", "which has 24"]),
+        (["seed=1"], ["seed=1 would change the results of", "which has 0", "may change iterations"]),
+        (["ppo.kl_coef=0.1"], ["ppo.kl_coef=0.1 would change the results", "which has 0.05"]),
+        (["rollout_batch=48"], ["rollout_batch=48 would change the results", "which has 24"]),
         (["iterations=2"], ["iterations=2, but", "has done 3"]),
         (["--preset", "tiny"], ["--preset and --resume", "drop --preset"]),
         (["--strategy", "no_such"], ["unknown strategy 'no_such'"]),
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, refused):
         message = refused("--resume", finished)
     finally:
         path.write_bytes(whole)
-    assert f"{path} is damaged" in message and "to go on from iteration-000002" in message
+    assert f"{path} is damaged" in message and "to resume from iteration-000002" in message
 
 
 def test_a_finished_run_has_nothing_left_to_do(finished):
@@ -203,6 +203,6 @@ def test_without_a_checkpoint_it_begins_again(finished, tmp_path):
     for name in ("config.json", "strategy.py", "program.json", "metrics.jsonl"):
         (folder / name).write_bytes((finished / name).read_bytes())
     stdout = done(1, "--resume", folder)
-    assert "has no checkpoint yet: it begins again with iteration 0" in stdout
+    assert "has no checkpoint yet: it starts again at iteration 0" in stdout
     found, expected = outcome(folder), outcome(finished)
     assert [name for name in expected if name != "samples.jsonl" and found[name] != expected[name]] == []

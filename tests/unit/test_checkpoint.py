@@ -55,7 +55,7 @@ def test_only_the_newest_are_kept(root):
 
 def test_a_whole_one_is_never_replaced(root):
     """Two runs in one folder, on a disk without locks."""
-    with pytest.raises(UserError, match="iteration-000010 is there already: another run goes on in this folder"):
+    with pytest.raises(UserError, match="iteration-000010 exists already: another run writes to this folder"):
         write(root, 10)
     assert verified(root).iteration == 10
 
@@ -182,7 +182,7 @@ def test_any_changed_byte_is_found(root):
         for place in {0, len(whole) // 2, len(whole) - 1}:
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             message = refused(root)
-            assert f"{path} is damaged" in message and f"remove {folder} to go on from iteration-000005" in message
+            assert f"{path} is damaged" in message and f"remove {folder} to resume from iteration-000005" in message
         path.write_bytes(whole)
     assert verified(root).iteration == 10
 

@@ -107,7 +107,7 @@ def test_every_option_may_change_or_is_refused_by_name():
         if key in MAY_CHANGE or key.startswith("checkpoint."):
             refuse_changes(before, after, "RUN")
             continue
-        with pytest.raises(UserError, match=f"^{key}=another would make another run of RUN"):
+        with pytest.raises(UserError, match=f"^{key}=another would change the results of RUN"):
             refuse_changes(before, after, "RUN")
 
 
@@ -124,7 +124,7 @@ def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
     """The checkpoint knows what it was made with."""
     values = json.loads((write_run(tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}))
-    assert "seed=5 would make another run" in refused(tmp_path)
+    assert "seed=5 would change the results" in refused(tmp_path)
 
 
 def test_iterations_may_change_where_no_schedule_depends_on_them(tmp_path):
@@ -147,8 +147,8 @@ def test_another_strategy_forgets_the_options_of_the_first(tmp_path):
 
 def test_without_a_checkpoint_options_are_still_fixed(tmp_path):
     run = resumed(write_run(tmp_path, iteration=None))
-    assert run.iteration == 0 and run.state == {} and "begins again" in run.notes[0]
-    assert "seed=3 would make another run" in refused(tmp_path, "seed=3")
+    assert run.iteration == 0 and run.state == {} and "starts again" in run.notes[0]
+    assert "seed=3 would change the results" in refused(tmp_path, "seed=3")
 
 
 def test_a_folder_without_a_manifest_is_noted(tmp_path):
@@ -232,7 +232,7 @@ def test_other_random_numbers_are_refused(tmp_path, layout):
         path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}))
     message = refused(tmp_path)
     assert f"iteration-000002 has layout {layout or 1} of the random numbers, this program has 2" in message
-    assert "the version of rlhf_spmd that began the run, or start a new run" in message
+    assert "the version of rlhf_spmd that started the run, or start a new run" in message
 
 
 @pytest.mark.parametrize("before", [2, None])
@@ -241,7 +241,7 @@ def test_a_checkpoint_that_came_since_is_not_overlooked(tmp_path, before):
     found = resumed(write_run(tmp_path, iteration=before))
     refuse_older(found)
     write_run(tmp_path, iteration=3)
-    with pytest.raises(UserError, match="the newest checkpoint is now iteration-000003.*resume it again"):
+    with pytest.raises(UserError, match="its newest checkpoint is now iteration-000003.*resume it again"):
         refuse_older(found)
     refuse_older(resumed(tmp_path))
 

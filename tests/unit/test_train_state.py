@@ -164,8 +164,8 @@ def test_what_comes_twice_does_not_stand_for_what_is_missing(tmp_path):
     """Two files with the first half of a parameter have as many numbers as the whole."""
     half = FlatSlice(((0, 6), (0, 1)), 0, 3)
     reader = Reader(write(tmp_path, (1, 1, 1, False)), {"actor": SHAPE})
-    file, _ = reader.runs["actor", NORM][0]
-    reader.runs["actor", NORM] = [(file, half), (file, half)]
+    file, _ = reader.slices["actor", NORM][0]
+    reader.slices["actor", NORM] = [(file, half), (file, half)]
     reader._stored = lambda *_: torch.ones(3)
     with pytest.raises(UserError, match="has 6 of the 6 numbers .* some of them twice"):
         reader.read("actor", "exp_avg", NORM, FlatSlice(((0, 6), (0, 1)), 0, 6))

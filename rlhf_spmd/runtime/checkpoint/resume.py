@@ -1,7 +1,7 @@
-"""Going on with a run in its folder: from which checkpoint, with which options, and what may not change.
+"""Reads the run that `train --resume` continues: its checkpoint and its options, and refuses changes of the results.
 
-The options are those in the run folder, which every resumed run writes again with its overrides; the checkpoint has
-those it was made with, and whatever would make another run of it is refused by name. Imports no torch, which starts
+The options are those in the run folder, which a resumed run writes again with its overrides. They are compared with the
+options of the checkpoint; a change that would change the results is refused by name. Imports no torch, which starts
 later.
 """
 
@@ -17,10 +17,10 @@ from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.runtime.checkpoint.store import STATE, Checkpoint, newest, without_manifest
+from rlhf_spmd.runtime.checkpoint.store import STATE, Checkpoint, newest, refused, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
-# What changes no number of a run, but for rounding: where and in which portions it computes.
+# Options that change no results of a run, except for rounding: where it computes, and in which portions.
 MAY_CHANGE = (
     "iterations",
     "deadline_s",
@@ -35,12 +35,12 @@ MAY_CHANGE = (
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
-ALGORITHM = "algorithm.py"  # the page, if it is none of the package
+ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A run that goes on. state: of the checkpoint; empty without one, and then the run begins anew in its folder."""
+    """A run to continue. state: of the checkpoint; empty without one: the run then starts again in its folder."""
 
     folder: Path
     config: Config
@@ -51,19 +51,19 @@ class Resumed:
 
     @property
     def iteration(self) -> int:
-        """How many iterations are done."""
+        """The number of finished iterations."""
         return self.checkpoint.iteration if self.checkpoint else 0
 
     @property
     def cluster(self) -> str | None:
-        """The description of the cluster that the run was started with, if there was one."""
+        """The cluster file of the run, if it was started with one."""
         path = self.folder / CLUSTER
         return str(path) if path.is_file() else None
 
 
 def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> Resumed:
-    """What `train --resume FOLDER` goes on with. other_strategy: --strategy is given, so the old one's options do not
-    count. Raises UserError."""
+    """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
+    strategy are dropped. Raises UserError."""
     path = Path(folder)
     if not (path / CONFIG).is_file() or not (path / STRATEGY).is_file():
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
@@ -71,10 +71,10 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     checkpoint = newest(checkpoints)
     if checkpoint is not None:
         refuse_random_layout(checkpoint)
-    stored = config_of(read_json(path / CONFIG), str(path / CONFIG), _page(path))
-    made_with = stored
+    page = str(path / ALGORITHM) if (path / ALGORITHM).is_file() else None
+    stored = made_with = config_of(read_json(path / CONFIG), str(path / CONFIG), page)
     if checkpoint is not None:
-        made_with = config_of(json.loads(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG), _page(path))
+        made_with = config_of(json.loads(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG), page)
     if other_strategy:
         stored = dataclasses.replace(stored, strategy={})
     config = configs.overridden(stored, overrides)
@@ -85,58 +85,51 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
         raise UserError(f"iterations={config.iterations}, but {folder} has done {done}; give iterations={done} or more")
     notes = [f"{draft} has no manifest, so it is not used" for draft in without_manifest(checkpoints)]
     if checkpoint is None:
-        notes.append(f"{folder} has no checkpoint yet: it begins again with iteration 0")
+        notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 0")
     state = _state(checkpoint, config) if checkpoint else {}
     name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
     return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
 
 
 def refuse_random_layout(checkpoint: Checkpoint) -> None:
-    """Raises UserError if the run's tokens were drawn by another layout of random numbers: its future would be another
-    one than without the interruption."""
+    """Raises UserError if the run's tokens were drawn by another layout of random numbers: a resumed run would differ
+    from an uninterrupted one."""
     if checkpoint.random_layout != RANDOM_LAYOUT:
         raise UserError(
             f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
-            f"{RANDOM_LAYOUT} and would draw other tokens; go on with the version of rlhf_spmd that began the run, or "
-            "start a new run"
+            f"{RANDOM_LAYOUT} and would draw other tokens; resume with the version of rlhf_spmd that started the run, "
+            "or start a new run"
         )
 
 
 def refuse_older(resumed: Resumed) -> None:
-    """Raises UserError if somebody else has written a checkpoint, or begun anew, since this one was read: only who has
-    the folder's lock knows that nobody does."""
+    """Raises UserError if another process has continued or restarted the run since it was read. Call it with the
+    folder locked."""
     now = newest(resumed.folder / "checkpoints")
     if now != resumed.checkpoint:
         name = now.folder.name if now else "none"
         raise UserError(
-            f"another run has just gone on in {resumed.folder}: the newest checkpoint is now {name}, while this one "
-            f"was about to begin after {resumed.iteration} iterations; resume it again"
+            f"another process has just resumed {resumed.folder}: its newest checkpoint is now {name}, and this process "
+            f"was about to continue after {resumed.iteration} iterations; resume it again"
         )
 
 
 def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
-    """state.json of a checkpoint, with numbers where numbers must be."""
+    """state.json of a checkpoint, with its types checked."""
     try:
         values = json.loads(checkpoint.text(STATE))
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
-        state = values.get("state", values)  # earlier versions had its parts beside the others
+        state = values.get("state", values)  # earlier versions kept its parts at the top level
         config.algorithm.read_state(state)
         return {"state": state, **about}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
-        raise checkpoint.refused(f"{name} can't be read ({type(error).__name__}: {error})") from None
-
-
-def _page(folder: Path) -> str | None:
-    """The page of a run's algorithm, if it is none of the package."""
-    path = folder / ALGORITHM
-    return str(path) if path.is_file() else None
+        raise refused(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None
 
 
 def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:
-    """The inverse of `config.resolved`; what is missing has its default. page: file of the algorithm, None for one of
-    the
-    package. Raises UserError naming `source`."""
+    """The inverse of `config.resolved`; missing options have their defaults. page: the algorithm's file; None: one of
+    the package's. Raises UserError naming `source`."""
     if not isinstance(values, Mapping) or "preset" not in values:
         raise UserError(f"{source} is not an object with a preset; restore the file")
     if "device" in values and "device_type" not in values:
@@ -158,7 +151,7 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in their groups as options by their dotted keys, without the algorithm and the strategy's."""
+    """Grouped options by their dotted keys, without the algorithm and the strategy's options."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name not in ("algorithm", "strategy"):
@@ -168,7 +161,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_changes(before: Config, after: Config, folder: str) -> None:
-    """Raises UserError for the first option whose change would make another run of it."""
+    """Raises UserError for the first changed option that would change the results."""
     old, new = configs.leaves(before), configs.leaves(after)
     for key in sorted({*old, *new}):
         if old.get(key) == new.get(key):
@@ -181,6 +174,6 @@ def refuse_changes(before: Config, after: Config, folder: str) -> None:
         if not key.startswith(MAY_CHANGE):
             others = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
             raise UserError(
-                f"{key}={new.get(key)} would make another run of {folder}, which has {old.get(key)}; drop it, or start "
-                f"a run of its own (a resumed run may change {others})"
+                f"{key}={new.get(key)} would change the results of {folder}, which has {old.get(key)}; drop it, or "
+                f"start a new run (a resumed run may change {others})"
             )

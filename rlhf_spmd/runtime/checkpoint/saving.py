@@ -1,7 +1,7 @@
-"""Checkpoints while a run goes on: training waits for a copy in host memory, a thread of every rank does the disk.
+"""Writes checkpoints during a run: training waits only for a copy in host memory, which a thread writes to the disk.
 
-Each rank that trains writes its own file. Rank 0 writes the small ones, waits for the others' (their records in the
-folder say that they are there), and makes it a checkpoint. What goes wrong in a thread is raised by the next `check`.
+Each rank that trains writes its own file. Rank 0 writes the small files, waits for the records of the other ranks'
+files, and completes the checkpoint. An error in a thread is raised by the next `check`.
 """
 
 import os
@@ -22,8 +22,8 @@ class Saver:
     """Writes the checkpoints of one run. All ranks call `save` after the same iterations, and `finish` at the end."""
 
     def __init__(self, world: World, models: RankModels, run: Path, *, every: int, keep: int, texts: Mapping[str, str]):
-        """run: the run folder. every: iterations between checkpoints, 0: none but those asked for. texts: small files
-        that belong into each of them."""
+        """run: the run folder. every: iterations between checkpoints; 0: only on a signal. texts: small files that are
+        copied into each checkpoint."""
         self.world, self.models, self.run, self.root = world, models, run, run / "checkpoints"
         self.every, self.keep, self.texts = every, keep, dict(texts)
         self.writers = [rank for rank in range(world.size) if models.program.trained(rank)]
@@ -33,12 +33,12 @@ class Saver:
         self._error: Exception | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether a checkpoint belongs after so many iterations."""
+        """Whether a checkpoint is due after this many iterations."""
         return self.every > 0 and iteration % self.every == 0
 
     def save(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """A checkpoint after so many iterations. Copies what trains on this rank, and returns; but waits first while
-        the checkpoint before is still being written."""
+        """Starts a checkpoint after this many iterations: copies this rank's share and returns. First waits until the
+        previous checkpoint is written."""
         if self._thread is not None:
             self._thread.join()
         self.check()
@@ -50,12 +50,12 @@ class Saver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what went wrong in this rank's thread."""
+        """Raises the error of this rank's thread, if there was one."""
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Returns when what was saved is a checkpoint. Collective; raises UserError on all ranks."""
+        """Waits until the last checkpoint is complete. Collective; raises UserError on all ranks."""
         if self.last is None:
             return
         with self.world.together("writing the checkpoint"):
@@ -70,7 +70,7 @@ class Saver:
     def _guarded(self, *arguments) -> None:
         try:
             self._write(*arguments)
-        except Exception as error:  # whatever it is, the main thread tells it
+        except Exception as error:  # the main thread reports it
             self._error = files.unwritable(self.root, error) if isinstance(error, OSError) else error
             if not self.run.is_dir():
                 self._error = files.gone(self.run)
@@ -87,14 +87,14 @@ class Saver:
                 files.say_written(draft, name, written[name])
         if rank > 0:
             return
-        written[files.STATE] = files.write_json(draft / files.STATE, state)
+        written[files.STATE] = files.write(draft / files.STATE, files.json_parts(state))
         for name, text in self.texts.items():
             written[name] = files.write(draft / name, [text.encode(errors="backslashreplace")])
         self._mine_written.set()
         others = [files.rank_file(rank) for rank in self.writers if rank > 0]
-        # one that can't write says so itself, one that dies ends the job: so it is only the disk that may be slow
+        # a rank that can't write reports it itself, and one that dies ends the job: only a slow disk is left
         written |= files.wait_for(draft, others, deadline_s=LONGEST_WAIT * self.world.deadline_s)
-        with suppress(FileNotFoundError):  # metrics of these iterations must not be lost while the weights are not
+        with suppress(FileNotFoundError):  # the metrics of these iterations must survive if their weights do
             descriptor = os.open(self.run / "metrics.jsonl", os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)

@@ -1,13 +1,13 @@
-"""What a model in training is, apart from where it trains: masters and moments as runs of numbers of whole parameters.
+"""The state of models in training, in a form that no layout determines: masters and moments as slices of parameters.
 
-Each run names its parameter, a box of it (what a tensor-parallel slice holds) and the numbers [start, stop) of that box
-flattened (what one data-parallel rank updates). Every number is written by one rank, so a checkpoint has no copies in
-it, and whoever reads takes from any number of files what it needs: the layout may be another one.
+Each slice names its parameter, a box of it (held by a tensor-parallel shard) and the numbers [start, stop) of that box
+flattened (updated by one data-parallel rank). Every number is written by one rank, so a checkpoint holds no copies. A
+reader takes the numbers it needs from any number of files, so it may have another layout.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.plan.program.tensors import Range, overlap, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, write
+from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, refused, write
 from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
@@ -37,7 +37,7 @@ class FlatSlice:
     stop: int
 
     def rectangles(self) -> Iterator[tuple[Box2, int]]:
-        """The run as rectangles of the whole parameter, and how many numbers of the run come before each."""
+        """The slice as rectangles of the whole parameter, each with how many numbers of the slice come before it."""
         (top, _), (left, right) = self.box
         done = 0
         for (r0, r1), (c0, c1) in rectangles(self.start, self.stop, width=right - left):
@@ -59,18 +59,18 @@ def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
 
 
 def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """This rank's share of everything that trains, copied to host memory, and where each tensor belongs: what
-    `write_tensors` wants."""
+    """This rank's share of all models in training, copied to host memory, and the place of each tensor: the arguments
+    of `write_tensors`."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}
     steps: dict[str, int] = {}
     for model, engine in models.engines.items():
         shard = _train_shard(models, model)
         boxes = boxes_of(models.program.workload.models[model], shard)
-        num_steps, runs = engine.optimizer_state()
-        if runs:
+        num_steps, slices = engine.optimizer_state()
+        if slices:
             steps[model], places[model] = num_steps, {}
-        for (name, start, stop), kinds in runs.items():
+        for (name, start, stop), kinds in slices.items():
             if (shard.tp_index > 0 and not is_split(name)) or (name == TIED and shard.stage > 0):
                 continue  # another rank of this copy of the model has the same numbers
             (r0, r1), (c0, c1) = boxes[name]
@@ -81,7 +81,7 @@ def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> FileRecord:
-    """A safetensors file (header, then the numbers), hashed as it is written. tensors: contiguous, on the CPU. Raises
+    """Writes a safetensors file (a header, then the numbers) and hashes it. tensors: contiguous, on the CPU. Raises
     UserError."""
     header: dict[str, object] = {"__metadata__": dict(about)}
     start = 0
@@ -104,15 +104,15 @@ def _train_shard(models: RankModels, model: str) -> Shard:
 
 
 class Reader:
-    """All masters and moments of a verified checkpoint, whichever rank wrote them."""
+    """All masters and moments of a verified checkpoint, whichever ranks wrote them."""
 
     def __init__(self, checkpoint: Checkpoint, shapes: Mapping[str, ModelShape]):
-        """shapes: of the models that train. Raises UserError where the files don't fit them."""
+        """shapes: of the models in training. Raises UserError if the files do not fit them."""
         from safetensors import SafetensorError, safe_open
 
         self.checkpoint = checkpoint
         self.files, self.steps = {}, {}
-        self.runs: dict[tuple[str, str], list[tuple[str, FlatSlice]]] = {}  # model, parameter -> file and what is there
+        self.slices: dict[tuple[str, str], list[tuple[str, FlatSlice]]] = {}  # model, parameter -> file and slice
         whole = {model: boxes_of(shape, Shard()) for model, shape in shapes.items()}
         for file in checkpoint.tensor_files:
             path = checkpoint.folder / file
@@ -122,30 +122,32 @@ class Reader:
                 places = {model: dict(found) for model, found in json.loads(about["places"]).items()}
                 steps = {model: int(num) for model, num in json.loads(about["steps"]).items()}
             except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise checkpoint.refused(f"{path} can't be read ({type(error).__name__}: {error})") from None
+                raise refused(checkpoint.folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
             for model, found in places.items():
                 for name, place in found.items():
-                    run = self._run(path, place, whole.get(model, {}).get(name), f"{model}: {name}")
-                    self.runs.setdefault((model, name), []).append((file, run))
+                    held = self._slice(path, place, whole.get(model, {}).get(name), f"{model}: {name}")
+                    self.slices.setdefault((model, name), []).append((file, held))
             for model, num in steps.items():
                 if self.steps.setdefault(model, num) != num:
-                    raise checkpoint.refused(f"{path} has {num} optimizer steps of {model}, not {self.steps[model]}")
+                    raise refused(
+                        checkpoint.folder, f"{path} has {num} optimizer steps of {model}, not {self.steps[model]}"
+                    )
 
-    def _run(self, path: Path, place: object, whole: Box2 | None, what: str) -> FlatSlice:
+    def _slice(self, path: Path, place: object, whole: Box2 | None, what: str) -> FlatSlice:
         if whole is None:
-            raise self.checkpoint.refused(f"{path} holds {what}, which the model does not have")
+            raise refused(self.checkpoint.folder, f"{path} holds {what}, which the model does not have")
         if isinstance(place, list) and len(place) == 6 and all(isinstance(number, int) for number in place):
             r0, r1, c0, c1, start, stop = place
             inside = 0 <= r0 < r1 <= whole[0][1] and 0 <= c0 < c1 <= whole[1][1]
             if inside and 0 <= start < stop <= (r1 - r0) * (c1 - c0):
                 return FlatSlice(((r0, r1), (c0, c1)), start, stop)
         shape = f"{whole[0][1]} x {whole[1][1]}"
-        raise self.checkpoint.refused(f"{path} places {what} at {place!r}, but the parameter is {shape}")
+        raise refused(self.checkpoint.folder, f"{path} places {what} at {place!r}, but the parameter is {shape}")
 
     def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
-        """The numbers of a run, [stop - start], on the CPU. Raises UserError if they are not all there."""
+        """The numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
         out, num_found = None, 0
-        for file, held in self.runs.get((model, name), ()):
+        for file, held in self.slices.get((model, name), ()):
             shared = list(_shared(held, wanted))
             if not shared:
                 continue
@@ -159,9 +161,10 @@ class Reader:
         num_wanted = wanted.stop - wanted.start
         twice = num_found > num_wanted or (num_found == num_wanted and bool(out.isnan().any()))
         if num_found != num_wanted or twice:
-            raise self.checkpoint.refused(
+            raise refused(
+                self.checkpoint.folder,
                 f"{self.checkpoint.folder} has {num_found:,} of the {num_wanted:,} numbers "
-                f"that this rank needs of {model}.{kind}.{name}" + ", some of them twice" * twice
+                f"that this rank needs of {model}.{kind}.{name}" + ", some of them twice" * twice,
             )
         return out
 
@@ -169,16 +172,18 @@ class Reader:
         path = self.checkpoint.folder / file
         try:
             tensor = self.files[file].get_tensor(key)
-        except Exception as error:  # SafetensorError is what it raises for a name that is not there
-            raise self.checkpoint.refused(f"{path} has no tensor {key} ({error})") from None
+        except Exception as error:  # SafetensorError for an unknown name
+            raise refused(self.checkpoint.folder, f"{path} has no tensor {key} ({error})") from None
         if tensor.shape != (held.stop - held.start,) or not tensor.is_floating_point():
             wanted = f"[{held.stop - held.start}]"
-            raise self.checkpoint.refused(f"{path}: {key} has the shape {list(tensor.shape)}, not {wanted} as placed")
+            raise refused(
+                self.checkpoint.folder, f"{path}: {key} has the shape {list(tensor.shape)}, not {wanted} as placed"
+            )
         return tensor
 
 
 def _shared(one: FlatSlice, other: FlatSlice) -> Iterator[tuple[tuple[Box2, int], tuple[Box2, int], Box2]]:
-    """Rectangles of both (see FlatSlice.rectangles) that overlap, and where."""
+    """Pairs of rectangles of two slices (see FlatSlice.rectangles) that overlap, with the overlap."""
     for mine in one.rectangles():
         for theirs in other.rectangles():
             common = overlap(((0, 1), *mine[0]), ((0, 1), *theirs[0]))
@@ -187,17 +192,16 @@ def _shared(one: FlatSlice, other: FlatSlice) -> Iterator[tuple[tuple[Box2, int]
 
 
 def _part(flat: Tensor, rectangle: Box2, before: int, part: Box2) -> Tensor:
-    """A part of a rectangle of a run, as a matrix over the run's memory."""
-    (top, _), (left, right) = rectangle
+    """A part of a rectangle of a slice, as a matrix that shares the slice's memory."""
+    (top, bottom), (left, right) = rectangle
     (r0, r1), (c0, c1) = part
-    width = right - left
-    start = flat.storage_offset() + before + (r0 - top) * width + c0 - left
-    return flat.as_strided((r1 - r0, c1 - c0), (width, 1), start)
+    whole = flat[before : before + (bottom - top) * (right - left)].view(bottom - top, right - left)
+    return whole[r0 - top : r1 - top, c0 - left : c1 - left]
 
 
 def restore(models: RankModels, checkpoint: Checkpoint) -> None:
-    """Puts a checkpoint into the engines of all ranks, which must not have stepped yet, and so into all copies of what
-    trains. Collective; raises UserError on all ranks."""
+    """Loads a checkpoint into the engines of all ranks, which must not have stepped yet, and into all copies of their
+    models. Collective; raises UserError on all ranks."""
     world = models.world
     with world.together("checking the checkpoint"):
         checkpoint.verify(sorted(checkpoint.files)[world.rank :: world.size])  # each file once
@@ -206,26 +210,18 @@ def restore(models: RankModels, checkpoint: Checkpoint) -> None:
         reader = Reader(checkpoint, shapes)
         for model, engine in models.engines.items():
             if model not in reader.steps:
-                raise checkpoint.refused(f"{checkpoint.folder} holds nothing of the {model}")
+                raise refused(checkpoint.folder, f"{checkpoint.folder} holds nothing of the {model}")
             boxes = boxes_of(shapes[model], _train_shard(models, model))
-            engine.load(reader.steps[model], _reading(reader, model, boxes))
+
+            def read(kind: str, interval: Interval, model: str = model, boxes: Mapping[str, Box2] = boxes) -> Tensor:
+                name, start, stop = interval
+                return reader.read(model, kind, name, FlatSlice(boxes[name], start, stop))
+
+            engine.load(reader.steps[model], read)
     for engine in models.engines.values():
         engine.publish()
-    refresh_copies(models)
-
-
-def _reading(reader: Reader, model: str, boxes: Mapping[str, Box2]) -> Callable[[str, Interval], Tensor]:
-    def read(kind: str, interval: Interval) -> Tensor:
-        name, start, stop = interval
-        return reader.read(model, kind, name, FlatSlice(boxes[name], start, stop))
-
-    return read
-
-
-def refresh_copies(models: RankModels) -> None:
-    """Brings the weights of engines to all other copies, as the end of an iteration does. Collective."""
-    for transfer in models.program.transfers:
-        if transfer.reallocation is not None and models.world.rank in transfer.ranks:
+    for transfer in models.program.transfers:  # to the other copies, as at the end of an iteration
+        if transfer.reallocation is not None and world.rank in transfer.ranks:
             mover = mover_of(transfer, models, tag_base=0)
             mover.start()
             mover.finish()
