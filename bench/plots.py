@@ -3,6 +3,7 @@ shows. `python -m bench pictures` draws them from bench/results/."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,6 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from bench.rows import RESULTS, STRATEGIES
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.presets import load
+from rlhf_spmd.runtime.run import palette
 from rlhf_spmd.runtime.run.palette import (
     FAINT_INK,
     INK,
@@ -21,13 +23,12 @@ from rlhf_spmd.runtime.run.palette import (
     WAITING,
     Style,
     shade,
-    strategy_colours,
 )
-from rlhf_spmd.runtime.run.picture import MARGIN, SMALL, TEXT, WIDTH, Area, Picture, plain
+from rlhf_spmd.runtime.run.picture import MARGIN, SMALL, TEXT, WIDTH, Area, Picture
 from rlhf_spmd.runtime.run.timeline import Panel as Timeline
 from rlhf_spmd.runtime.run.timeline import add_stack, write_png
 
-COLOURS = strategy_colours(STRATEGIES)
+COLOURS = dict(zip(STRATEGIES, cycle(palette.STRATEGIES)))
 PHASES = {
     "generation": Style("generation", shade(NEUTRAL, "generate")),
     "inference": Style("inference", shade(NEUTRAL, "infer")),
@@ -40,6 +41,15 @@ MARKERS = "os^"
 TIMELINES = RESULTS / "timelines.json"  # what was recorded of the runs that are drawn
 LEAST = 1e-8  # of differences: what is less counts as equal
 Panel = Callable[[Axes, Sequence[Mapping]], None]
+
+
+def plain(axes: Axes, *, xlabel: str = "", ylabel: str = "") -> None:
+    """Axes without a frame, with labels that can be read."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT_INK)
+    axes.tick_params(labelsize=SMALL, color=FAINT_INK, labelcolor=INK)
+    axes.set_xlabel(xlabel, fontsize=TEXT, color=INK)
+    axes.set_ylabel(ylabel, fontsize=TEXT, color=INK)
 
 
 def draw(rows: Sequence[Mapping], folder: Path = RESULTS) -> list[Path]:

@@ -25,6 +25,7 @@ from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
 from rlhf_spmd.runtime.profile.probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
+from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.plan import COMPARED, _where, auto, beside, calibration_for, options_of, records
 from tests.programs import make_workload as small_workload
@@ -314,7 +315,7 @@ def test_the_table_says_how_the_calibration_was_scaled(tmp_path):
     kinds = "inference 2.00, training 2.00, generation 2.00"
     assert text[2] == f"  It was made on Other, 1.5 cores, and is {scaled_by}"
     assert text[3] == f"  after a probe of 1.3 s: {kinds}, 1.25 ranks at full speed"
-    compared.write(tmp_path / "forecast.json")
+    RunFolder(tmp_path).write_values("forecast.json", compared.to_json())
     written = json.loads((tmp_path / "forecast.json").read_text())
     assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
     assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")

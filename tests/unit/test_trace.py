@@ -61,7 +61,7 @@ def test_spans_carry_names_iterations_and_wall_clock_times():
         span["bytes"] = 6
         raise ValueError
     now = time.perf_counter()
-    recorder.add("weights", "transfer", now - 0.5, now, bytes=8)
+    recorder.spans.append(("weights", "transfer", now - 0.5, now, 7, {"bytes": 8}))
     after = time.time()
     result = json.loads(json.dumps(recorder.to_records()))
     assert (result["rank"], result["host"]) == (3, "n1")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.lib import format as npy
 
 from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
 from rlhf_spmd.runtime.world.world import World
@@ -48,7 +49,8 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
         try:  # the name is unique, because ranks of a node need not share a folder
             path = tempfile.mkdtemp(prefix=f"rlhf_spmd_{os.urandom(16).hex()}_", dir=parent)
             for number, array in enumerate(arrays):
-                np.save(f"{path}/{number}.npy", array)
+                with open(f"{path}/{number}.npy", "xb") as file:
+                    npy.write_array(file, array, allow_pickle=False)
         except OSError:
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -61,7 +63,7 @@ def _map(about: Mapping) -> PromptSet | None:
     """The set that another rank has written; None if this rank does not see its files."""
     try:
         numbers = range(4 + 2 * len(about["keys"]))
-        arrays = [np.asarray(np.load(f"{about['path']}/{number}.npy", mmap_mode="r")) for number in numbers]
+        arrays = [np.asarray(npy.open_memmap(f"{about['path']}/{number}.npy", mode="r")) for number in numbers]
     except OSError:
         return None
     rows = list(zip(arrays[::2], arrays[1::2], strict=True))

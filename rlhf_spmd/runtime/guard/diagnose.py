@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.observe.flight_recorder import FOLDER, NOWHERE
 from rlhf_spmd.runtime.observe.positions import RankStatus
 
@@ -150,12 +151,13 @@ def _divergence(
         if waits_for_it:
             first = min(waits_for_it, key=lambda other: (by_rank[other].iteration, by_rank[other].position))
             others = [other for other in waits_for_it if by_rank[other].text == by_rank[first].text]
-            problem = f"{one.name} did not reach {by_rank[first].text}, where {_ranks(others)} {_waits(others)} for it"
+            wait = f"{name_ranks(others)} {'wait' if len(others) > 1 else 'waits'}"
+            problem = f"{one.name} did not reach {by_rank[first].text}, where {wait} for it"
         else:
             problem = f"{one.name} makes no progress"
         sentences.append(f"{problem}; it is in {one.describe(length(rank))}")
     if late and all(missing[rank] for rank in late) and not any(by_rank[rank].trouble for rank in late):
-        sentences.append(f"{_ranks(late)} wait for one another: they entered different collectives")
+        sentences.append(f"{name_ranks(late)} wait for one another: they entered different collectives")
     return Divergence(late, waiting, ". ".join(sentences))
 
 
@@ -172,13 +174,5 @@ def _all_arrived(states: Sequence[RankState], graph: WaitGraph | None) -> Diverg
         return Divergence((), tuple(one.rank for one in states), text)
     few = tuple(one.rank for one in groups[0]) if len(groups[0]) < len(groups[-1]) else ()
     rest = tuple(one.rank for one in states if one.rank not in few)
-    described = [f"{_ranks([one.rank for one in group])}: {group[0].describe()}" for group in groups]
+    described = [f"{name_ranks([one.rank for one in group])}: {group[0].describe()}" for group in groups]
     return Divergence(few, rest, "ranks are in different places: " + "; ".join(described))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
-
-
-def _waits(ranks: Sequence[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"

@@ -40,10 +40,6 @@ class DeadlineError(UserError):
     """Some ranks did not arrive in time, so nothing more can be agreed with them."""
 
 
-class HungError(DeadlineError):
-    """No rank makes progress any more."""
-
-
 class PeerError(UserError):
     """A rank that this one communicates with is late or gone. lost: the connection broke, so it may have died."""
 
@@ -93,8 +89,8 @@ def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[in
     return DeadlineError(f"{late.what}: {me} waited {late.waited_s:.1f} s, but {text}")
 
 
-def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """For messages: `ranks 1, 3 (host a) and 5 (host b)`, or `ranks 1, 3` without hosts."""
     by_host: dict[str, list[str]] = {}
     for rank in sorted(ranks):
         by_host.setdefault(hosts[rank] if hosts else "", []).append(str(rank))

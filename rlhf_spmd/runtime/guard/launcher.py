@@ -36,9 +36,8 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _with_tasks(environment: Mapping[str, str]) -> Mapping[str, str]:
-    if (
-        "SLURM_STEP_ID" in environment and "SLURM_NTASKS" in environment
-    ):  # outside a step the variable belongs to the batch script
+    # outside a step the variable belongs to the batch script
+    if "SLURM_STEP_ID" in environment and "SLURM_NTASKS" in environment:
         return {"SLURM_STEP_NUM_TASKS": environment["SLURM_NTASKS"], **environment}
     return environment
 

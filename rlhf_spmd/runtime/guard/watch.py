@@ -14,7 +14,7 @@ import time
 from typing import NoReturn, Protocol
 
 from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
-from rlhf_spmd.runtime.guard.failures import PREFIX, HungError, name_ranks, print_error
+from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks, print_error
 from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight
 from rlhf_spmd.runtime.observe.positions import Board, RankStatus
@@ -88,7 +88,7 @@ class Watch:
         if quiet_s >= self.world.deadline_s and not self.world.is_meeting and self.world.size > 1:
             text = self._hang_message(quiet_s)
             if text is not None and not self._over.is_set():
-                self.world.fail(HungError(text))
+                self.world.fail(DeadlineError(text))
             self._checked = time.monotonic()  # a store that does not answer takes seconds
 
     def _update(self) -> float:

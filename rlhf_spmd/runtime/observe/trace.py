@@ -71,10 +71,6 @@ class Tracer:
             spans = self.spans if self.clock is None else self.unread
             spans.append((name, category, start, self.now(category), self.iteration, args))
 
-    def add(self, name: str, category: Category, start_s: float, end_s: float, **args: object) -> None:
-        """Adds a span measured elsewhere (perf_counter seconds), e.g. a transfer that ran in the background."""
-        self.spans.append((name, category, start_s, end_s, self.iteration, args))
-
     def forget(self, before: int) -> None:
         """Drops the spans of iterations earlier than `before`, and those outside iterations: a day has millions."""
         while self.spans and (self.spans[0][4] is None or self.spans[0][4] < before):
@@ -113,10 +109,6 @@ class Lane:
     host: str
     spans: tuple[Span, ...]
 
-    @property
-    def label(self) -> str:
-        return f"rank {self.rank}"
-
 
 def lanes(records: Sequence[Mapping[str, object]]) -> tuple[Lane, ...]:
     """Lanes from the results of `Tracer.to_records` of all ranks, ordered by rank."""
@@ -132,14 +124,14 @@ def write_chrome(
 ) -> None:
     """Writes the Chrome trace format (JSON object form), which Perfetto and chrome://tracing open.
 
-    A rank is a process with one thread, its lane; spans that overlap without nesting (background transfers) go to a
-    second thread, because spans of one thread must nest in this format. `about` becomes the file's metadata.
+    A rank is a process with one thread, its lane; spans that overlap without nesting (of the host and of its device) go
+    to a second thread, because spans of one thread must nest in this format. `about` becomes the file's metadata.
     """
     all_lanes = lanes(records)
     start_s = min((lane.spans[0].start_s for lane in all_lanes if lane.spans), default=0.0)
     events: list[dict[str, object]] = []
     for lane in all_lanes:
-        name = lane.label + (f" ({lane.host})" if lane.host else "")
+        name = f"rank {lane.rank}" + (f" ({lane.host})" if lane.host else "")
         tracks = _tracks(lane.spans)
         events.append(_event("process_name", lane.rank, ph="M", args={"name": name}))
         events.append(_event("process_sort_index", lane.rank, ph="M", args={"sort_index": lane.rank}))

@@ -5,11 +5,10 @@ Both are seconds per iteration on the rank that a call keeps busy longest, witho
 its last rank has arrived (plan/cost/summary.py), and waits between pipeline stages have spans of their own.
 """
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.summary import call_s
@@ -83,10 +82,10 @@ class Compared:
             f"  after a probe of {found.probe_s:.1f} s: {', '.join(kinds)}",
         ]
 
-    def write(self, path: Path) -> None:
-        """Writes the comparison as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as JSON-able values."""
         machine, scale = self.found.given.machine, self.found.scale
-        content = {
+        return {
             "calibration": self.found.calibration.name,
             "scaled_by": self.scaled_by,
             "as_given_s": self.as_given_s,
@@ -97,7 +96,6 @@ class Compared:
             "why_not": self.found.why_not,
             "rows": [asdict(row) for row in self.rows],
         }
-        path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def compare(

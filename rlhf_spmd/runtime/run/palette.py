@@ -6,7 +6,6 @@ are grey. Strategies, systems, ranks and phases have palettes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from rlhf_spmd.plan.workflow import Call, Workflow
@@ -76,8 +75,3 @@ def other(name: str) -> Style:
     """A computation without a model."""
     label = name.replace("_", " ")
     return Style(label, NEUTRAL, words=(label,))
-
-
-def strategy_colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each strategy, by its number in the list."""
-    return {name: STRATEGIES[number % len(STRATEGIES)] for number, name in enumerate(names)}

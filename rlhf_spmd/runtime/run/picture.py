@@ -113,12 +113,3 @@ def halo(colour: str) -> list[Any]:
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=2.4, foreground=colour)]
-
-
-def plain(axes: Axes, *, xlabel: str = "", ylabel: str = "") -> None:
-    """Axes without a frame, with labels that can be read."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT_INK)
-    axes.tick_params(labelsize=SMALL, color=FAINT_INK, labelcolor=INK)
-    axes.set_xlabel(xlabel, fontsize=TEXT, color=INK)
-    axes.set_ylabel(ylabel, fontsize=TEXT, color=INK)

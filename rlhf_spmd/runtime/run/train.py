@@ -238,8 +238,7 @@ def _write_timeline(
         return None
     lengths = forecast_report.token_counts(answers, job.prompts.prompts)
     compared = forecast_report.compare(job.program, found, records, lengths)
-    with writing(folder.path / "forecast.json"):
-        compared.write(folder.path / "forecast.json")
+    folder.write_values("forecast.json", compared.to_json())
     console.note(compared.show())
     return compared
 

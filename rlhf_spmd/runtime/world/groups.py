@@ -11,10 +11,9 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.observe.positions import Board
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
 from rlhf_spmd.runtime.world.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
 
@@ -110,22 +109,8 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
     return store
 
 
-class Meeting(Protocol):
-    """The part of a rank's World that `connect_store` uses."""
-
-    rank: int
-    num_nodes: int
-    hosts: tuple[str, ...]
-    one_network: bool  # all ranks reach each other by loopback
-    board: Board
-
-    def bcast(self, value: Any, *, what: str) -> Any: ...
-
-    def allgather(self, value: Any, what: str) -> list[Any]: ...
-
-
-def connect_store(world: Meeting, timeout_s: float) -> Any:
-    """Connects all ranks to one store -> this rank's connection. Collective."""
+def connect_store(world: Any, timeout_s: float) -> Any:
+    """Connects all ranks of a World to one store -> this rank's connection. Collective."""
     peers = sorted({host for host in world.hosts if host != world.hosts[0]})
     interface, address = LOOPBACK_INTERFACE, LOOPBACK
     if not world.one_network and world.rank == 0:

@@ -52,7 +52,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int  # among the ranks of this node, in world order
     node: int  # nodes are numbered by their lowest rank
     num_nodes: int
     nodes: tuple[int, ...]  # the node of every rank
@@ -110,14 +109,12 @@ class World:
             os.unlink(path)
             launcher.unlink_shared_memory()
         of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
-        local_rank = node_ranks.index(comm.rank)
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
         flight = flight or Flight()
         flight.identify(comm.rank, comm.size, everyone[comm.rank]["host"], board.descriptor)
         world = cls(
             rank=comm.rank,
             size=comm.size,
-            local_rank=local_rank,
             node=node,
             num_nodes=len(order),
             nodes=nodes,
@@ -160,18 +157,18 @@ class World:
         """Every rank's value, in rank order."""
         return [json.loads(text) for text in self._exchange(what, json.dumps(value).encode(), deadline_s=deadline_s)]
 
-    def allgather_bytes(self, message: bytes, what: str, *, deadline_s: float | None = None) -> list[bytes]:
+    def allgather_bytes(self, message: bytes, what: str) -> list[bytes]:
         """Every rank's bytes, in rank order, without JSON."""
-        return self._exchange(what, message, deadline_s=deadline_s)
+        return self._exchange(what, message)
 
-    def bcast(self, value: Any, root: int = 0, what: str = "a broadcast", *, deadline_s: float | None = None) -> Any:
+    def bcast(self, value: Any, root: int = 0, what: str = "a broadcast") -> Any:
         """The root's value; values of other ranks are ignored."""
         message = json.dumps(value).encode() if self.rank == root else b""
-        return json.loads(self._exchange(what, message, deadline_s=deadline_s)[root])
+        return json.loads(self._exchange(what, message)[root])
 
-    def barrier(self, what: str = "a barrier", *, deadline_s: float | None = None) -> None:
+    def barrier(self, what: str = "a barrier") -> None:
         """Returns once every rank has arrived."""
-        self._exchange(what, b"", deadline_s=deadline_s)
+        self._exchange(what, b"")
 
     def agree(self, what: str, values: Mapping[str, str]) -> None:
         """Raises the same UserError on every rank if some of `values` (texts by name) differ between ranks."""
@@ -245,7 +242,7 @@ class World:
             time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
         if not self.board.claim():
             time.sleep(SECOND_REPORT_S)
-        reporter = "" if self.size == 1 else f"{self.name_ranks([self.rank])} of {self.size}"
+        reporter = "" if self.size == 1 else f"{name_ranks([self.rank], self.hosts)} of {self.size}"
         go_on = resume_hint(self.flight.run, self.size)
         inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
         text = failures.report(error, reporter, self.flight.where if inside else "", go_on)
@@ -361,10 +358,6 @@ class World:
         is late and hosts the store, are left out."""
         positions = self.board.read(tuple(rank for rank, _ in needs))
         return {rank: positions[rank].text or "nothing" for rank in late_ranks(needs, iteration, positions)}
-
-    def name_ranks(self, ranks: Sequence[int]) -> str:
-        """For messages: `ranks 1, 3 (host a) and 5 (host b)`."""
-        return name_ranks(ranks, self.hosts)
 
 
 def _load_mpi() -> Any:
