@@ -72,8 +72,8 @@ def how_to_get(folder: Path) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Prefixes UserErrors with the name of the file they are about."""
+def naming(path: Path | str) -> Iterator[None]:
+    """Prefixes UserErrors with the name of the file, or other input, that they are about."""
     try:
         yield
     except UserError as error:

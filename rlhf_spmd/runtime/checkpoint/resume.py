@@ -69,8 +69,12 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
-    if checkpoint is not None:
-        refuse_random_layout(checkpoint)
+    if checkpoint is not None and checkpoint.random_layout != RANDOM_LAYOUT:  # would differ from an uninterrupted run
+        raise UserError(
+            f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
+            f"{RANDOM_LAYOUT} and would draw other tokens; resume with the version of rlhf_spmd that started the run, "
+            "or start a new run"
+        )
     page = str(path / ALGORITHM) if (path / ALGORITHM).is_file() else None
     stored = made_with = config_of(read_json(path / CONFIG), str(path / CONFIG), page)
     if checkpoint is not None:
@@ -89,17 +93,6 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     state = _state(checkpoint, config) if checkpoint else {}
     name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
     return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
-
-
-def refuse_random_layout(checkpoint: Checkpoint) -> None:
-    """Raises UserError if the run's tokens were drawn by another layout of random numbers: a resumed run would differ
-    from an uninterrupted one."""
-    if checkpoint.random_layout != RANDOM_LAYOUT:
-        raise UserError(
-            f"{checkpoint.folder} has layout {checkpoint.random_layout} of the random numbers, this program has "
-            f"{RANDOM_LAYOUT} and would draw other tokens; resume with the version of rlhf_spmd that started the run, "
-            "or start a new run"
-        )
 
 
 def refuse_older(resumed: Resumed) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import naming
 from rlhf_spmd.option_names import did_you_mean
 from rlhf_spmd.python_file import import_file
 
@@ -66,9 +67,8 @@ class RewardFunction:
 
     def _as_float(self, index: int, score: object, prompt: str) -> float:
         value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
-        where = (
-            f"reward function {self.name} returned {_shorten(score)} for response {index} (prompt {_shorten(prompt)})"
-        )
+        where = f"reward function {self.name} returned {_shorten(score)} for response {index}"
+        where += f" (prompt {_shorten(prompt)})"
         if not isinstance(value, numbers.Real):
             raise UserError(f"{where}, which is not a number: return a finite float for every response")
         try:
@@ -110,28 +110,31 @@ def load_reward_function(spec: str) -> RewardFunction:
     The file's folder (for a module: the working folder) is appended to the import path, so the function can import
     modules there.
     """
+    with naming(f"reward function {spec!r}"):
+        return RewardFunction(spec, _load(spec))
+
+
+def _load(spec: str) -> Callable:
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
-        raise UserError(f"reward function {spec!r}: write it as module:function or file.py:function")
+        raise UserError("write it as module:function or file.py:function")
     is_file = target.endswith(".py") or "/" in target
-    module = _load_file(spec, Path(target)) if is_file else _load_module(spec, target)
+    module = _load_file(Path(target)) if is_file else _load_module(target)
     if not hasattr(module, name):
-        raise UserError(f"reward function {spec!r}: {target} has no function {name!r}{_suggestion(module, name)}")
+        raise UserError(f"{target} has no function {name!r}{_suggestion(module, name)}")
     function = getattr(module, name)
     if not callable(function):
-        raise UserError(f"reward function {spec!r}: {name} is {_shorten(function)}, not a function")
+        raise UserError(f"{name} is {_shorten(function)}, not a function")
     if inspect.iscoroutinefunction(function):
-        raise UserError(f"reward function {spec!r}: it is async: define it with plain def")
+        raise UserError("it is async: define it with plain def")
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
-        raise UserError(
-            f"reward function {spec!r}: it can't be called as {name}(prompts, responses) ({error}): "
-            "take two lists of strings and return a list of numbers"
-        ) from None
+        fix = "take two lists of strings and return a list of numbers"
+        raise UserError(f"it can't be called as {name}(prompts, responses) ({error}): {fix}") from None
     except ValueError:
         pass  # a builtin without a signature: errors show when it is called
-    return RewardFunction(spec, function)
+    return function
 
 
 def source_file(spec: str) -> Path | None:
@@ -147,21 +150,21 @@ def source_file(spec: str) -> Path | None:
     return Path(module.origin) if module is not None and module.origin and Path(module.origin).is_file() else None
 
 
-def _load_file(spec: str, path: Path) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
     if path.suffix != ".py" or not path.is_file():
         why = "is not a .py file" if path.exists() else f"does not exist (looked in {Path.cwd()})"
-        raise UserError(f"reward function {spec!r}: {path} {why}")
+        raise UserError(f"{path} {why}")
     path = path.resolve()
     _extend_import_path(path.parent)
     try:
         return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # the prefix cannot hide an installed module
     except (Exception, SystemExit) as error:
-        raise UserError(_import_message(spec, str(path), error)) from error
+        raise UserError(_import_message(str(path), error)) from error
 
 
-def _load_module(spec: str, name: str) -> ModuleType:
+def _load_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"reward function {spec!r}: {name!r} is not the name of a module, nor a file ending in .py")
+        raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
     _extend_import_path(Path.cwd())
     try:
         return importlib.import_module(name)
@@ -169,10 +172,10 @@ def _load_module(spec: str, name: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise UserError(
-                f"reward function {spec!r}: there is no module {missing!r} on the import path: install it, start in "
-                "its folder, or write path/to/file.py:function"
+                f"there is no module {missing!r} on the import path: install it, start in its folder, or write "
+                "path/to/file.py:function"
             ) from None
-        raise UserError(_import_message(spec, name, error)) from error
+        raise UserError(_import_message(name, error)) from error
 
 
 def _extend_import_path(folder: Path) -> None:
@@ -180,10 +183,10 @@ def _extend_import_path(folder: Path) -> None:
         sys.path.append(str(folder))  # at the end, so it cannot hide installed packages
 
 
-def _import_message(spec: str, what: str, error: BaseException) -> str:
+def _import_message(what: str, error: BaseException) -> str:
     missing = isinstance(error, ModuleNotFoundError)
     fix = f"install {error.name} in this environment" if missing else "fix the file"
-    return f"reward function {spec!r}: importing {what} raised {_describe(error, None)}: {fix}"
+    return f"importing {what} raised {_describe(error, None)}: {fix}"
 
 
 def _suggestion(module: ModuleType, name: str) -> str:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import resource
 import threading
 import time
-from typing import NoReturn, Protocol
+from typing import Any
 
 from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks, print_error
 from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
-from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight
-from rlhf_spmd.runtime.observe.positions import Board, RankStatus
+from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE
+from rlhf_spmd.runtime.observe.positions import RankStatus
 
 LONGEST_WAIT = 10  # deadlines after which a wait ends although the late rank is active
 CHECKS = 20  # per deadline
@@ -27,26 +27,10 @@ STOP_S = 5.0
 SILENT_CHECKS = 4  # a rank that has not reported for this many checks may be stopped
 
 
-class Watched(Protocol):
-    """The part of a rank's World that a watch uses."""
-
-    rank: int
-    size: int
-    node: int
-    nodes: tuple[int, ...]  # the node of every rank
-    hosts: tuple[str, ...]
-    deadline_s: float
-    is_meeting: bool  # waits in a control message
-    board: Board
-    flight: Flight
-
-    def fail(self, error: BaseException) -> NoReturn: ...
-
-
 class Watch:
-    """The thread of one rank. `graph` is set once the program is known."""
+    """The thread of one rank's World. `graph` is set once the program is known."""
 
-    def __init__(self, world: Watched):
+    def __init__(self, world: Any):
         self.world = world
         self.graph: WaitGraph | None = None
         self._begun, self._work, self._disk = -1, 0.0, -1
@@ -159,8 +143,7 @@ class Watch:
         if self._is_silent(status):
             fields = process_fields(status.process) if self.world.nodes[rank] == self.world.node else None
             stopped = fields is not None and fields[0] in "Tt"
-            trouble = (
-                "it is stopped (SIGSTOP)" if stopped else f"it has not reported for {now - status.reported_s:.0f} s"
-            )
+            silent = f"it has not reported for {now - status.reported_s:.0f} s"
+            trouble = "it is stopped (SIGSTOP)" if stopped else silent
         host = self.world.hosts[rank]
         return RankState(rank, host, status.text, status.iteration, status.position, now - status.active_s, trouble)

@@ -101,16 +101,19 @@ class Board:
 
     def statuses(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
         """The status of these ranks at their last report, for the watch's thread; ranks without one are left out."""
-        statuses, elsewhere = self._of_node(ranks)
-        if elsewhere and self.second_store is not None and not self._query.is_alive():
-            statuses |= self._ask(lambda: self._from_store(self.second_store, elsewhere, "life"), keep=True) or {}
-        return {rank: one for rank, one in sorted(statuses.items()) if one.process}
+        store = None if self._query.is_alive() else self.second_store
+        return {rank: one for rank, one in self._read(ranks, store, "life").items() if one.process}
 
     def read(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
         """The last position of each rank, as it posted it; ranks that cannot be read are left out."""
-        statuses, elsewhere = self._of_node(ranks)
-        if elsewhere and self.store is not None:
-            stored = self._ask(lambda: self._from_store(self.store, elsewhere, "at"))
+        return self._read(ranks, self.store, "at")
+
+    def _read(self, ranks: tuple[int, ...], store: Any, kind: str) -> dict[int, RankStatus]:
+        """Statuses by rank: those of this node from the shared memory, the others from the store, if there is one."""
+        statuses = {rank: _parse(self._slot(rank)) for rank in ranks if rank in self.slots}
+        elsewhere = [rank for rank in ranks if rank not in statuses]
+        if elsewhere and store is not None:
+            stored = self._ask(lambda: self._from_store(store, elsewhere, kind), keep=kind == "life")
             if stored is None and 0 in elsewhere:
                 stored = {0: RankStatus("nothing: its store does not answer")}
             statuses |= stored or {}
@@ -132,11 +135,6 @@ class Board:
         start = SLOT_BYTES * self.slots[rank]
         length, _, _ = LENGTH.unpack_from(self.memory, start)
         return self.memory[start : start + TEXT_AT + length]
-
-    def _of_node(self, ranks: tuple[int, ...]) -> tuple[dict[int, RankStatus], list[int]]:
-        """The statuses of ranks of this node, and the ranks of other nodes."""
-        statuses = {rank: _parse(self._slot(rank)) for rank in ranks if rank in self.slots}
-        return statuses, [rank for rank in ranks if rank not in statuses]
 
     def _from_store(self, store: Any, ranks: list[int], kind: str) -> dict[int, RankStatus]:
         stored = [rank for rank in ranks if store.check([f"{kind}/{rank}"])]

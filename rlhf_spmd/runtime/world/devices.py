@@ -127,12 +127,9 @@ def sleep_while_waiting(index: int) -> bool:
     except (OSError, AttributeError):  # no driver of NVIDIA's
         return False
     handle = ctypes.c_int()
-    steps = (
-        lambda: driver.cuInit(0),
-        lambda: driver.cuDeviceGet(ctypes.byref(handle), index),
-        lambda: set_flags(handle, ctypes.c_uint(BLOCKING_SYNC)),
-    )
-    return all(step() == 0 for step in steps)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), index) != 0:
+        return False
+    return set_flags(handle, ctypes.c_uint(BLOCKING_SYNC)) == 0
 
 
 def describe_device(device: RankDevice, num_ranks: int) -> str:
