@@ -55,7 +55,7 @@ def test_streams_and_status_pass_through(status):
 
 def test_a_fatal_signal_is_told_with_its_place():
     found = run(
-        "flight.identify(2, 4, 'a-host', -1)\nflight.set_program(9)\n"
+        "flight.describe(rank=2, size=4, host='a-host', num_instructions=9)\n"
         "flight.begin(b'iteration 3: Run actor_train', 3, 7)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert found.returncode == 128 + signal.SIGKILL and found.stderr.count(PREFIX) == 1
@@ -90,7 +90,7 @@ def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
 
 @pytest.mark.parametrize(("status", "told"), [(0, 1), (3, 3)])
 def test_an_exit_that_says_nothing_is_told(status, told):
-    found = run(f"flight.identify(1, 2, 'a-host', -1)\nos._exit({status})")
+    found = run(f"flight.describe(rank=1, size=2, host='a-host')\nos._exit({status})")
     assert found.returncode == told and found.stderr.count(PREFIX) == 1
     assert "rank 1 of 2 (host a-host, process " in found.stderr and f"exited with {status}" in found.stderr
 

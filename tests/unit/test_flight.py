@@ -40,14 +40,13 @@ def find(program, rank, kind, **fields):
 
 def test_a_record_says_what_was_begun():
     recorder = Flight(mmap.mmap(-1, SIZE))
-    recorder.identify(3, 8, "a-host", 17)
-    recorder.set_run("runs/x")
-    recorder.set_program(12)
+    recorder.describe(rank=3, size=8, host="a-host", board=17)
+    recorder.describe(run="/somewhere/runs/x", num_instructions=12)
     recorder.begin(b"loading", NOWHERE, NOWHERE)
     recorder.begin("iteration 2: Run actor_train \u2603".encode() + b"x" * 400, 2, 7)
     record = parse(recorder.memory)
     assert (record.rank, record.size, record.host, record.num_begun) == (3, 8, "a-host", 2)
-    assert record.run.endswith("/runs/x") and record.run.startswith("/")
+    assert (record.run, record.board, record.num_instructions) == ("/somewhere/runs/x", 17, 12)
     assert record.where.startswith("iteration 2: Run actor_train \u2603xx")
     assert record.where.endswith("x (instruction 7 of 12)") and record.where == recorder.where
     first, second = record.entries

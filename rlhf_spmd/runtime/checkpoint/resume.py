@@ -1,8 +1,7 @@
 """Reads the run that `train --resume` continues: its checkpoint and its options, and refuses changes of the results.
 
 The options are those in the run folder, which a resumed run writes again with its overrides. They are compared with the
-options of the checkpoint; a change that would change the results is refused by name. Imports no torch, which starts
-later.
+options of the checkpoint; a change that would change the results is refused by name. No torch, which starts later.
 """
 
 import dataclasses
@@ -96,8 +95,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
 
 
 def refuse_older(resumed: Resumed) -> None:
-    """Raises UserError if another process has continued or restarted the run since it was read. Call it with the
-    folder locked."""
+    """Raises UserError if another process has continued the run since it was read. Call it with the folder locked."""
     now = newest(resumed.folder / "checkpoints")
     if now != resumed.checkpoint:
         name = now.folder.name if now else "none"

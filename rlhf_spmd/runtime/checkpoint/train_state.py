@@ -59,8 +59,7 @@ def boxes_of(shape: ModelShape, shard: Shard) -> dict[str, Box2]:
 
 
 def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """This rank's share of all models in training, copied to host memory, and the place of each tensor: the arguments
-    of `write_tensors`."""
+    """This rank's share of all models in training, copied to host memory, with the place of each tensor."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}
     steps: dict[str, int] = {}
@@ -81,8 +80,7 @@ def collect(models: RankModels) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> FileRecord:
-    """Writes a safetensors file (a header, then the numbers) and hashes it. tensors: contiguous, on the CPU. Raises
-    UserError."""
+    """Writes a safetensors file: a header, then the numbers. tensors: contiguous, on the CPU. Raises UserError."""
     header: dict[str, object] = {"__metadata__": dict(about)}
     start = 0
     for name, tensor in tensors.items():

@@ -34,19 +34,14 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         max_response_tokens=config.generation.max_new_tokens,
         eos_id=eos_ids[0] if eos_ids else None,
     )
-    for key, rows in prompts.responses.items():
-        if rows.first_above(num_known - 1) is not None:
+    for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():
+        unknown = rows.first_above(num_known - 1)
+        if unknown is not None:
+            what = "the prompt" if key == PROMPTS else f"{key} of the prompt"
             raise UserError(
-                f"{config.data.prompts}: {key} have tokens that the models do not know; use the tokenizer that belongs "
-                f"to {config.main_folder}"
+                f"{what} {prompts.texts[unknown][:60]!r} has token {max(rows[unknown])}, but the models have "
+                f"{num_known} tokens (vocab_size in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
-    unknown = prompts.prompts.first_above(num_known - 1)
-    if unknown is not None:
-        text, token = prompts.texts[unknown], max(prompts.prompts[unknown])
-        raise UserError(
-            f"the prompt {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
-            f"in config.json); use the tokenizer that belongs to {config.main_folder}"
-        )
     return prompts
 
 

@@ -1,7 +1,6 @@
 """Prompts: read from a file, checked line by line, tokenised, and used in an order independent of the number of ranks.
 
-A bad prompt file is the most common reason for a first run to fail, so every error names the file, the line and the
-fix.
+First runs fail most often because of a bad prompt file, so every error names the file, the line and the fix.
 """
 
 # B prompts in a batch, P prompt tokens (padded)

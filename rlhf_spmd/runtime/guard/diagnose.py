@@ -92,7 +92,8 @@ class Divergence:
 def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence | None:
     """The ranks that others wait for; None if, according to the program, no rank waits for another."""
     by_rank = {one.rank: one for one in states}
-    missing = {one.rank: _missing(one, by_rank, graph) for one in states}
+    steps = [(one, _step(one, graph)) for one in states]
+    missing = {one.rank: late_ranks(step.needs, one.iteration, by_rank) if step else () for one, step in steps}
     troubled = tuple(one.rank for one in states if one.trouble)
     if troubled:
         return _divergence(by_rank, troubled, tuple(rank for rank in by_rank if rank not in troubled), missing, graph)
@@ -102,12 +103,6 @@ def diagnose(states: Sequence[RankState], graph: WaitGraph | None) -> Divergence
     late = tuple(rank for rank in awaited if not missing[rank]) or _cycle(missing, by_rank)
     waiting = tuple(rank for rank, others in missing.items() if set(others) & set(late))
     return _divergence(by_rank, late, waiting, missing, graph)
-
-
-def _missing(one: RankState, by_rank: Mapping[int, RankState], graph: WaitGraph | None) -> tuple[int, ...]:
-    """The ranks that have not reached what this one waits for."""
-    step = _step(one, graph)
-    return () if step is None else late_ranks(step.needs, one.iteration, by_rank)
 
 
 def late_ranks(needs: Needs, iteration: int, by_rank: Mapping[int, RankState | RankStatus]) -> tuple[int, ...]:

@@ -20,26 +20,21 @@ ABORT_S = 2.0  # time for the launcher to end this process
 
 def num_launched(environment: Mapping[str, str]) -> int:
     """How many processes the innermost launcher started; 1 without a launcher."""
-    launcher = _launcher(environment)
-    return int(_with_tasks(environment)[launcher[0]]) if launcher else 1
+    return _launched(environment)[1]
 
 
-def rank_launched(environment: Mapping[str, str]) -> int | None:
-    """The rank that the innermost launcher gave this process; None without a launcher."""
-    launcher = _launcher(environment)
-    return int(environment[launcher[1]]) if launcher else None
+def rank_launched(environment: Mapping[str, str]) -> int:
+    """The rank that the innermost launcher gave this process; 0 without a launcher."""
+    return _launched(environment)[2]
 
 
-def _launcher(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    known = _with_tasks(environment)
-    return next(((count, rank) for count, rank, _ in LAUNCHERS if count in known and rank in known), None)
-
-
-def _with_tasks(environment: Mapping[str, str]) -> Mapping[str, str]:
-    # outside a step the variable belongs to the batch script
-    if "SLURM_STEP_ID" in environment and "SLURM_NTASKS" in environment:
-        return {"SLURM_STEP_NUM_TASKS": environment["SLURM_NTASKS"], **environment}
-    return environment
+def _launched(environment: Mapping[str, str]) -> tuple[str, int, int]:
+    """Of the innermost launcher: the variable with the number of processes, this number, and the rank."""
+    known = dict(environment)
+    if "SLURM_STEP_ID" in known and "SLURM_NTASKS" in known:  # outside a step SLURM_NTASKS belongs to the batch script
+        known.setdefault("SLURM_STEP_NUM_TASKS", known["SLURM_NTASKS"])
+    present = (names for names in LAUNCHERS if names[0] in known and names[1] in known)
+    return next(((count, int(known[count]), int(known[rank])) for count, rank, _ in present), ("", 1, 0))
 
 
 def check_world_size(size: int, environment: Mapping[str, str]) -> None:
@@ -47,11 +42,10 @@ def check_world_size(size: int, environment: Mapping[str, str]) -> None:
 
     The first process then raises UserError, the others exit silently.
     """
-    num = num_launched(environment)
+    count, num, rank = _launched(environment)
     if size > 1 or num == 1:
         return
-    count, rank = _launcher(environment)
-    if int(environment[rank]) > 0:
+    if rank > 0:
         raise SystemExit(0)
     raise UserError(
         f"{num} processes were started ({count}), but each of them sees an MPI world of one rank, because the launcher "

@@ -165,7 +165,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
     """The message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of memory."""
     rank, size = record.rank, record.size
     if not record.host:  # it has not joined the others yet, but the launcher has numbered it
-        rank, size = launcher.rank_launched(os.environ) or 0, launcher.num_launched(os.environ)
+        rank, size = launcher.rank_launched(os.environ), launcher.num_launched(os.environ)
     who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
     doing = f"in {record.where}" if record.num_begun else "before it had joined the other ranks"
     since = f", {time.time() - record.since_s:.1f} s after it began that" if record.num_begun else ""

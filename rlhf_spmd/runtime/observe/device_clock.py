@@ -1,5 +1,4 @@
-"""Start and end times of a GPU's work, taken without waiting for it: CUDA events on the current stream, mapped onto the
-host's clock."""
+"""Start and end times of a GPU's work, taken without waiting for it: CUDA events, mapped onto the host's clock."""
 
 import time
 from collections.abc import Sequence

@@ -85,30 +85,17 @@ class Flight:
 
     def __init__(self, memory: mmap.mmap | None = None):
         self.memory = mmap.mmap(-1, SIZE) if memory is None else memory
-        self.count, self.iteration, self.position, self.num_instructions = 0, NOWHERE, NOWHERE, 0
-        self.run, self.board = "", -1
-        self._identity = (0, 1, "")
-        self._write_identity()
+        self.count, self.iteration, self.position = 0, NOWHERE, NOWHERE
+        self.rank, self.size, self.host, self.run, self.board, self.num_instructions = 0, 1, "", "", -1, 0
+        self.describe()
 
-    def identify(self, rank: int, size: int, host: str, board: int) -> None:
-        """Sets this rank's identity; board: the descriptor of the memory that the node's ranks share."""
-        self._identity, self.board = (rank, size, host), board
-        self._write_identity()
-
-    def set_run(self, folder: str | Path) -> None:
-        """From now on the supervisor also writes the record to this run folder."""
-        self.run = str(Path(folder).absolute())
-        self._write_identity()
-
-    def set_program(self, num_instructions: int) -> None:
-        """Sets the length of this rank's instruction list."""
-        self.num_instructions = num_instructions
-        self._write_identity()
-
-    def _write_identity(self) -> None:
-        rank, size, host = self._identity
-        who = (MAGIC, rank, size, os.getpid(), host.encode()[:64], self.run.encode()[:512])
-        WHO.pack_into(self.memory, 0, *who, self.board, self.num_instructions)
+    def describe(self, **facts: int | str) -> None:
+        """Sets facts of this rank, by their names in Record. With `run`, the absolute path of the run folder, the
+        supervisor also writes the record there."""
+        vars(self).update(facts)
+        names = self.host.encode()[:64], self.run.encode()[:512]
+        who = (MAGIC, self.rank, self.size, os.getpid(), *names, self.board, self.num_instructions)
+        WHO.pack_into(self.memory, 0, *who)
 
     def begin(self, text: bytes, iteration: int, position: int) -> None:
         """Records that this rank ends its current action and begins another."""

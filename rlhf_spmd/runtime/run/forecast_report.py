@@ -1,5 +1,4 @@
-"""Compares a run with its forecast: measured seconds of every call, and those of plan/cost/forecast.py for the same
-lengths.
+"""Compares a run with its forecast (plan/cost/forecast.py) for the same lengths: the seconds of every call.
 
 Both are seconds per iteration on the rank that a call keeps busy longest, without waits: a Run with a group begins when
 its last rank has arrived (plan/cost/summary.py), and waits between pipeline stages have spans of their own.

@@ -34,8 +34,7 @@ class Curves:
         self._wandb: Any = None
 
     def start_wandb(self, project: str, config: Mapping[str, Any]) -> str:
-        """Starts or resumes the run at Weights & Biases -> its address, or its folder with WANDB_MODE=offline. Raises
-        UserError."""
+        """Starts or resumes the run at Weights & Biases -> its address; offline, its folder. Raises UserError."""
         try:
             import wandb
         except ImportError as error:

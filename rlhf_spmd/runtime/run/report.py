@@ -138,11 +138,10 @@ def _fingerprint(folder: Path) -> str:
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes} ".encode())
         with path.open("rb") as file:
-            for start in range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES)):
+            starts = range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES))
+            for start in (*starts, max(0, num_bytes - PIECE_BYTES)):
                 file.seek(start)
                 digest.update(file.read(PIECE_BYTES))
-            file.seek(max(0, num_bytes - PIECE_BYTES))
-            digest.update(file.read(PIECE_BYTES))
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ Only a resumed run writes into an existing folder, and only into its own.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -30,12 +31,11 @@ from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.checkpoint.store import gone
+from rlhf_spmd.runtime.checkpoint.store import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
 
-DIRECTORY_MODE = 0o750
 CONFIG = "config.json"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
 DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
@@ -83,7 +83,7 @@ class RunFolder:
                         entry.unlink()
                 return cls(root / name)
             stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_]+', '-', Path(strategy).stem)}"
-            for number in range(1, 10_000):
+            for number in itertools.count(1):
                 path = root / (stem if number == 1 else f"{stem}-{number}")
                 try:
                     path.mkdir(DIRECTORY_MODE)
@@ -96,7 +96,6 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(f"the run folder can't be made in {root}: {error.strerror or error}") from None
-        raise AssertionError(f"10,000 runs called {stem}")
 
     def find(self) -> None:
         """Raises UserError if this rank's host does not show the folder that rank 0 has made."""

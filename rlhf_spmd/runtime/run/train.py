@@ -252,8 +252,7 @@ def update(state: RunState, config: Config, answers: Sequence[Mapping]) -> None:
 
 
 def save_models(job: Job, folder: RunFolder) -> None:
-    """Writes the trained models that the algorithm keeps as Hugging Face folders, each on the first rank that trains
-    it."""
+    """Writes the trained models that the algorithm keeps as Hugging Face folders, on the first rank of each."""
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
     for role in (name for name in workflow.trained_models if roles[name].saved):

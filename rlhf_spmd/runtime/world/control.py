@@ -82,9 +82,8 @@ class Control:
     def settle(self) -> None:
         """Receives the roll calls still on their way to this rank. Collective.
 
-        MPICH's MPI_Finalize fails if messages on COMM_WORLD have not been received. mpi4py does not report that at
-        exit, and mpiexec kills all other ranks when the rank exits (or they wait for it in MPI_Finalize forever).
-        Raises Late.
+        MPICH's MPI_Finalize fails if messages on COMM_WORLD have not been received, and mpiexec then kills the other
+        ranks, or they wait for ever. Raises Late.
         """
         if self.size == 1:
             return

@@ -19,9 +19,8 @@ NETMOD = "MPIR_CVAR_CH4_NETMOD"
 def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
     """Sets loopback for a job on one node, else the interface that the user names; existing settings are kept.
 
-    Between nodes, MPICH's UCX layer publishes its address with 4 KB of the memory behind it, as hexadecimal text that
-    abbreviates only zeros, and Slurm's PMI cuts lines at 1,024 characters, so starting sometimes fails ("value not
-    properly terminated"). Addresses of the libfabric layer are short. Builds with one layer ignore the variable.
+    Between nodes, MPICH's UCX layer publishes a long address, which Slurm's PMI sometimes cuts at 1,024 characters
+    ("value not properly terminated"). The libfabric layer's are short. Builds with one layer ignore the variable.
     """
     interface = LOOPBACK_INTERFACE if on_one_node(environment) else environment.get(INTERFACE_OPTION)
     if interface:

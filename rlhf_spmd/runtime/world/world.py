@@ -73,8 +73,7 @@ class World:
 
     @classmethod
     def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
-        """Meets the other ranks over MPI; without mpiexec, a world of one rank. flight: this rank's recorder, if it has
-        a supervisor."""
+        """Meets the other ranks over MPI; without mpiexec, a world of one rank. flight: shared with a supervisor."""
         mpi = _load_mpi()
         comm = mpi.COMM_WORLD
         launcher.check_world_size(comm.size, os.environ)
@@ -111,7 +110,8 @@ class World:
         of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
         flight = flight or Flight()
-        flight.identify(comm.rank, comm.size, everyone[comm.rank]["host"], board.descriptor)
+        host = everyone[comm.rank]["host"]
+        flight.describe(rank=comm.rank, size=comm.size, host=host, board=board.descriptor)
         world = cls(
             rank=comm.rank,
             size=comm.size,
@@ -339,14 +339,14 @@ class World:
 
         self.progress("the beginning of a program")  # iterations of an earlier program may have the same numbers
         self.watch.graph = wait_graph_of(program)
-        self.flight.set_program(len(program.instructions[self.rank]))
+        self.flight.describe(num_instructions=len(program.instructions[self.rank]))
 
     def keep_records(self, run: str | Path) -> None:
         """From now on the flight records and instruction lists are written to this run folder; call it on all ranks."""
         if self.rank == 0 and self.watch.graph is not None:
             forget(run, self.size)
             self.watch.graph.write(Path(run))
-        self.flight.set_run(run)
+        self.flight.describe(run=str(Path(run).absolute()))
 
     def _note(self, what: str) -> None:
         """Records an action of this rank outside its instructions, or within one."""
