@@ -38,9 +38,10 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         unknown = rows.first_above(num_known - 1)
         if unknown is not None:
             what = "the prompt" if key == PROMPTS else f"{key} of the prompt"
+            text, token = prompts.texts[unknown], max(rows[unknown])
             raise UserError(
-                f"{what} {prompts.texts[unknown][:60]!r} has token {max(rows[unknown])}, but the models have "
-                f"{num_known} tokens (vocab_size in config.json); use the tokenizer that belongs to {config.main_folder}"
+                f"{what} {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
+                f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
     return prompts
 

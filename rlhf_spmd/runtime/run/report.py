@@ -23,6 +23,7 @@ from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
+from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.observe.meter import combine
 from rlhf_spmd.runtime.run.console import Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
@@ -176,10 +177,9 @@ def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
 
 def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:
     """Purpose -> command to try after a run. command: the one that started it; None if it was resumed."""
-    resume = ["train", "--resume", str(folder.path), f"iterations={2 * config.iterations}"]
-    go_on = {"train on": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(resume)}"}
-    if config.optimizer.schedule != "constant":  # the learning rate has reached its end
-        go_on = {}
+    go_on = {}
+    if config.optimizer.schedule == "constant":  # otherwise the learning rate has reached its end
+        go_on["train on"] = f"{resume_command(folder.path, ranks)} iterations={2 * config.iterations}"
     if command is None:
         return go_on
     if command.strategy == "auto":  # the planned strategy can be checked and run again

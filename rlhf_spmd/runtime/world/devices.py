@@ -148,9 +148,7 @@ def describe_device(device: RankDevice, num_ranks: int) -> str:
 
 def check_program(device: RankDevice, program: "Program") -> None:
     """Raises UserError for programs that cannot run with shared devices."""
-    if device.kind != "shared":
-        return
-    for call in program.workload.workflow.placed_calls:
+    for call in program.workload.workflow.placed_calls if device.kind == "shared" else ():
         zero = program.placement.layouts[call.name].zero
         if call.kind == "train" and zero > 1:
             raise UserError(

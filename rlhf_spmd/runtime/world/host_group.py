@@ -100,12 +100,7 @@ class HostGroup(dist.ProcessGroup):
         return self._operation("all_gather", lambda read, written: self.inner.allgather([written], read), inputs, parts)
 
     def all_gather_single(self, output, input, opts=None):
-        return self._operation(
-            "all_gather",
-            lambda read, written: self.inner.allgather([list(written[0].chunk(self._size))], read),
-            [input],
-            [output],
-        )
+        return self.allgather([output.chunk(self._size)], [input])
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         opts = opts or dist.ReduceScatterOptions()
@@ -115,13 +110,7 @@ class HostGroup(dist.ProcessGroup):
         )
 
     def reduce_scatter_single(self, output, input, opts=None):
-        opts = opts or dist.ReduceScatterOptions()
-        return self._operation(
-            "reduce_scatter",
-            lambda read, written: self.inner.reduce_scatter(written, [list(read[0].chunk(self._size))], opts),
-            [input],
-            [output],
-        )
+        return self.reduce_scatter([output], [input.chunk(self._size)], opts)
 
     # the names before torch 2.13
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
