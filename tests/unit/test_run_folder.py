@@ -390,6 +390,6 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
 def test_nobody_else_runs_in_a_locked_folder(tmp_path):
     first = RunFolder(tmp_path)
     first.lock()
-    with pytest.raises(UserError, match="is in use: another run goes on in it"):
+    with pytest.raises(UserError, match="is in use by another run"):
         RunFolder(tmp_path).lock()
     RunFolder(tmp_path, writes=False).lock()

@@ -1,1 +1,1 @@
-"""Checkpoints: their files, what is in them, when they are written, what a resume may change."""
+"""Checkpoints: their files and contents, writing them during a run, and resuming from them."""

@@ -89,8 +89,8 @@ class TokenRows(PackedRows):
             part = slice(first, first + HASHED_AT_ONCE)
             begin, ends = starts[first], self.ends[part]
             tokens = self.items[begin : ends[-1]]
-            told = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
-            digest.update(np.ascontiguousarray(told, "<i8"))
+            counted = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
+            digest.update(np.ascontiguousarray(counted, "<i8"))
 
     def first_above(self, limit: int) -> int | None:
         """The first row with a token id larger than `limit`; None if there is none."""

@@ -49,7 +49,7 @@ class Alarm:
     def __init__(self, known: Mapping[str, Metric], history: Iterable[Mapping] = ()) -> None:
         self._known = known
         self._largest: dict[str, float] = {}
-        self._num_seen, self._told = 0, set()
+        self._num_seen, self._warned = 0, set()
         for metrics in history:
             self.notes({name: value for name, value in metrics.items() if isinstance(value, int | float)})
 
@@ -66,6 +66,6 @@ class Alarm:
             if metric.limits and name in metrics and not metric.limits[0] <= value <= metric.limits[1]:
                 found[name] = f"{name} is {value:.4g}, not in {metric.limits[0]:g} to {metric.limits[1]:g}"
         self._num_seen += 1
-        new = {name: text for name, text in found.items() if name not in self._told}
-        self._told |= set(new)
+        new = {name: text for name, text in found.items() if name not in self._warned}
+        self._warned |= set(new)
         return [f"warning: {text}: {self._known[name].advice}" for name, text in new.items()]

@@ -161,18 +161,18 @@ def surroundings(job: Job) -> dict[str, str]:
         ranks_of: dict[str, list[int]] = {}
         for rank, theirs in enumerate(every):
             ranks_of.setdefault(theirs[name], []).append(rank)
-        told = [f"{value} (ranks {format_ranks(tuple(ranks))})" for value, ranks in ranks_of.items()]
-        found[name] = ", ".join(told) if len(told) > 1 else mine[name]
+        parts = [f"{value} (ranks {format_ranks(tuple(ranks))})" for value, ranks in ranks_of.items()]
+        found[name] = ", ".join(parts) if len(parts) > 1 else mine[name]
     return found
 
 
 def changed(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     """A note for a run that is resumed in another environment than its checkpoint was made in; else empty."""
-    told = []
+    parts = []
     for name in now:
         if before.get(name, now[name]) != now[name]:
-            told.append("another program" if name == "program" else f"{name} {now[name]} instead of {before[name]}")
-    return f"{', '.join(told)}: from here on numbers may differ in their last digits" if told else ""
+            parts.append("another program" if name == "program" else f"{name} {now[name]} instead of {before[name]}")
+    return f"{', '.join(parts)}: from here on numbers may differ in their last digits" if parts else ""
 
 
 def next_commands(command: Command | None, ranks: int, folder: RunFolder, config: Config) -> dict[str, str]:

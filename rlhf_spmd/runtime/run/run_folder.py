@@ -118,7 +118,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{self.path} is in use: another run goes on in it; wait for its end, or end it") from None
+            raise UserError(f"{self.path} is in use by another run: wait until it ends, or end it") from None
         except OSError:  # a file system without locks
             pass
 
@@ -238,7 +238,7 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
             raise gone(path.parent) from None
         raise UserError(
-            f"{path} can't be written: {error.strerror or error}; make room there, and go on from the newest "
+            f"{path} can't be written: {error.strerror or error}; make room there, and resume from the newest "
             "checkpoint (--resume)"
         ) from error
 

@@ -146,7 +146,7 @@ class _Stack:
         return known or self.calls.get(span.name) or palette.other(span.name)
 
     def legend(self) -> list[Style]:
-        """Every style that occurs: calls in their order, then other computation, then what is not computation."""
+        """Every style that occurs: calls in their order, then other computation, then the rest."""
         calls = [style for style in dict.fromkeys(self.calls.values()) if style in self.styles]
         rest = [style for style in (palette.CONTROL, TRANSFER, WAITING) if style in self.styles]
         return [*calls, *sorted(self.styles.difference(calls, rest)), *rest, palette.IDLE_STYLE]
