@@ -16,7 +16,7 @@ from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.runtime.checkpoint.store import STATE, Checkpoint, newest, refused, without_manifest
+from rlhf_spmd.runtime.checkpoint.store import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
 # Options that change no results of a run, except for rounding: where it computes, and in which portions.
@@ -115,7 +115,7 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         return {"state": state, **about}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
-        raise refused(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None
+        raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None
 
 
 def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -> Config:

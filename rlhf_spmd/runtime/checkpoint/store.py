@@ -209,19 +209,19 @@ class Checkpoint:
         try:
             values = json.loads(path.read_text())
             if values["format"] != FORMAT:
-                raise refused(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
+                raise unusable(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
             iteration, random_layout = values["iteration"], values.get("random_layout", 1)
             files = {name: FileRecord(int(file["bytes"]), file["sha256"]) for name, file in values["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise refused(folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
+            raise unusable(folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
         if iteration != number_of(folder):
-            raise refused(folder, f"{path} is of iteration {iteration!r}, but its folder is {folder.name}")
+            raise unusable(folder, f"{path} is of iteration {iteration!r}, but its folder is {folder.name}")
         for name in files:
             if name != Path(name).name or name in ("", ".", "..") or "\\" in name:
-                raise refused(folder, f"{path} names the file {name!r}, which is outside the folder")
+                raise unusable(folder, f"{path} names the file {name!r}, which is outside the folder")
         lacking = [name for name in (STATE, "config.json", "strategy.py") if name not in files]
         if lacking or not any(name.endswith(".safetensors") for name in files):
-            raise refused(folder, f"{path} does not name {', '.join(lacking) or 'any rank-*.safetensors'}")
+            raise unusable(folder, f"{path} does not name {', '.join(lacking) or 'any rank-*.safetensors'}")
         return cls(folder, iteration, files, random_layout)
 
     def verify(self, names: Iterable[str]) -> None:
@@ -230,14 +230,14 @@ class Checkpoint:
             path, record = self.folder / name, self.files[name]
             if path.is_symlink() or not path.is_file():
                 what = "is a link" if path.is_symlink() else "is missing"
-                raise refused(self.folder, f"{path} {what}")
+                raise unusable(self.folder, f"{path} {what}")
             num_bytes = path.stat().st_size
             if num_bytes != record.num_bytes:
-                raise refused(self.folder, f"{path} has {num_bytes:,} bytes, not {record.num_bytes:,} as written")
+                raise unusable(self.folder, f"{path} has {num_bytes:,} bytes, not {record.num_bytes:,} as written")
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != record.sha256:
-                raise refused(self.folder, f"{path} is damaged: its checksum is not the one that it was written with")
+                raise unusable(self.folder, f"{path} is damaged: its checksum is not the one that it was written with")
 
     def text(self, name: str) -> str:
         """A small file, verified."""
@@ -250,7 +250,7 @@ class Checkpoint:
         return tuple(sorted(name for name in self.files if name.endswith(".safetensors")))
 
 
-def refused(folder: Path, what: str) -> UserError:
+def unusable(folder: Path, what: str) -> UserError:
     """The error for a checkpoint that can't be used. what: the problem."""
     older = [path for path in complete_checkpoints(folder.parent) if number_of(path) < number_of(folder)]
     fix = f"remove {folder} to resume from {older[-1].name}" if older else "there is no older checkpoint; start anew"

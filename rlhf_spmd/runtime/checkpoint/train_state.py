@@ -18,7 +18,7 @@ from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.plan.program.tensors import Range, overlap, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, refused, write
+from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, unusable, write
 from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of
@@ -120,27 +120,27 @@ class Reader:
                 places = {model: dict(found) for model, found in json.loads(about["places"]).items()}
                 steps = {model: int(num) for model, num in json.loads(about["steps"]).items()}
             except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise refused(checkpoint.folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
+                raise unusable(checkpoint.folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
             for model, found in places.items():
                 for name, place in found.items():
                     held = self._slice(path, place, whole.get(model, {}).get(name), f"{model}: {name}")
                     self.slices.setdefault((model, name), []).append((file, held))
             for model, num in steps.items():
                 if self.steps.setdefault(model, num) != num:
-                    raise refused(
+                    raise unusable(
                         checkpoint.folder, f"{path} has {num} optimizer steps of {model}, not {self.steps[model]}"
                     )
 
     def _slice(self, path: Path, place: object, whole: Box2 | None, what: str) -> FlatSlice:
         if whole is None:
-            raise refused(self.checkpoint.folder, f"{path} holds {what}, which the model does not have")
+            raise unusable(self.checkpoint.folder, f"{path} holds {what}, which the model does not have")
         if isinstance(place, list) and len(place) == 6 and all(isinstance(number, int) for number in place):
             r0, r1, c0, c1, start, stop = place
             inside = 0 <= r0 < r1 <= whole[0][1] and 0 <= c0 < c1 <= whole[1][1]
             if inside and 0 <= start < stop <= (r1 - r0) * (c1 - c0):
                 return FlatSlice(((r0, r1), (c0, c1)), start, stop)
         shape = f"{whole[0][1]} x {whole[1][1]}"
-        raise refused(self.checkpoint.folder, f"{path} places {what} at {place!r}, but the parameter is {shape}")
+        raise unusable(self.checkpoint.folder, f"{path} places {what} at {place!r}, but the parameter is {shape}")
 
     def read(self, model: str, kind: str, name: str, wanted: FlatSlice) -> Tensor:
         """The numbers of a slice, [stop - start], on the CPU. Raises UserError if some are missing."""
@@ -159,7 +159,7 @@ class Reader:
         num_wanted = wanted.stop - wanted.start
         twice = num_found > num_wanted or (num_found == num_wanted and bool(out.isnan().any()))
         if num_found != num_wanted or twice:
-            raise refused(
+            raise unusable(
                 self.checkpoint.folder,
                 f"{self.checkpoint.folder} has {num_found:,} of the {num_wanted:,} numbers "
                 f"that this rank needs of {model}.{kind}.{name}" + ", some of them twice" * twice,
@@ -171,10 +171,10 @@ class Reader:
         try:
             tensor = self.files[file].get_tensor(key)
         except Exception as error:  # SafetensorError for an unknown name
-            raise refused(self.checkpoint.folder, f"{path} has no tensor {key} ({error})") from None
+            raise unusable(self.checkpoint.folder, f"{path} has no tensor {key} ({error})") from None
         if tensor.shape != (held.stop - held.start,) or not tensor.is_floating_point():
             wanted = f"[{held.stop - held.start}]"
-            raise refused(
+            raise unusable(
                 self.checkpoint.folder, f"{path}: {key} has the shape {list(tensor.shape)}, not {wanted} as placed"
             )
         return tensor
@@ -208,7 +208,7 @@ def restore(models: RankModels, checkpoint: Checkpoint) -> None:
         reader = Reader(checkpoint, shapes)
         for model, engine in models.engines.items():
             if model not in reader.steps:
-                raise refused(checkpoint.folder, f"{checkpoint.folder} holds nothing of the {model}")
+                raise unusable(checkpoint.folder, f"{checkpoint.folder} holds nothing of the {model}")
             boxes = boxes_of(shapes[model], _train_shard(models, model))
 
             def read(kind: str, interval: Interval, model: str = model, boxes: Mapping[str, Box2] = boxes) -> Tensor:
