@@ -18,7 +18,7 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
-Span = tuple[int, int, int, int]  # source, destination, first column, last column + 1
+ColumnSpan = tuple[int, int, int, int]  # source, destination, first column, last column + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def data_moves(workload: Workload, placement: Placement, cluster: Cluster) -> li
     """The moves of data keys for all mini-batches together, in the order in which they start."""
     workflow = workload.workflow
     held: dict[tuple[str, int], set[int]] = {}  # key, rank -> columns that it has so far
-    spans: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[Span, dict[str, None]]] = {}
+    spans: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[ColumnSpan, dict[str, None]]] = {}
     for call in workflow.calls:
         layouts = [placement.layouts[site] for site in placement.sites(call, workflow)]
         for key in call.inputs:
@@ -68,7 +68,7 @@ def _owners(producer: Call, workload: Workload, placement: Placement) -> dict[in
     return owners
 
 
-def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[Span]:
+def _lacking(key: str, rank: int, columns: range, owners: dict, held: dict, cluster: Cluster) -> Iterator[ColumnSpan]:
     """Runs of the columns of a key that a rank lacks; from now on they count as held."""
     here = held.setdefault((key, rank), set())
     lacking = [c for c in columns if c not in here]
@@ -88,7 +88,7 @@ def _nearest(owners: tuple[int, ...], rank: int, cluster: Cluster) -> int:
     return near[rank % len(near)]
 
 
-def _transfer(spans: dict[Span, dict[str, None]], workload: Workload) -> Transfer:
+def _transfer(spans: dict[ColumnSpan, dict[str, None]], workload: Workload) -> Transfer:
     messages = []
     for (source, destination, first, end), keys in spans.items():
         size = (end - first) * workload.num_mini_batches * sum(workload.row_bytes(key) for key in keys)
