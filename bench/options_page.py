@@ -22,11 +22,10 @@ from pydantic.fields import FieldInfo
 from bench.rows import REPOSITORY
 from rlhf_spmd import config as configs
 from rlhf_spmd import presets
-from rlhf_spmd.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.algorithm import names as algorithms
-from rlhf_spmd.option_names import ELSEWHERE
+from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.option_suggestions import ELSEWHERE
 from rlhf_spmd.runtime.offline import options as offline_options
-from rlhf_spmd.strategy import load_strategy, names
+from rlhf_spmd.strategy import load_strategy, strategy_names
 
 PAGE = REPOSITORY / "docs" / "options.md"
 HEAD = """# Options
@@ -80,7 +79,7 @@ SHOWN_PRESETS = ("tiny", "model", "smollm2", "llama-7b")
 def page() -> str:
     """The page as it has to be."""
     parts = [HEAD, RUN, *_tables(configs.Config), ALGORITHMS]
-    for name in algorithms():
+    for name in algorithm_names():
         parts += [f"\n### {name}\n\n", *_tables_of_algorithm(load_algorithm(name))]
     parts += [
         PRESETS,
@@ -89,7 +88,7 @@ def page() -> str:
         *_tables(offline_options.GenerateOptions, " of generate"),
         STRATEGIES,
     ]
-    for name in names():
+    for name in strategy_names():
         rows = [_row(*option) for option in strategy_options(name)]
         parts += [f"\n### {name}\n\n", _lines(("option", "type", "default", "meaning"), rows)]
     return "".join(parts)

@@ -79,7 +79,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def _hint(word: str) -> str:
     """What may have been meant by a word with dashes that is no option."""
-    from rlhf_spmd.option_names import suggest_option
+    from rlhf_spmd.option_suggestions import suggest_option
     from rlhf_spmd.presets import all_keys
 
     name = word.partition("=")[0].lstrip("-").replace("-", "_")

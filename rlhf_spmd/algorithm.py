@@ -2,9 +2,7 @@
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +12,9 @@ from typing import Any
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_names import did_you_mean
 from rlhf_spmd.plan.words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
-from rlhf_spmd.python_file import import_file
+from rlhf_spmd.user_module import load_module, modules_in
 
 FUNCTIONS = (
     "rlhf_spmd.algorithms.advantages",
@@ -208,37 +205,21 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: M
             bound(companion, numbers | given | made | {SUMS: None, "divisor": None})
 
 
-def names() -> list[str]:
+def algorithm_names() -> list[str]:
     """The algorithms that come with the package."""
-    found = [module.name for module in pkgutil.iter_modules([str(Path(page.__file__).parent)])]
-    return sorted(name for name in found if name not in SHARED)
+    return modules_in("rlhf_spmd.algorithms", besides=SHARED)
 
 
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
     """By name (`ppo`) or by file (`path/to/mine.py`). title: the name of its options, if it is not that of the file.
     Raises UserError naming what is wrong with it."""
-    if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(f"algorithm file {name} does not exist")
-        if not path.stem.isidentifier():
-            raise UserError(f"algorithm file {name}: its options are {path.stem}.NAME=value; give it a name of letters")
-        try:
-            module = import_file(path, f"_algorithm_{path.stem}")
-        except (Exception, SystemExit) as error:
-            raise UserError(f"algorithm file {name} cannot be imported: {type(error).__name__}: {error}") from error
-    else:
-        if name not in names():
-            known = ", ".join(names())
-            hint = did_you_mean(name, names())
-            raise UserError(f"unknown algorithm {name!r}{hint}; known: {known}, or give a file path/to/mine.py")
-        module = importlib.import_module(f"rlhf_spmd.algorithms.{name}")
-        path = Path(module.__file__)
-    problem = _problem(module)
-    if problem:
+    module, source = load_module("algorithm", name, "rlhf_spmd.algorithms", algorithm_names())
+    stem, from_file = Path(name).stem, name.endswith(".py")
+    if not stem.isidentifier():
+        raise UserError(f"algorithm file {name}: its options are {stem}.NAME=value; give it a name of letters")
+    if problem := _problem(module):
         raise UserError(f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what a page has")
-    source = importlib.util.decode_source(path.read_bytes())
-    return Algorithm(title or path.stem, source, module, name.endswith(".py"))
+    return Algorithm(title or stem, source, module, from_file)
 
 
 def _problem(module: ModuleType) -> str:

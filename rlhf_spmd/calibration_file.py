@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_names import did_you_mean
+from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
 from rlhf_spmd.plan.workload import ModelShape
 

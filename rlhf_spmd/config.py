@@ -17,7 +17,7 @@ from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.folders import folder_of, shape_of_folder
-from rlhf_spmd.option_names import did_you_mean, suggest_option
+from rlhf_spmd.option_suggestions import did_you_mean, suggest_option
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]

@@ -15,7 +15,7 @@ from rlhf_spmd.algorithms.page import Options
 from rlhf_spmd.config import Config, Data, Generation, Optimizer, check_sizes, keys_of, overridden
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
-from rlhf_spmd.option_names import did_you_mean
+from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.workload import SHAPES
 
 MOST_TOKENS = 1024  # of prompts, and of responses, where nothing else is said

@@ -1,24 +1,20 @@
 """Finds a strategy module by name or file, and calls its `place()` with typed options from the command line."""
 
-import importlib
-import importlib.util
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rlhf_spmd.strategies
 from rlhf_spmd.config import parse_value
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_names import did_you_mean
+from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.python_file import import_file
+from rlhf_spmd.user_module import load_module, modules_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +58,16 @@ class Strategy:
         return typed
 
 
-def names() -> list[str]:
+def strategy_names() -> list[str]:
     """The strategies that come with the package."""
-    found = [module.name for module in pkgutil.iter_modules(rlhf_spmd.strategies.__path__)]
-    return sorted(name for name in found if not name.startswith("_"))
+    return modules_in("rlhf_spmd.strategies")
 
 
 def load_strategy(name: str) -> Strategy:
     """By name (`flattening`) or by file (`path/to/mine.py`). Raises UserError naming what is wrong with it."""
-    if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(f"strategy file {name} does not exist")
-        try:
-            module = import_file(path, f"_strategy_{path.stem}")
-        except (Exception, SystemExit) as error:
-            raise UserError(f"strategy file {name} cannot be imported: {type(error).__name__}: {error}") from error
-        title = path.stem
-    else:
-        if name not in names():
-            hint, known = did_you_mean(name, names()), ", ".join(names())
-            raise UserError(f"unknown strategy {name!r}{hint}; known: {known}, or give a file path/to/mine.py")
-        module = importlib.import_module(f"rlhf_spmd.strategies.{name}")
-        path, title = Path(module.__file__), name
+    module, source = load_module("strategy", name, "rlhf_spmd.strategies", strategy_names())
     if not callable(getattr(module, "place", None)):
         raise UserError(
             f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py"
         )
-    return Strategy(title, importlib.util.decode_source(path.read_bytes()), module.place)
+    return Strategy(Path(name).stem, source, module.place)

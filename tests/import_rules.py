@@ -22,7 +22,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "plan.words", "folders", "model", "option_names", "python_file"),
+    "data": ("config", "plan.words", "folders", "model", "option_suggestions", "user_module"),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "folders", "model", "plan"),
@@ -30,7 +30,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "checkpoint": ("algorithm", "config", "model", "plan"),
     "profile": ("config", "model", "plan"),
     "run": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
-    "offline": ("algorithms", "config", "kernels", "model", "option_names", "plan"),
+    "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}" for name in ("cluster", "shard", "layout", "words", "workflow", "workload", "placement", "validate")
@@ -56,28 +56,36 @@ TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", "advantages
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
-    "rlhf_spmd.algorithm": ("plan", "algorithms.page", "option_names", "python_file"),  # it finds the others by name
+    "rlhf_spmd.algorithm": ("plan", "algorithms.page", "user_module"),  # it finds the others by name
     "rlhf_spmd.algorithms": ("plan", "algorithms.page", "algorithms.controllers"),  # the pages
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.order": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in ("advantages", "losses", "masks", "parity")},
-    "rlhf_spmd.calibration_file": ("plan", "option_names"),
+    "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
     "rlhf_spmd.cluster_file": ("plan",),
-    "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "folders", "option_names"),
+    "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "folders", "option_suggestions"),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting": ("plan", "strategy"),
     "rlhf_spmd.folders": ("plan", "model.config"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
-    "rlhf_spmd.option_names": (),
+    "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
-    "rlhf_spmd.presets": ("plan", "algorithm", "algorithms.page", "config", "embedded", "model.config", "option_names"),
-    "rlhf_spmd.python_file": (),
+    "rlhf_spmd.presets": (
+        "plan",
+        "algorithm",
+        "algorithms.page",
+        "config",
+        "embedded",
+        "model.config",
+        "option_suggestions",
+    ),
     "rlhf_spmd.runtime": (),
     "rlhf_spmd.strategies": ("plan", "strategies.separation"),  # heterogeneous is a separation, too
-    "rlhf_spmd.strategy": ("plan", "config", "strategies", "python_file", "option_names"),
+    "rlhf_spmd.strategy": ("plan", "config", "strategies", "user_module", "option_suggestions"),
+    "rlhf_spmd.user_module": ("option_suggestions",),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),

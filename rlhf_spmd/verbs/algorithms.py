@@ -3,14 +3,14 @@
 import argparse
 import json
 
-from rlhf_spmd.algorithm import load_algorithm, names
+from rlhf_spmd.algorithm import algorithm_names, load_algorithm
 from rlhf_spmd.plan.workflow import Call, Workflow
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints every algorithm and, last, a line of JSON -> the exit status."""
     found = {}
-    for name in names():
+    for name in algorithm_names():
         algorithm = load_algorithm(name)
         workflow = algorithm.workflow(algorithm.options())
         roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)

@@ -13,7 +13,7 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
-from rlhf_spmd.algorithm import bound, check_functions, load_algorithm, names, word_of
+from rlhf_spmd.algorithm import algorithm_names, bound, check_functions, load_algorithm, word_of
 from rlhf_spmd.algorithms import losses, page, ppo
 from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.errors import UserError
@@ -49,7 +49,7 @@ def variants(options: type[page.Options]) -> list[dict]:
 
 
 @pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", algorithm_names())
 def test_every_page_gives_its_functions_what_they_ask_for(name, replay):
     """The page compared with the signatures, under all options that may change its workflow."""
     algorithm = load_algorithm(name)
@@ -62,7 +62,7 @@ def test_every_page_gives_its_functions_what_they_ask_for(name, replay):
     assert algorithm.trained_roles and algorithm.source == Path(algorithm.module.__file__).read_text()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", algorithm_names())
 def test_what_functions_count_has_a_place_in_the_log(name):
     """Metrics with a standard deviation or a headline are of metrics that there are."""
     algorithm = load_algorithm(name)
@@ -71,7 +71,7 @@ def test_what_functions_count_has_a_place_in_the_log(name):
         assert (metric.floor is None and metric.limits is None) or metric.advice
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", algorithm_names())
 def test_a_page_survives_its_options_and_its_state(name):
     algorithm = load_algorithm(name)
     config = configs.Config(preset="none", algorithm=algorithm)
@@ -87,7 +87,7 @@ def test_the_verb_lists_them(capsys):
     assert main(["algorithms"]) == 0
     *text, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
-    assert found["ok"] and set(found["algorithms"]) == set(names()) and "ppo" in names()
+    assert found["ok"] and set(found["algorithms"]) == set(algorithm_names()) and "ppo" in algorithm_names()
     assert text[0] == (
         "ppo: PPO; actor (lm head), reference (lm head), reward (scalar head), critic (scalar head); data prompt"
     )

@@ -14,11 +14,10 @@ from bench import options_page
 from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
-from rlhf_spmd.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.algorithm import names as algorithms
+from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.offline import options as offline_options
-from rlhf_spmd.strategy import names
+from rlhf_spmd.strategy import strategy_names
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -90,7 +89,7 @@ def test_options_are_those_of_the_code():
 def test_every_option_has_a_meaning():
     groups = [(cls, cls.__name__) for cls in (configs.Config, offline_options.GenerateOptions)]
     groups += [(field.type, field.name) for cls, _ in groups for field in dataclasses.fields(cls)]
-    groups += [(load_algorithm(name).options, name) for name in algorithms()]
+    groups += [(load_algorithm(name).options, name) for name in algorithm_names()]
     groups = [(cls, name) for cls, name in groups if cls is not Algorithm]  # a page, whose options are among these
     options = [
         (f"{group}.{name}", meaning)
@@ -100,7 +99,9 @@ def test_every_option_has_a_meaning():
         if not dataclasses.is_dataclass(annotation)
     ]
     options += [
-        (f"{name}.{option[0]}", option[-1]) for name in names() for option in options_page.strategy_options(name)
+        (f"{name}.{option[0]}", option[-1])
+        for name in strategy_names()
+        for option in options_page.strategy_options(name)
     ]
     assert len(options) > 80
     assert not [name for name, meaning in options if not meaning]

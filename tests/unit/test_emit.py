@@ -15,7 +15,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement, interleave
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.text.strategy_module import strategy_source
-from rlhf_spmd.strategy import load_strategy, names
+from rlhf_spmd.strategy import load_strategy, strategy_names
 from tests.programs import make_workload, random_plan
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_any_placement_comes_back(data, tmp_path_factory):
     assert found == placement and list(found.layouts) == list(placement.layouts)
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in strategy_names() if name != "auto"])
 @pytest.mark.parametrize("layout", ["2x2", "2x8"])
 def test_the_shipped_strategies_come_back(name, layout, tmp_path):
     cluster = Cluster.parse(layout)

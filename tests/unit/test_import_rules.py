@@ -113,7 +113,7 @@ OFFENCES = [
         "may not import rlhf_spmd.runtime",
     ),
     ("strategies/flattening.py", "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
-    ("strategies/flattening.py", "from rlhf_spmd.strategy import names", "may not import rlhf_spmd.strategy"),
+    ("strategies/flattening.py", "from rlhf_spmd.strategy import strategy_names", "may not import rlhf_spmd.strategy"),
     (PAGE, "from rlhf_spmd.config import load", "may not import rlhf_spmd.config"),
     (PAGE, "from rlhf_spmd.algorithms import losses", "may not import rlhf_spmd.algorithms.losses"),
     (PAGE, "from rlhf_spmd.algorithm import load_algorithm", "may not import rlhf_spmd.algorithm"),

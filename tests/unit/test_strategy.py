@@ -60,8 +60,8 @@ def refused(name: str, layout: str = "1x4", **options) -> str:
 
 
 def test_every_strategy_of_the_package_compiles_and_is_sound():
-    assert "flattening" in strategies.names() and "_template" not in strategies.names()
-    for name in strategies.names():
+    assert "flattening" in strategies.strategy_names() and "_template" not in strategies.strategy_names()
+    for name in strategies.strategy_names():
         for layout in ("1x1", "1x2", "1x4", "2x2"):
             if name == "heterogeneous":  # it needs a cluster file
                 assert "two device types" in refused(name, layout)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_spmd.algorithm import Algorithm, load_algorithm, names
+from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
 from rlhf_spmd.plan import words
 from tests.unit.test_algorithm import variants
 
@@ -35,7 +35,7 @@ def words_of(algorithm: Algorithm) -> set[str]:
 def forbidden() -> frozenset[str]:
     """Of all algorithms that come with the package, but the runtime's own words."""
     own = {value for name, value in vars(words).items() if name.isupper() and isinstance(value, str)}
-    return frozenset(set().union(*(words_of(load_algorithm(name)) for name in names())) - own)
+    return frozenset(set().union(*(words_of(load_algorithm(name)) for name in algorithm_names())) - own)
 
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -21,8 +21,8 @@ from types import ModuleType
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import naming
-from rlhf_spmd.option_names import did_you_mean
-from rlhf_spmd.python_file import import_file
+from rlhf_spmd.option_suggestions import did_you_mean
+from rlhf_spmd.user_module import import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
 SEARCH_S = 2.0  # how long to search for the prompt on which a reward function raises

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import NonNegative
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_names import suggest_option
+from rlhf_spmd.option_suggestions import suggest_option
 
 
 @dataclass(frozen=True, slots=True)

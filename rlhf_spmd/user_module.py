@@ -1,0 +1,60 @@
+"""Imports strategies and algorithms by name or by file, and any Python file that the user names.
+
+Bytecode is neither read nor written. Importing a strategy from a run folder therefore does not change the folder, and
+the newest version is read even if a file was written twice within a second.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_suggestions import did_you_mean
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str):
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Imports a file and registers it in `sys.modules` under `name`. Raises whatever the code of the file raises."""
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def modules_in(package: str, besides: tuple[str, ...] = ()) -> list[str]:
+    """The names of the public modules of a package, in order, without those in `besides`."""
+    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+    return sorted(name for name in found if not name.startswith("_") and name not in besides)
+
+
+def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[ModuleType, str]:
+    """Imports a module of `package` by its name, one of `known`, or a file (`path/to/mine.py`) -> module, source text.
+    kind: "strategy" or "algorithm", for the messages. Raises UserError if there is no such module, or if the file
+    raises."""
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"{kind} file {name} does not exist")
+        try:
+            module = import_file(path, f"_{kind}_{path.stem}")
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {error}") from error
+    elif name in known:
+        module = importlib.import_module(f"{package}.{name}")
+    else:
+        hint = did_you_mean(name, known)
+        raise UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}, or give a file path/to/mine.py")
+    return module, importlib.util.decode_source(Path(module.__file__).read_bytes())
