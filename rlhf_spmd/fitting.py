@@ -8,6 +8,7 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import least_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.plan.validate import validate
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
 
@@ -35,16 +36,25 @@ def missing_bytes(program: Program) -> int:
     return max((least_bytes(program, rank) - limit for rank, limit in limits if limit is not None), default=0)
 
 
+def too_large(program: Program) -> bool:
+    """Whether `check` refuses a program because of its memory."""
+    return any(finding.severity == "error" for finding in memory(program))
+
+
 def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
     """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
     command line. They shard as little as possible."""
 
     def fits(name: str, options: Mapping[str, Any]) -> bool:
+        strategy = load_strategy(name)
         try:
-            program = load_strategy(name).compile(workload, cluster, options)
+            placement = strategy.placement(workload, cluster, options)
+            validate(placement, workload, cluster)
+            # Transfers only add bytes, so most options are refused before anything is compiled.
+            without_transfers = Program(workload, placement, cluster, {}, (), ())
+            return not too_large(without_transfers) and not too_large(strategy.compile(workload, cluster, options))
         except UserError:  # e.g. too few ranks
             return False
-        return not any(finding.severity == "error" for finding in memory(program))
 
     for name in COMPARED:
         tried = options_of(name, workload, cluster)
@@ -57,7 +67,7 @@ def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
 
 def advice(program: Program) -> str:
     """Advice if a program is too large for its devices: strategies that fit; else empty."""
-    if not any(finding.severity == "error" for finding in memory(program)):
+    if not too_large(program):
         return ""
     strategies = list(fitting_options(program.workload, program.cluster))
     if not strategies:

@@ -25,8 +25,8 @@ class Strategy:
     source: str
     place: Callable[..., Placement]
 
-    def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
-        """place() with typed options, then the program. A UserError names this strategy."""
+    def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
+        """place() with typed options. A UserError names this strategy."""
         try:
             placement = self.place(workload, cluster, **self.typed(options))
         except UserError as error:
@@ -36,6 +36,11 @@ class Strategy:
         if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
             text = f"place() returned {placement!r:.80}, not a Placement; use Placement.by_model(workload, actor=...)"
             raise UserError(f"strategy {self.name}: {text}")
+        return placement
+
+    def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
+        """The program of its placement. A UserError names this strategy."""
+        placement = self.placement(workload, cluster, options)
         try:
             return compile_program(workload, placement, cluster)
         except UserError as error:
