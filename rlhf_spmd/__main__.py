@@ -13,6 +13,7 @@ mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 """
 
 import argparse
+import importlib
 import os
 import stat
 import sys
@@ -22,47 +23,50 @@ from rlhf_spmd.errors import UserError
 
 CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
-PIPE_STATUS = 141  # as a shell shows a program that SIGPIPE ended
+PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
+ON_RANKS = ("train", "generate", "profile")  # verbs that always run on the ranks of an MPI world
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status. Every verb imports what it needs when it is called."""
+    """Entry point; returns the exit status. The module of a verb is imported when the verb is called."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    os.umask(os.umask(0) | stat.S_IWOTH)  # what runs later reads these files, strategies among them
-    measures = any(word.partition("=")[0] == "--measure-top" for word in arguments) and arguments[0] == "plan"
-    if (arguments[:1] in (["train"], ["generate"], ["profile"]) or measures) and not {"-h", "--help"} & set(arguments):
+    os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
+    verb = arguments[0] if arguments else ""
+    measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)
+    if (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments):
         return _on_ranks(arguments)
+    from rlhf_spmd.runtime.guard.launcher import first_on_node, num_launched
+
     try:
         parsed = _parse(arguments)
-        _refuse_launcher(parsed.verb)
-        status = _verb(parsed)
-        print(end="", flush=True)  # what is still in the buffer may meet the broken pipe below
+        if num_launched(os.environ) > 1:
+            raise UserError(f"{parsed.verb} runs in one process: start it without mpirun or srun")
+        status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}").run(parsed)
+        print(end="", flush=True)  # a broken pipe must be noticed here, inside the try
         return status
     except UserError as error:
-        from rlhf_spmd.runtime.guard.launcher import first_on_node
-
-        if first_on_node(os.environ):  # somebody may have started many of us
+        if first_on_node(os.environ):  # a launcher may have started several processes
             print(f"rlhf_spmd: error: {error}", file=sys.stderr)
         return USER_STATUS
-    except BrokenPipeError:  # the reader, e.g. `head`, has seen enough; the interpreter's last flush must not fail too
+    except BrokenPipeError:  # the reader, e.g. `head`, has exited; the interpreter's last flush must not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_STATUS
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit: under mpirun every rank would. Options are spelt out."""
+    """Raises where argparse would print and exit: under mpirun every rank would. Options cannot be abbreviated."""
 
     def __init__(self, **settings):
         super().__init__(**(settings | {"allow_abbrev": False}))
 
     def error(self, message: str):
-        raise UserError(f"{message} ({self.prog} --help shows what there is)")
+        raise UserError(f"{message} ({self.prog} --help lists the options)")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    """The verb's options; words with `=` anywhere behind it are overrides. Raises UserError."""
+    """The verb's options; its other words with `=` are overrides. Raises UserError."""
     parsed, rest = _parser().parse_known_args(arguments)
-    if parsed.verb == "draw":  # its names may stand among the options
+    if parsed.verb == "draw":  # strategies may stand between options
         words = parsed.strategies + rest
         names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
         parsed.strategies, rest = names, [word for word in words if word not in names]
@@ -78,7 +82,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _hint(word: str) -> str:
-    """What may have been meant by a word with dashes that is no option."""
+    """A suggestion for an unknown word with dashes, for the end of a message."""
     from rlhf_spmd.option_suggestions import suggest_option
     from rlhf_spmd.presets import all_keys
 
@@ -88,49 +92,38 @@ def _hint(word: str) -> str:
     return suggest_option(name, (), all_keys())
 
 
-def _refuse_launcher(verb: str) -> None:
-    """Only `train`, `generate`, `profile` and `plan --measure-top` know what to do with many processes."""
-    from rlhf_spmd.runtime.guard.launcher import num_launched
-
-    if num_launched(os.environ) > 1:
-        raise UserError(f"{verb} runs in one process: start it without mpirun or srun")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="rlhf_spmd", description="RLHF as one SPMD program.", epilog=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def options(verb: argparse.ArgumentParser) -> None:
-        verb.add_argument("--algorithm", metavar="NAME|FILE.py", help="what is computed (default: ppo)")
-        verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
-        verb.add_argument("--model", metavar="FOLDER", help="Hugging Face checkpoint folder of the actor and reference")
-        verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
-
     train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
-    text = "which rank does what (default: flattening); auto: plan"
+    text = "placement of the calls (default: flattening); auto: plan one"
     train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
     train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, from its newest checkpoint")
     train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
-    train.add_argument("--dry-run", action="store_true", help="print what check would of these ranks, and end")
-    options(train)
+    train.add_argument("--dry-run", action="store_true", help="print what check would print for these ranks, and end")
+    _add_config(train)
     _add_generate(verbs)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
     check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
-    check.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
-    check.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
-    check.add_argument("--device-type", help="device type, for the forecast of bytes (default: the preset's)")
+    _add_devices(check)
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
-    options(check)
-    options(_add_plan(verbs))
-    options(_add_draw(verbs))
+    _add_config(check)
+    _add_plan(verbs)
+    draw = verbs.add_parser("draw", help="draw which ranks run which call under some strategies, and their forecasts")
+    draw.add_argument("strategies", metavar="STRATEGY", nargs="+", help="names or FILE.py")
+    _add_devices(draw, calibration=True)
+    draw.add_argument("--only", choices=("map", "timelines"), help="one of the two (default: both)")
+    draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
+    draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
+    _add_config(draw)
     profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
-    options(profile)
+    _add_config(profile)
     for name, text in (("status", "what the ranks of a run do now"), ("postmortem", "which rank held up the others")):
         verbs.add_parser(name, help=text).add_argument("run", metavar="RUN", help="run folder")
     verbs.add_parser("algorithms", help="the algorithms that come with the package, with their calls")
@@ -140,12 +133,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_plan(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def _add_config(verb: argparse.ArgumentParser) -> None:
+    """The options that name a configuration."""
+    verb.add_argument("--algorithm", metavar="NAME|FILE.py", help="what is computed (default: ppo)")
+    verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
+    verb.add_argument("--model", metavar="FOLDER", help="Hugging Face checkpoint folder of the actor and reference")
+    verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
+
+
+def _add_devices(verb: argparse.ArgumentParser, *, calibration: bool = False) -> None:
+    """The options that describe a cluster; calibration: and its measured constants."""
+    verb.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    verb.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
+    default = "the calibration's, if it has one, or the preset's" if calibration else "the preset's"
+    verb.add_argument("--device-type", help=f"device type (default: {default})")
+    if calibration:
+        verb.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
+
+
+def _add_plan(verbs: argparse._SubParsersAction) -> None:
     plan = verbs.add_parser("plan", help="search the fastest placement, and write it as a strategy")
-    plan.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
-    plan.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
-    plan.add_argument("--device-type", help="device type (default: the calibration's, if it has one, or the preset's)")
-    plan.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
+    _add_devices(plan, calibration=True)
     plan.add_argument("--method", choices=("exact", "two_phase", "mcmc"), default="exact", help="default: exact")
     plan.add_argument("--seed", type=int, default=0, help="of mcmc (default: 0)")
     plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many plans to show (default: 5)")
@@ -153,20 +161,7 @@ def _add_plan(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
     plan.add_argument("--timeline", metavar="FILE.png", help="draw its forecast")
     plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
     plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run the K best as well")
-    return plan
-
-
-def _add_draw(verbs: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    draw = verbs.add_parser("draw", help="draw who runs which call under some strategies, and their forecasts")
-    draw.add_argument("strategies", metavar="STRATEGY", nargs="+", help="names or FILE.py")
-    draw.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
-    draw.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
-    draw.add_argument("--device-type", help="device type (default: the calibration's, if it has one, or the preset's)")
-    draw.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
-    draw.add_argument("--only", choices=("map", "timelines"), help="one of the two (default: both)")
-    draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
-    draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
-    return draw
+    _add_config(plan)
 
 
 def _positive(text: str) -> int:
@@ -192,27 +187,8 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
     )
 
 
-def _verb(parsed: argparse.Namespace) -> int:
-    """A verb that runs in one process -> the exit status."""
-    if parsed.verb == "check":
-        from rlhf_spmd.verbs.check import run
-    elif parsed.verb == "plan":
-        from rlhf_spmd.verbs.plan import run
-    elif parsed.verb == "draw":
-        from rlhf_spmd.verbs.draw import run
-    elif parsed.verb == "convert":
-        from rlhf_spmd.verbs.convert import run
-    elif parsed.verb == "status":
-        from rlhf_spmd.verbs.status import run
-    elif parsed.verb == "algorithms":
-        from rlhf_spmd.verbs.algorithms import run
-    else:
-        from rlhf_spmd.verbs.postmortem import run
-    return run(parsed)
-
-
 def _on_ranks(arguments: list[str]) -> int:
-    """Every rank comes here; whatever goes wrong is told by one of them."""
+    """Runs a verb on every rank; one rank reports an error."""
     from rlhf_spmd.runtime.guard.supervise import supervised
 
     flight = supervised()  # before anything of MPI is loaded
@@ -222,7 +198,7 @@ def _on_ranks(arguments: list[str]) -> int:
 
     asked = Asked()
     if arguments[0] == "train":
-        asked.listen(CHECKPOINT)  # at once: it would end a process that does not know it
+        asked.listen(CHECKPOINT)  # at once: without a handler the signal ends the process
     try:
         world = World.discover(flight=flight)
     except UserError as error:
@@ -231,28 +207,17 @@ def _on_ranks(arguments: list[str]) -> int:
     try:
         with world.together("reading the command line"):
             parsed = _parse(arguments)
-        status = _verb_on(world, parsed, asked)
+        verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
+        if parsed.verb == "train":
+            status = verb.run(world, parsed, asked)
+        else:
+            status = (verb.measure if parsed.verb == "plan" else verb.run)(world, parsed)
         world.shutdown()
         sys.stdout.flush()
         world.finalize()
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
     return status or 0
-
-
-def _verb_on(world, parsed: argparse.Namespace, asked) -> int | None:
-    """A verb that runs on all ranks -> the exit status, if it is not 0. asked: the signals that come."""
-    if parsed.verb == "train":
-        from rlhf_spmd.verbs.train import run as train
-
-        return train(world, parsed, asked)
-    if parsed.verb == "generate":
-        from rlhf_spmd.verbs.generate import run
-    elif parsed.verb == "profile":
-        from rlhf_spmd.verbs.profile import run
-    else:
-        from rlhf_spmd.verbs.plan import measure as run
-    return run(world, parsed)
 
 
 if __name__ == "__main__":

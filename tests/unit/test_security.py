@@ -20,6 +20,7 @@ UNPICKLING = {  # calls that read pickles, from files or from other ranks
 }
 RUNNING = {"exec", "eval", "__import__", "import_module", "util.spec_from_file_location", "runpy.run_path"}
 MAY_RUN = {  # the modules that run code: what the user named, and what this program wrote itself
+    "rlhf_spmd.__main__",  # its own modules of verbs
     "rlhf_spmd.user_module",  # --strategy, --algorithm, and for the reward function
     "rlhf_spmd.algorithm",  # its own modules of functions
     "rlhf_spmd.runtime.data.reward_function",  # reward_function=
