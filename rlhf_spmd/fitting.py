@@ -16,7 +16,7 @@ COMPARED = ("flattening", "interleaving1", "interleaving2", "separation", "reall
 SPLIT = ("separation", "reallocation")  # have separate layouts for training and for the rest
 
 
-def options_of(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
+def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
     """The options to try for a strategy, fastest first: then with more sharding, then with fewer activations."""
     if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
@@ -57,7 +57,7 @@ def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
             return False
 
     for name in COMPARED:
-        tried = options_of(name, workload, cluster)
+        tried = options_to_try(name, workload, cluster)
         if name not in SPLIT and not fits(name, tried[-1]):  # the options with the least memory
             continue
         first = next((options for options in tried if fits(name, options)), None)

@@ -3,11 +3,10 @@
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
 
-from rlhf_spmd import config as configs
 from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
+from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting import advice
 from rlhf_spmd.plan.cluster import Cluster
@@ -20,36 +19,41 @@ from rlhf_spmd.strategy import load_strategy
 
 def run(parsed: argparse.Namespace) -> int:
     """Prints all of it -> the exit status. Raises UserError."""
-    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
-    if parsed.cluster and (parsed.layout or parsed.device_type):
-        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
-    cluster = Cluster.parse(parsed.layout or "1x4", parsed.device_type or config.device_type)
-    cluster = read_cluster(parsed.cluster) if parsed.cluster else cluster
-    if set(cluster.device_types) != {"cpu"}:
-        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
+    config, cluster = read_config_and_cluster(parsed)
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
-    program = strategy.compile(configs.make_workload(config), cluster, config.strategy)
+    program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
-    return show(program, check(program), strategy.name, title, parsed.rank)
+    return report(program, check(program), strategy.name, title, parsed.rank)
 
 
-def show(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:
-    """Prints a program, what was found about it and, last, a line of JSON -> the exit status. rank: whose instructions
+def read_config_and_cluster(
+    parsed: argparse.Namespace, layout: str = "1x4", device_type: str | None = None
+) -> tuple[Config, Cluster]:
+    """What a command line names; layout, device_type: used where it names none (None: the preset's). Raises
+    UserError."""
+    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
+    if parsed.cluster and (parsed.layout or parsed.device_type):
+        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
+    if parsed.cluster:
+        cluster = read_cluster(parsed.cluster)
+    else:
+        cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or device_type or config.device_type)
+    if set(cluster.device_types) != {"cpu"}:
+        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
+    return config, cluster
+
+
+def report(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:
+    """Prints a program, the findings about it and, last, a line of JSON -> the exit status. rank: whose instructions
     are printed."""
     print(show_program(program, title=title, rank=rank))
     print(show_findings(findings))
     if advised := advice(program):
         print(f"\n{advised}")
-    print(json.dumps(result_of(program, findings, name)))
-    return 1 if any(finding.severity == "error" for finding in findings) else 0
-
-
-def result_of(program: Program, findings: Sequence[Finding], name: str) -> dict[str, Any]:
-    """The last line of standard output."""
     errors = sum(finding.severity == "error" for finding in findings)
-    return {
+    result = {
         "strategy": name,
         "layout": str(program.cluster),
         "fingerprint": program.fingerprint,
@@ -59,3 +63,5 @@ def result_of(program: Program, findings: Sequence[Finding], name: str) -> dict[
         "warnings": len(findings) - errors,
         "ok": not errors,
     }
+    print(json.dumps(result))
+    return 1 if errors else 0

@@ -23,7 +23,7 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.plan import need_calibration, read_place, records
+from rlhf_spmd.verbs.plan import need_calibration, read_calibrated, records, refuse_existing, save
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.run.picture import Picture
@@ -33,8 +33,11 @@ MOST_LANES = 16  # of all timelines; of more ranks, those that do the same share
 
 def run(parsed: argparse.Namespace) -> int:
     """The verb. Returns the exit status: 0, because whatever goes wrong is a UserError."""
-    out = _file(parsed)
-    config, cluster, calibration = read_place(parsed)
+    out = Path(parsed.out)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
+    refuse_existing(parsed, out)
+    config, cluster, calibration = read_calibrated(parsed)
     forecasts: dict[str, Forecast] = {}
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     if parsed.only != "map":
@@ -44,10 +47,10 @@ def run(parsed: argparse.Namespace) -> int:
     by = f"forecast with calibration {calibration.name}" if forecasts else ""
     try:
         picture = picture_of(programs, forecasts, title=_title(programs, where), maps=parsed.only != "timelines", by=by)
-        _save(picture, out)
+        save(out, picture.save)
     except ImportError as error:
         raise UserError(f"draw needs matplotlib ({error}): pip install matplotlib") from None
-    print(show(programs, forecasts))
+    print(forecast_table(programs, forecasts))
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
     print(json.dumps({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}))
     return 0
@@ -101,8 +104,8 @@ def note(program: Program) -> str:
     return f"does not fit: a device lacks {format_bytes(missing)}" if missing > 0 else ""
 
 
-def show(programs: Mapping[str, Program], forecasts: Mapping[str, Forecast]) -> str:
-    """The same in numbers."""
+def forecast_table(programs: Mapping[str, Program], forecasts: Mapping[str, Forecast]) -> str:
+    """The forecast of each program, if there is one, in numbers."""
     rows = [("strategy", "seconds", "bubble", "about it")]
     for name, program in programs.items():
         found = forecasts.get(name)
@@ -118,21 +121,3 @@ def _options(strategy: Strategy) -> set[str]:
 def _title(programs: Mapping[str, Program], where: str) -> str:
     names = list(programs)
     return f"{Path(names[0]).stem}, {where}" if len(names) == 1 else f"{len(names)} strategies, {where}"
-
-
-def _file(parsed: argparse.Namespace) -> Path:
-    """Where the picture goes. Raises UserError if it is no PNG file, or would replace a file untold."""
-    out = Path(parsed.out)
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
-    if out.exists() and not parsed.overwrite:
-        raise UserError(f"{out} exists already; pass --overwrite, or name another file (--out)")
-    return out
-
-
-def _save(picture: "Picture", out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(out)
-    except OSError as error:
-        raise UserError(f"{out} can't be written: {error.strerror}; give another --out FILE.png") from None

@@ -7,19 +7,19 @@ import argparse
 import json
 import shlex
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import SHIPPED, load_calibration
-from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import COMPARED, missing_bytes, options_of
+from rlhf_spmd.fitting import COMPARED, missing_bytes, options_to_try, too_large
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -36,6 +36,7 @@ from rlhf_spmd.plan.text.listing import format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
+from rlhf_spmd.verbs.check import read_config_and_cluster
 
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of fit.memory in a few words
@@ -57,17 +58,18 @@ class Alternative:
 def run(parsed: argparse.Namespace) -> int:
     """The verb. Returns the exit status: 0, because whatever goes wrong is a UserError."""
     config, workload, cluster, calibration = read(parsed)
-    out = _files(parsed, config, cluster)
+    out = _out(parsed, config, cluster)
     began = time.perf_counter()
     rows, found = rows_of(parsed, workload, cluster, calibration)
     winner = fastest(rows, cluster)
     plan_s = found.search_s
-    simulate_s = time.perf_counter() - began - plan_s  # of the best plans, and of the strategies with their options
+    simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
     where = f"{config.preset} on {cluster} ({', '.join(cluster.device_types)})"
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
-    print(show(rows, calibration))
-    _write(out, module_source(winner, config, calibration, parsed.overrides))
+    print(plans_table(rows, calibration))
+    source = module_source(winner, config, calibration, parsed.overrides)
+    save(out, lambda path: path.write_text(source))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
     print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_where(parsed, cluster), *parsed.overrides])}")
     if parsed.timeline:
@@ -82,49 +84,48 @@ def run(parsed: argparse.Namespace) -> int:
 def rows_of(
     parsed: argparse.Namespace, workload: Workload, cluster: Cluster, calibration: Calibration
 ) -> tuple[list[Alternative], SearchResult]:
-    """The best plans, then the shipped strategies; and how the search went."""
-    shipped = [beside(name, workload, cluster, calibration) for name in COMPARED]
+    """The best plans, then the shipped strategies; and the result of the search."""
     keep = max(parsed.top, KEEP)
-    found = searched(shipped, workload, cluster, calibration, method=parsed.method, seed=parsed.seed, keep=keep)
-    return numbered(found)[: parsed.top] + shipped, found
+    plans, shipped, found = alternatives(
+        workload, cluster, calibration, method=parsed.method, seed=parsed.seed, keep=keep
+    )
+    return plans[: parsed.top] + shipped, found
 
 
-def numbered(found: SearchResult) -> list[Alternative]:
-    """The plans of a search as rows whose names differ."""
-    plans = enumerate(found.plans, start=1)
-    return [Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast) for number, plan in plans]
-
-
-def _files(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
-    """Where the winner is written. Raises UserError if that, or the picture, would replace a file untold."""
+def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
+    """The file of the winner. Raises UserError if it or the picture would replace a file."""
     out = Path(parsed.out or f"runs/plan-{config.preset}-{cluster}.py")
-    for path in (out, *([Path(parsed.timeline)] if parsed.timeline else [])):
-        if path.exists() and not parsed.overwrite:
-            raise UserError(f"{path} exists already; pass --overwrite, or name another file (--out, --timeline)")
+    refuse_existing(parsed, out, *([Path(parsed.timeline)] if parsed.timeline else []))
     return out
 
 
+def refuse_existing(parsed: argparse.Namespace, *paths: Path) -> None:
+    """Raises UserError for an output file that exists, unless --overwrite is given."""
+    for path in paths:
+        if path.exists() and not parsed.overwrite:
+            raise UserError(f"{path} exists already; pass --overwrite, or name another file")
+
+
+def save(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes an output file, and its folder if need be. Raises UserError if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}; give another --out") from None
+
+
 def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
-    """What to plan for; layout: if none is named. Raises UserError for anything that does not exist or does not fit
-    together."""
-    config, cluster, calibration = read_place(parsed, layout)
+    """What to plan for; layout: the default. Raises UserError if something does not exist or fit together."""
+    config, cluster, calibration = read_calibrated(parsed, layout)
     refuse_options(config)
     return config, make_workload(config), cluster, need_calibration(calibration, cluster)
 
 
-def read_place(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Cluster, Calibration | None]:
-    """Which models on which devices, and the calibration of these, if there is one. Raises UserError as read() does."""
-    named = load_calibration(parsed.calibration) if parsed.calibration else None
-    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
-    if parsed.cluster and (parsed.layout or parsed.device_type):
-        raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
-    if parsed.cluster:
-        cluster = read_cluster(parsed.cluster)
-    else:
-        only = next(iter(named.devices)) if named and len(named.devices) == 1 else config.device_type
-        cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or only)
-    if set(cluster.device_types) != {"cpu"}:
-        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
+def read_calibrated(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Cluster, Calibration | None]:
+    """The configuration, the cluster and its calibration, if there is one. Raises UserError as read() does."""
+    devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
+    config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
     return config, cluster, calibration_for(parsed.calibration, cluster)
 
 
@@ -143,8 +144,8 @@ def refuse_options(config: Config) -> None:
 
 
 def calibration_for(name: str | None, cluster: Cluster) -> Calibration | None:
-    """The calibration of that name, else the shipped one of the cluster's devices; None if there is none, or if they
-    are of several types. Raises UserError if it does not know a type of device."""
+    """The named calibration, else the shipped one for the cluster's devices; None if none is shipped or the devices are
+    of several types. Raises UserError if the calibration lacks a device type."""
     if name is None:
         first, *more = cluster.device_types
         name = CPU_CALIBRATION if first == "cpu" else first
@@ -159,17 +160,35 @@ def calibration_for(name: str | None, cluster: Cluster) -> Calibration | None:
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
-def beside(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Alternative:
-    """A shipped strategy with the first of a few options with which it fits; else why it does not."""
+def alternatives(
+    workload: Workload, cluster: Cluster, calibration: Calibration, **options: Any
+) -> tuple[list[Alternative], list[Alternative], SearchResult]:
+    """The plans that search() finds with these options, the shipped strategies, and the result of the search. Raises
+    UserError if nothing fits."""
+    shipped = [fitted(name, workload, cluster, calibration) for name in COMPARED]
+    try:
+        found = search(workload, cluster, calibration, **options)
+    except UserError:
+        fastest(shipped, cluster)  # raises an error that says how many bytes are missing
+        raise
+    plans = [
+        Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast)
+        for number, plan in enumerate(found.plans, start=1)
+    ]
+    return plans, shipped, found
+
+
+def fitted(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Alternative:
+    """A shipped strategy with the first options with which it fits; else why it does not."""
     strategy, refused, short = load_strategy(name), "", {}
-    for options in options_of(name, workload, cluster):
+    for options in options_to_try(name, workload, cluster):
         words = " ".join(f"{option}={value}" for option, value in options.items())
         try:
             program = strategy.compile(workload, cluster, options)
         except UserError as error:
             refused = refused or str(error).removeprefix(f"strategy {name}: ")
             continue
-        if not any(finding.severity == "error" for finding in memory(program)):
+        if not too_large(program):
             return Alternative(name, program, forecast(program, calibration), words)
         short[words] = missing_bytes(program)
     if not short:
@@ -180,38 +199,35 @@ def beside(name: str, workload: Workload, cluster: Cluster, calibration: Calibra
     return Alternative(name, None, None, note, short[words])
 
 
-def searched(shipped: list[Alternative], workload: Workload, cluster: Cluster, calibration: Calibration, **options):
-    """What search() finds with these options. Where nothing fits, the error says what the shipped strategies lack."""
-    try:
-        return search(workload, cluster, calibration, **options)
-    except UserError:
-        fastest(shipped, cluster)
-        raise
+def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
+    """The rows that `check` has no error about, fastest first."""
+    for row in sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s):
+        if not any(finding.severity == "error" for finding in check(row.program)):
+            yield row
 
 
 def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
-    """The row with the least seconds that `check` has no error about. Raises UserError if nothing fits."""
-    for row in sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s):
-        if not any(finding.severity == "error" for finding in check(row.program)):
-            return row
+    """The first of ranked(). Raises UserError if nothing fits."""
+    if best := next(ranked(rows), None):
+        return best
     tight = [row for row in rows if row.missing_bytes > 0]
-    mend = "larger ones, or lower micro_batch, data.max_prompt or generation.max_new_tokens"
     if not tight:
         raise UserError(f"there is no plan for {cluster}: {rows[0].note}")
-    best = min(tight, key=lambda row: row.missing_bytes)
+    least = min(tight, key=lambda row: row.missing_bytes)
     smallest = min(node.device_bytes for node in cluster.nodes if node.device_bytes)
-    enough = ceil(cluster.num_devices * (1 + best.missing_bytes / smallest))
+    enough = ceil(cluster.num_devices * (1 + least.missing_bytes / smallest))
     raise UserError(
-        f"nothing fits {cluster}: even {best.name} lacks {format_bytes(best.missing_bytes)} on a device of "
-        f"{format_bytes(smallest)}; use about {enough:,} such devices, {mend}"
+        f"nothing fits {cluster}: even {least.name} lacks {format_bytes(least.missing_bytes)} on a device of "
+        f"{format_bytes(smallest)}; use about {enough:,} such devices, larger ones, or lower micro_batch, "
+        "data.max_prompt or generation.max_new_tokens"
     )
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def show(rows: list[Alternative], calibration: Calibration) -> str:
-    """Seconds, waste and bytes of every row; then of each call its seconds and what limits it."""
+def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
+    """Seconds, waste and bytes of every row; then the seconds of each call and what limits it."""
     first = [("plan", "seconds", "bubble", "peak", "about it")]
     for row in rows:
         if row.forecast is None:
@@ -295,27 +311,18 @@ def _where(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     return [*words, *(word for name, value in given.items() if value for word in (name, value))]
 
 
-def _write(path: Path, source: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}; give another --out FILE.py") from None
-
-
 # ---- train --strategy auto -------------------------------------------------------------------------------------------
 
 
 def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration | None) -> Strategy:
-    """The fastest plan as a strategy; its source is the module that the plan verb would write. Deterministic, so every
-    rank of a world finds the same."""
+    """The fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic: every
+    rank finds the same one. Raises UserError."""
     refuse_options(config)
-    if calibration is None:
-        kinds = ", ".join(cluster.device_types)
-        raise UserError(f"--strategy auto needs a calibration, and none of {kinds} is shipped; give --calibration FILE")
-    shipped = [beside(name, workload, cluster, calibration) for name in COMPARED]
-    found = searched(shipped, workload, cluster, calibration, method="two_phase")  # the exact one looks at the clock
-    winner = fastest(numbered(found) + shipped, cluster)
+    calibration = need_calibration(calibration, cluster)
+    plans, shipped, _ = alternatives(
+        workload, cluster, calibration, method="two_phase"
+    )  # the exact search stops by the clock
+    winner = fastest(plans + shipped, cluster)
     return strategy_of("auto", module_source(winner, config, calibration, []))
 
 
@@ -342,13 +349,11 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         if world.rank == 0:
-            out = _files(parsed, config, cluster)
+            out = _out(parsed, config, cluster)
             rows, found = rows_of(parsed, workload, cluster, calibration)
-            best = sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s)
-            best = [row for row in best if not any(one.severity == "error" for one in check(row.program))]
+            best = list(islice(ranked(rows), parsed.measure_top))
             told = [[row.name, module_source(row, config, calibration, parsed.overrides)] for row in best]
-            told = told[: parsed.measure_top]
-            print(show(rows, calibration), flush=True)
+            print(plans_table(rows, calibration), flush=True)
     world.use_device(config.device)
     told = world.bcast(told, what="the plans")
     with world.together("compiling the plans"):
@@ -365,9 +370,9 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
         return
     first = min(range(len(told)), key=seconds.__getitem__)
     with_forecast = [("plan", "forecast s", "measured s")]
-    for (name, _), row, measured_s in zip(told, best, seconds, strict=False):
+    for (name, _), row, measured_s in zip(told, best, seconds, strict=True):
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
-    _write(out, told[first][1])
+    save(out, lambda path: path.write_text(told[first][1]))
     where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
     print(f"\nThe quickest, {told[first][0]}, is written to {out}")

@@ -27,7 +27,7 @@ from rlhf_spmd.runtime.profile.probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.verbs.plan import COMPARED, _where, auto, beside, calibration_for, options_of, records
+from rlhf_spmd.verbs.plan import COMPARED, _where, auto, calibration_for, fitted, options_to_try, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -142,20 +142,20 @@ def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file):
 
 def test_a_strategy_that_does_not_fit_says_how_many_bytes_are_missing():
     cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-70b"))
-    found = beside("flattening", workload, cluster, load_calibration("a100-80g"))
+    found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
     assert found.forecast is None and found.note.startswith("does not fit: a device lacks ")
     assert found.missing_bytes > 2**30
 
 
 def test_a_strategy_is_tried_with_more_sharding_until_it_fits():
     cluster, workload = Cluster.parse("2x8", "a100-80g"), make_workload(load("llama-13b"))
-    found = beside("flattening", workload, cluster, load_calibration("a100-80g"))
+    found = fitted("flattening", workload, cluster, load_calibration("a100-80g"))
     assert found.forecast is not None and "zero=3" in found.note
-    assert beside("flattening", workload, Cluster.parse("1x2"), machine()).note == ""  # a CPU's memory has no limit
+    assert fitted("flattening", workload, Cluster.parse("1x2"), machine()).note == ""  # a CPU's memory has no limit
 
 
 def test_one_rank_cannot_separate():
-    found = beside("separation", small_workload(), Cluster.parse("1x1"), machine())
+    found = fitted("separation", small_workload(), Cluster.parse("1x1"), machine())
     assert found.forecast is None and "start at least 2 ranks" in found.note
 
 
@@ -163,7 +163,7 @@ def test_one_rank_cannot_separate():
 @pytest.mark.parametrize("layout", ["1x1", "2x8", "4x8"])
 def test_the_options_that_are_tried_exist(name, layout):
     strategy, cluster = load_strategy(name), Cluster.parse(layout)
-    options = options_of(name, make_workload(load("llama-7b")), cluster)
+    options = options_to_try(name, make_workload(load("llama-7b")), cluster)
     assert options[0] == {} and all(strategy.typed(one) == one for one in options)
 
 
@@ -237,7 +237,7 @@ def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
 
 def test_auto_needs_a_calibration_and_takes_no_options():
     config, cluster = load("tiny"), Cluster.parse("1x2")
-    with pytest.raises(UserError, match="needs a calibration, and none of cpu is shipped"):
+    with pytest.raises(UserError, match="no calibration of cpu is shipped; give --calibration"):
         auto(config, make_workload(config), cluster, None)
     config = load("tiny", ["strategy.zero=1"])
     with pytest.raises(UserError, match="strategy.zero is an option of a strategy"):
