@@ -16,11 +16,8 @@ from rlhf_spmd.plan.words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS, SUMS, 
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
 from rlhf_spmd.user_module import load_module, modules_in
 
-FUNCTIONS = (
-    "rlhf_spmd.algorithms.advantages",
-    "rlhf_spmd.algorithms.losses",
-)  # where calls find theirs, behind the page
-SHARED = ("page", "order", "masks", "parity", "controllers", "advantages", "losses")  # modules that are no page
+FUNCTIONS = ("advantages", "losses")  # modules in which a call's function is looked up after the page
+NO_PAGES = ("page", "order", "masks", "parity", "controllers", *FUNCTIONS)  # modules beside the pages
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "start", "read_state", "after_iteration")
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
@@ -31,31 +28,14 @@ class Algorithm:
     """A loaded page. `source` is its text, kept in the run folder and compared across ranks."""
 
     name: str  # of its options on the command line
+    from_file: bool  # it does not come with the package
     source: str = field(repr=False)
     module: ModuleType = field(repr=False, compare=False)
-    from_file: bool = False  # it does not come with the package
-
-    @property
-    def title(self) -> str:
-        return self.module.TITLE
-
-    @property
-    def options(self) -> type[page.Options]:
-        """The dataclass of the options."""
-        return self.module.Options
-
-    @property
-    def roles(self) -> Mapping[str, Role]:
-        return self.module.ROLES
-
-    @property
-    def data(self) -> Mapping[str, str]:
-        """Key -> column of the data set."""
-        return self.module.DATA
-
-    @property
-    def metrics(self) -> Mapping[str, page.Metric]:
-        return self.module.METRICS
+    title: str = field(repr=False, compare=False)
+    options: type[page.Options] = field(repr=False, compare=False)  # their dataclass
+    roles: Mapping[str, Role] = field(repr=False, compare=False)
+    data: Mapping[str, str] = field(repr=False, compare=False)  # key -> column of the data set
+    metrics: Mapping[str, page.Metric] = field(repr=False, compare=False)
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
@@ -67,7 +47,7 @@ class Algorithm:
         return hasattr(self.module, "State")
 
     def given(self) -> dict[str, Shape]:
-        """Key -> shape of what a row of the data set has."""
+        """Key -> shape of the data of one row of the data set."""
         return {key: "prompt" if key == PROMPTS else "response" for key in self.data}
 
     def workflow(self, options: page.Options, *, replay: bool = False) -> Workflow:
@@ -83,23 +63,27 @@ class Algorithm:
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
+    def _modules(self) -> list[ModuleType]:
+        """Where functions are looked up, in order."""
+        return [self.module, *(importlib.import_module(f"rlhf_spmd.algorithms.{name}") for name in FUNCTIONS)]
+
     def function(self, name: str) -> Callable:
-        """The function that a call names: of the page, or of `FUNCTIONS`. Raises UserError if there is none."""
-        for module in (self.module, *map(importlib.import_module, FUNCTIONS)):
+        """The function that a call names. Raises UserError if there is none."""
+        for module in self._modules():
             if callable(found := getattr(module, name, None)):
                 return found
-        places = ", ".join(module.rpartition(".")[2] + ".py" for module in FUNCTIONS)
+        places = ", ".join(f"{module}.py" for module in FUNCTIONS)
         raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
-        """Why the page refuses a model of which nothing can end a response; empty if it does not."""
+        """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
         return self.module.refused(options, can_end=can_end) if hasattr(self.module, "refused") else ""
 
     def companion(self, name: str, suffix: str) -> Callable | None:
-        """NAME_sums, NAME_prepare or NAME_finish of the function that a call names: it stands beside that function, so
-        a page's own function has none of another one that is called alike."""
+        """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
+        that a page's function gets no companion of a shared function of the same name."""
         function = self.function(name)
-        for module in (self.module, *map(importlib.import_module, FUNCTIONS)):
+        for module in self._modules():
             if getattr(module, name, None) is function and callable(found := getattr(module, name + suffix, None)):
                 return found
         return None
@@ -111,7 +95,7 @@ class Algorithm:
         return self.module.start(options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
-        """The state of a checkpoint. Raises whatever the page does about values that are none."""
+        """The state of a checkpoint. Raises whatever the page raises for wrong values."""
         return self.module.read_state(values) if self.has_state else None
 
     def after_iteration(
@@ -121,20 +105,18 @@ class Algorithm:
         return self.module.after_iteration(state, options, means, weights, num_sequences) if self.has_state else None
 
     def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
-        """What functions get by name beside data: every option, and every part of the state."""
-        found = {part.name: getattr(options, part.name) for part in dataclasses.fields(options)}
-        if state is not None:
-            found |= {part.name: getattr(state, part.name) for part in dataclasses.fields(state)}
-        return found
+        """The arguments of functions besides data, by name: every option and every part of the state."""
+        sources = [options] if state is None else [options, state]
+        return {part.name: getattr(source, part.name) for source in sources for part in dataclasses.fields(source)}
 
 
 def word_of(parameter: str) -> str:
-    """What a parameter asks for: its name without the letters of a shape, `logprobs` of `logprobs_BG`."""
+    """The name of a parameter without the letters of its shape: `logprobs` of `logprobs_BG`."""
     return SHAPE_LETTERS.sub("", parameter)
 
 
 def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a function, by keyword, of what there is. Raises UserError for one that is not there."""
+    """Keyword arguments for a function, from the available values. Raises UserError if one is missing."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         word = word_of(parameter.name)
@@ -150,25 +132,27 @@ def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def readout_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
-    """What a loss may ask for of the model that it trains: word -> key of the responses, what is read off."""
+    """Words by which a loss may ask for outputs of the model that it trains: word -> key of the responses, output."""
     own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
     own += [ENTROPY] if call.entropy else []
-    if len(call.responses) == 1:
-        return {name: (call.responses[0], name) for name in own}
-    return {f"{key}_{name}": (key, name) for key in call.responses for name in own}
+    return _qualified(call.responses, own)
 
 
 def mask_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
-    """Words that functions may ask for about the responses of a call: word -> their key, `mask` or `ended`."""
+    """Words by which functions may ask about the responses of a call: word -> their key, `mask` or `ended`."""
     keys = call.responses or tuple(key for _, key in call.arguments if workflow.shapes[key] == "response")
-    keys = tuple(dict.fromkeys(keys))
+    return _qualified(tuple(dict.fromkeys(keys)), [MASK, ENDED])
+
+
+def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, str]]:
+    """The words, each behind the key of the responses if there are several: word -> (key, unqualified word)."""
     if len(keys) == 1:
-        return {MASK: (keys[0], MASK), ENDED: (keys[0], ENDED)}
-    return {f"{key}_{word}": (key, word) for key in keys for word in (MASK, ENDED)}
+        return {word: (keys[0], word) for word in words}
+    return {f"{key}_{word}": (key, word) for key in keys for word in words}
 
 
 def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
-    """Raises UserError where a call gives a function what it does not take, or does not give what it needs."""
+    """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs."""
     numbers = algorithm.numbers(options, algorithm.start(options))
     for call in workflow.calls:
         if call.kind in ("compute", "train"):
@@ -180,7 +164,7 @@ def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Opti
 
 
 def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: Mapping[str, Any]) -> None:
-    """One call of a function."""
+    """check_functions() for one call."""
     given = {name: None for name, _ in call.arguments} | mask_words(workflow, call)
     own = readout_words(workflow, call) if call.kind == "train" else {}
     function = algorithm.function(call.function)
@@ -207,7 +191,7 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: M
 
 def algorithm_names() -> list[str]:
     """The algorithms that come with the package."""
-    return modules_in("rlhf_spmd.algorithms", besides=SHARED)
+    return modules_in("rlhf_spmd.algorithms", besides=NO_PAGES)
 
 
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
@@ -219,11 +203,21 @@ def load_algorithm(name: str, title: str | None = None) -> Algorithm:
         raise UserError(f"algorithm file {name}: its options are {stem}.NAME=value; give it a name of letters")
     if problem := _problem(module):
         raise UserError(f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what a page has")
-    return Algorithm(title or stem, source, module, from_file)
+    return Algorithm(
+        name=title or stem,
+        from_file=from_file,
+        source=source,
+        module=module,
+        title=module.TITLE,
+        options=module.Options,
+        roles=module.ROLES,
+        data=module.DATA,
+        metrics=module.METRICS,
+    )
 
 
 def _problem(module: ModuleType) -> str:
-    """What a page lacks; empty if nothing."""
+    """What is wrong with a page; empty if nothing is."""
     lacking = [name for name in NEEDED if not hasattr(module, name)]
     if lacking:
         return f"it has no {', '.join(lacking)}"

@@ -1,14 +1,8 @@
-"""Reward functions that come with the package, used as `rlhf_spmd.rewards:vader_positive`. Imports are late."""
-
-from __future__ import annotations
+"""Reward functions that come with the package, used as `rlhf_spmd.rewards:vader_positive`."""
 
 import functools
-from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
-
-if TYPE_CHECKING:
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 
 def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
@@ -22,7 +16,7 @@ def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 @functools.cache
-def _vader() -> SentimentIntensityAnalyzer:
+def _vader():
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:

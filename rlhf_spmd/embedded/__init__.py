@@ -4,25 +4,15 @@
 measurements.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 
-ITEMS = {
-    "actor": "tiny/actor",
-    "reward": "tiny/reward",
-    "prompts.jsonl": "tiny/prompts.jsonl",
-    "made.json": "tiny/made.json",
-    "sentiment_prompts.txt": "sentiment_prompts.txt",  # for the preset smollm2
-}
-
 
 def path_of(name: str) -> Path:
-    """The path of an embedded item, a model folder or a file."""
-    assert name in ITEMS, f"no embedded '{name}'; there are {', '.join(ITEMS)}"
-    path = Path(__file__).parent / ITEMS[name]
-    if not path.exists():
-        raise UserError(f"the embedded {name} is not at {path}: reinstall the package")
-    return path
+    """The path of an embedded model folder or file. Raises UserError if the package lacks it."""
+    folder = Path(__file__).parent
+    for path in (folder / "tiny" / name, folder / name):
+        if path.exists():
+            return path
+    raise UserError(f"the embedded {name} is not in {folder}: reinstall the package")

@@ -4,7 +4,6 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from rlhf_spmd.runtime.guard.diagnose import WaitGraph
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
@@ -15,14 +14,9 @@ SHOWN = 12  # entries per rank
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints a report and, last, a line of JSON -> the exit status. Raises UserError."""
-    print(json.dumps(postmortem(parsed.run)))
-    return 0
-
-
-def postmortem(folder: str | Path) -> dict[str, Any]:
-    """Prints which rank the others waited for; returns the same as values. Raises UserError as in status."""
-    run = Path(folder)
+    """Prints which rank the others waited for and, last, a line of JSON -> the exit status. Raises UserError if it is
+    not a run folder."""
+    run = Path(parsed.run)
     records, graph = records_of(run), WaitGraph.read(run)
     message = read_message(run)
     divergence = find_divergence(records, graph)
@@ -39,7 +33,7 @@ def postmortem(folder: str | Path) -> dict[str, Any]:
             clock = time.strftime("%H:%M:%S", time.localtime(entry.begin_s)) + f".{int(entry.begin_s % 1 * 1000):03d}"
             print(f"  {clock} {place:>4} {end_s - entry.begin_s:9.4f} s  {full_text(entry, record.rank, graph)}")
     newest = newest_checkpoint(run)
-    return {
+    result = {
         "run": str(run),
         "late": list(divergence.late) if divergence else [],
         "waiting": list(divergence.waiting) if divergence else [],
@@ -49,3 +43,5 @@ def postmortem(folder: str | Path) -> dict[str, Any]:
         "ranks": [to_json(record, time.time()) for record in records],
         "ok": True,
     }
+    print(json.dumps(result))
+    return 0

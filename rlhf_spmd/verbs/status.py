@@ -4,38 +4,28 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.text.listing import table
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
 
-RECENT = 10  # iterations that rates are taken from
+RECENT = 10  # iterations of which the medians of seconds and tokens are taken
 COLUMNS = ("rank", "host", "state", "memory", "seen", "for", "what it does")
 STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "Z": "ended"}
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints one screen and, last, a line of JSON -> the exit status. Raises UserError."""
-    print(json.dumps(status(parsed.run)))
-    return 0
-
-
-def status(folder: str | Path) -> dict[str, Any]:
-    """Prints one screen about a run; returns the same as values. Raises UserError if it is not a run folder."""
-    run, now = Path(folder), time.time()
+    """Prints one screen and, last, a line of JSON -> the exit status. Raises UserError if it is not a run folder."""
+    run, now = Path(parsed.run), time.time()
     records = records_of(run)
-    metrics = _metrics(run)
-    total = _total(run)
-    recent = metrics[-RECENT:]
-    seconds = [row["iteration_s"] for row in recent if row.get("iteration_s")]
-    pace_s = statistics.median(seconds) if seconds else None
-    tokens_s = [row["gen_tokens_per_s"] for row in recent if row.get("gen_tokens_per_s")]
-    speed = statistics.median(tokens_s) if tokens_s else None
+    metrics, config = _metrics(run), _config(run)
+    total = config.get("iterations")
+    pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
     slowest = slowest_rank(records)
     newest = newest_checkpoint(run)
     state = run_status(records, now)
@@ -47,15 +37,15 @@ def status(folder: str | Path) -> dict[str, Any]:
     pace = f", {pace_s:.2f} s each{left}" if pace_s else ""
     print(f"  iterations  {len(metrics)}{of} done{pace}" + (f", {speed:,.0f} tokens/s generated" if speed else ""))
     if metrics:
-        shown = {name: metrics[-1].get(name) for name in headlines(run)}
+        shown = {name: metrics[-1].get(name) for name in _headlines(run, config)}
         print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None))
     age_s = now - (newest / "manifest.json").stat().st_mtime if newest else 0.0
     print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
     if slowest is not None:
         rank, share = slowest
         print(f"  slowest     rank {rank}: it waits least, {share:.0%} of its time")
-    print(_table([_row(record, now) for record in records]))
-    return {
+    print(table([COLUMNS, *(_row(record, now) for record in records)]))
+    result = {
         "run": str(run),
         "state": state,
         "iteration": len(metrics),
@@ -67,17 +57,24 @@ def status(folder: str | Path) -> dict[str, Any]:
         "ranks": [to_json(record, now) for record in records],
         "ok": state in ("running", "finished"),
     }
+    print(json.dumps(result))
+    return 0
 
 
-def headlines(run: Path) -> tuple[str, ...]:
-    """The metrics that tell how a run goes: those that its algorithm ends a run with, and the length of responses."""
+def _headlines(run: Path, config: dict[str, Any]) -> list[str]:
+    """The metrics to show: those that its algorithm reports at the end of a run, and the length of responses."""
+    page = run / "algorithm.py"
     try:
-        name = json.loads((run / "config.json").read_text()).get("algorithm", "ppo")
-        page = run / "algorithm.py"
-        metrics = load_algorithm(str(page) if page.is_file() else name).metrics
-    except (OSError, ValueError, UserError):
+        metrics = load_algorithm(str(page) if page.is_file() else config.get("algorithm", "ppo")).metrics
+    except UserError:
         metrics = {}
-    return (*(name for name, metric in metrics.items() if metric.headline is not None), "response_length")
+    return [*(name for name, metric in metrics.items() if metric.headline is not None), "response_length"]
+
+
+def _recent(metrics: list[dict[str, Any]], name: str) -> float | None:
+    """The median of a metric over the last iterations."""
+    values = [row[name] for row in metrics[-RECENT:] if row.get(name)]
+    return statistics.median(values) if values else None
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
@@ -91,11 +88,11 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _total(run: Path) -> int | None:
+def _config(run: Path) -> dict[str, Any]:
     try:
-        return int(json.loads((run / "config.json").read_text())["iterations"])
-    except (OSError, ValueError, KeyError):
-        return None
+        return json.loads((run / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def _row(record: Record, now: float) -> tuple[str, ...]:
@@ -104,9 +101,3 @@ def _row(record: Record, now: float) -> tuple[str, ...]:
     state = "ended" if record.end_s else STATES.get(record.state, record.state)
     seen, since = f"{now - record.beat_s:,.1f} s ago", f"{now - record.since_s:,.1f} s"
     return str(record.rank), record.host, state, memory, seen, since, record.where
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in [COLUMNS, *rows]) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [COLUMNS, *rows]]
-    return "\n".join("  " + line.rstrip() for line in lines)
