@@ -19,7 +19,7 @@ from rlhf_spmd.user_module import load_module, modules_in
 FUNCTIONS = ("advantages", "losses")  # modules in which a call's function is looked up after the page
 NO_PAGES = ("page", "order", "masks", "parity", "controllers", *FUNCTIONS)  # modules beside the pages
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
-STATEFUL = ("State", "start", "read_state", "after_iteration")
+STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 
@@ -90,9 +90,9 @@ class Algorithm:
 
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
-    def start(self, options: page.Options) -> Any:
+    def initial_state(self, options: page.Options) -> Any:
         """The state before the first iteration; None where nothing changes."""
-        return self.module.start(options) if self.has_state else None
+        return self.module.initial_state(options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
         """The state of a checkpoint. Raises whatever the page raises for wrong values."""
@@ -153,7 +153,7 @@ def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, 
 
 def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
     """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs."""
-    numbers = algorithm.numbers(options, algorithm.start(options))
+    numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if call.kind in ("compute", "train"):
             try:

@@ -1,4 +1,4 @@
-"""What a run is: frozen dataclasses, dotted overrides (`ppo.kl_coef=0.02`), no unknown keys; and the workload of a run.
+"""The configuration of a run: frozen dataclasses, dotted overrides (`ppo.kl_coef=0.02`); and the workload of a run.
 
 Imports neither torch nor MPI, so that `check` starts at once.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PydanticUserError, TypeAdapter, ValidationError
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
-from rlhf_spmd.algorithms.page import Options
+from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import did_you_mean, suggest_option
@@ -22,13 +22,11 @@ from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Fraction01 = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
 LR = "_lr"  # optimizer.ROLE_lr
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class DataOptions:
     prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     max_prompt: PositiveInt = 128  # most tokens of a prompt
@@ -95,7 +93,7 @@ class Config:
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
     num_samples: NonNegativeInt = 3  # prompts whose responses are shown before and after training
     wandb: str = ""  # project at Weights & Biases; empty: off
-    data: Data = Data()
+    data: DataOptions = DataOptions()
     generation: Generation = Generation()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpointing = Checkpointing()
@@ -125,13 +123,13 @@ class Config:
         return bool(self.reward_function) and self.reward_function_mode == "replace"
 
     def folder(self, role: str) -> str:
-        """Where a role is read from; empty where a reward function stands in for it, or no folder is known."""
+        """The folder of a role; empty if a reward function replaces the role, or if no folder is known."""
         roles = self.algorithm.roles
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles)
 
 
 def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Every option but those of the strategy, by its dotted key: annotation and value."""
+    """Dotted key -> annotation and value of every option, without those of the strategy."""
     found: dict[str, tuple[Any, Any]] = {}
     hints = get_type_hints(Config, include_extras=True)
     for part in dataclasses.fields(Config):
@@ -154,7 +152,7 @@ def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def overridden(config: Config, overrides: Iterable[str]) -> Config:
-    """With dotted overrides, not yet checked against each other."""
+    """The config with dotted overrides, which are not checked against each other. Raises UserError."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -166,7 +164,7 @@ def overridden(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def _override(config: Config, key: str, text: str) -> Config:
-    """A copy with one option set from text."""
+    """A copy with one option set from text. Raises UserError for an unknown key or a wrong value."""
     group, dot, name = key.partition(".")
     known = options_of(config)
     if group == "strategy":
@@ -185,15 +183,13 @@ def _override(config: Config, key: str, text: str) -> Config:
         raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
     if group in known:
         raise UserError(f"unknown config key {key!r}: {group} has no parts; set {group}=value")
-    outermost = dict.fromkeys(one.partition(".")[0] for one in (*known, "strategy"))
-    here = of_group or list(outermost)
-    raise UserError(
-        f"unknown config key {key!r}{suggest_option(key, here, keys_of(config))}; known here: {', '.join(here)}"
-    )
+    here = of_group or list(dict.fromkeys(one.partition(".")[0] for one in keys_of(config)))
+    hint = suggest_option(key, here, keys_of(config))
+    raise UserError(f"unknown config key {key!r}{hint}; known here: {', '.join(here)}")
 
 
 def with_value(config: Config, key: str, value: Any) -> Config:
-    """A copy with one option of `options_of` set to a value of its type."""
+    """A copy with one option set; key: of `options_of`, value: of the option's type."""
     group, dot, name = key.partition(".")
     if not dot:
         return dataclasses.replace(config, **{key: value})
@@ -212,10 +208,8 @@ def keys_of(config: Config) -> list[str]:
 
 
 def parse_value(annotation: Any, text: Any, key: str) -> Any:
-    """Text to the annotated type: as it stands, else read as JSON ("none" is null), else as a list with commas.
-
-    Raises UserError naming key and value; infinity and NaN are no numbers here.
-    """
+    """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. Raises
+    UserError naming key and value, also for infinity and NaN."""
     try:
         adapter = TypeAdapter(annotation)
     except PydanticUserError as error:
@@ -240,7 +234,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
 
 
 def check_sizes(config: Config) -> None:
-    """Raises UserError where options do not go together."""
+    """Raises UserError if options contradict each other."""
     sequences = config.rollout_batch * config.samples_per_prompt
     if sequences % config.mini_batch:
         raise UserError(
@@ -253,9 +247,11 @@ def check_sizes(config: Config) -> None:
             "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
             "e.g. generation.top_k=200"
         )
-    least, most = config.generation.min_new_tokens, config.generation.max_new_tokens
-    if least > most:
-        raise UserError(f"generation.min_new_tokens={least} is larger than generation.max_new_tokens={most}")
+    if generation.min_new_tokens > generation.max_new_tokens:
+        raise UserError(
+            f"generation.min_new_tokens={generation.min_new_tokens} is larger than "
+            f"generation.max_new_tokens={generation.max_new_tokens}"
+        )
     if config.shape and config.shape not in SHAPES:
         hint = did_you_mean(config.shape, SHAPES)
         raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")
@@ -275,11 +271,9 @@ def resolved(config: Config) -> dict[str, Any]:
 
 def leaves(config: Config) -> dict[str, str]:
     """Every option as text by its dotted key, for comparing."""
-    found = {}
-    for name, value in resolved(config).items():
-        inner = {f"{name}.{key}": leaf for key, leaf in value.items()} if isinstance(value, dict) else {name: value}
-        found |= {key: str(leaf) for key, leaf in inner.items()}
-    return found
+    values = {"algorithm": config.algorithm.name} | {key: value for key, (_, value) in options_of(config).items()}
+    values |= {f"strategy.{name}": value for name, value in config.strategy.items()}
+    return {key: str(json.loads(json.dumps(value))) for key, value in values.items()}
 
 
 def make_workload(config: Config) -> Workload:
@@ -313,12 +307,10 @@ def make_workload(config: Config) -> Workload:
 
 
 def _known_folder(config: Config, role: str) -> str:
-    """Where a role is read from. Raises UserError if that is not known."""
-    folder = config.folder(role)
-    if folder:
+    """The folder of a role. Raises UserError if none is known."""
+    if folder := config.folder(role):
         return folder
     if role == config.main_role:
         raise UserError(f"preset {config.preset} has no {role}; pass --model FOLDER")
-    if config.algorithm.roles[role].judge:
-        raise UserError(f"there is no {role}: give models.{role}=FOLDER or reward_function=module:function")
-    raise UserError(f"there is no {role}: give models.{role}=FOLDER")
+    instead = " or reward_function=module:function" if config.algorithm.roles[role].judge else ""
+    raise UserError(f"there is no {role}: give models.{role}=FOLDER{instead}")

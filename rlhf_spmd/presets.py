@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd import embedded
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Options
-from rlhf_spmd.config import Config, Data, Generation, Optimizer, check_sizes, keys_of, overridden
+from rlhf_spmd.config import Config, DataOptions, Generation, Optimizer, check_sizes, keys_of, overridden
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.option_suggestions import did_you_mean
@@ -34,7 +34,7 @@ def tiny(algorithm: Algorithm) -> Config:
         rollout_batch=128,
         mini_batch=32,
         micro_batch=32,
-        data=Data(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
+        data=DataOptions(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         optimizer=Optimizer(lr=_rates(algorithm, lm=3e-4, scalar=1.5e-4)),
     )
@@ -52,7 +52,7 @@ def smollm2(algorithm: Algorithm) -> Config:
         mini_batch=8,
         micro_batch=4,
         reward_function="rlhf_spmd.rewards:vader_positive",
-        data=Data(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
+        data=DataOptions(prompts=str(embedded.path_of("sentiment_prompts.txt")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         optimizer=Optimizer(lr=_rates(algorithm, lm=1e-5, scalar=1e-4)),
     )
@@ -72,7 +72,7 @@ def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool =
         rollout_batch=128,
         mini_batch=32,
         micro_batch=4,
-        data=Data(max_prompt=longest),
+        data=DataOptions(max_prompt=longest),
         generation=Generation(max_new_tokens=longest),
     )
 
@@ -89,7 +89,7 @@ def _of_shape(name: str, algorithm: Algorithm) -> Config:
         rollout_batch=512,
         mini_batch=128,
         micro_batch=8,
-        data=Data(max_prompt=256),
+        data=DataOptions(max_prompt=256),
         generation=Generation(max_new_tokens=256),
     )
 

@@ -97,7 +97,7 @@ class RunOf:
         self.config, self.world = config, world or OneRank()
         self.program = program or compiled(config)
         self.job = prepare(config, self.program, self.world)
-        self.state = RunState(config.algorithm.start(config.options))
+        self.state = RunState(config.algorithm.initial_state(config.options))
         self.executor = Executor(self.program, self.world, self.job.models, self.job.calls, Tracer())
         self.number = 0
         self.data: Iteration | None = None  # of the last iteration

@@ -141,7 +141,7 @@ def write_lengths(file: Path) -> None:
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
         executor = Executor(program, world, job.models, job.calls, Tracer())
-        state, lengths = RunState(config.algorithm.start(config.options)), {"prompts": [], "responses": []}
+        state, lengths = RunState(config.algorithm.initial_state(config.options)), {"prompts": [], "responses": []}
         for number in range(config.iterations):
             answers = executor.iteration(make_iteration(job, number), state)
             update(state, config, answers)

@@ -63,7 +63,7 @@ def measure(config: Config, program: Program, world: World) -> dict:
 
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank))
-    state = RunState(config.algorithm.start(config.options))
+    state = RunState(config.algorithm.initial_state(config.options))
 
     def iteration(number: int, before: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """Seconds of `before` and of both together, of the slowest rank."""

@@ -117,7 +117,7 @@ def measure(
     job.calls.run = slowed
     recorder = Tracer()
     executor, mine = Executor(program, world, job.models, job.calls, recorder), []
-    state = RunState(config.algorithm.start(config.options))
+    state = RunState(config.algorithm.initial_state(config.options))
     for number in range(iterations):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")

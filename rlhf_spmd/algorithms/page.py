@@ -8,7 +8,7 @@ A page is a module with
     DATA                  key -> column of the data set; `prompts` are prompts, all other keys are responses
     METRICS               name -> Metric, of what its functions count
     workflow(options, model, compute, prompts, ...)     straight-line code on symbolic values (plan/workflow.py)
-    State, start, read_state, after_iteration           what changes between iterations, if anything does
+    State, initial_state, read_state, after_iteration           what changes between iterations, if anything does
     refused               if need be: why options make no sense for a model of which nothing can end a response
 
 and the functions that its calls name are found by their names: in the page itself, or in advantages.py and losses.py.
@@ -24,8 +24,12 @@ the responses where a call reads two), an option or a part of the state; letters
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
+
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)

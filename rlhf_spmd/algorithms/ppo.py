@@ -6,17 +6,14 @@ tensor math is in advantages.py and losses.py; which rank does what is the strat
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.algorithms.controllers import RunningMoments, next_kl_coef
-from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.algorithms.page import Fraction01, Metric, NonNegative
 from rlhf_spmd.plan.workflow import Role
-
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction01 = Annotated[float, Field(ge=0, le=1)]
 
 TITLE = "PPO"
 DATA = {"prompts": "prompt"}
@@ -96,7 +93,7 @@ class State:
     score_moments: RunningMoments = RunningMoments()
 
 
-def start(options: Options) -> State:
+def initial_state(options: Options) -> State:
     """Before the first iteration."""
     return State(options.kl_coef)
 

@@ -76,7 +76,7 @@ def test_a_page_survives_its_options_and_its_state(name):
     algorithm = load_algorithm(name)
     config = configs.Config(preset="none", algorithm=algorithm)
     assert resumed_config(json.loads(json.dumps(configs.resolved(config))), "x.json") == config
-    state = algorithm.start(config.options)
+    state = algorithm.initial_state(config.options)
     if algorithm.has_state:
         assert algorithm.read_state(json.loads(json.dumps(dataclasses.asdict(state)))) == state
     else:
@@ -212,7 +212,7 @@ WRONG = {
     ),
     "state without a start": (
         ('TITLE = "REINFORCE"\n', 'TITLE = "REINFORCE"\n' + STATE),
-        ["it has State and not all of State, start, read_state, after_iteration"],
+        ["it has State and not all of State, initial_state, read_state, after_iteration"],
     ),
     "no prompts": (('DATA = {"prompts": "prompt"}', 'DATA = {"texts": "text"}'), ["DATA has no prompts"]),
     "data that are none": (('DATA = {"prompts": "prompt"}', "DATA = None"), ["DATA is no dict"]),

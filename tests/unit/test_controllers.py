@@ -49,7 +49,7 @@ def test_they_change_between_the_iterations_of_ppo():
     means = {"kl": 6.6, "used_score": 2.0, "used_score_sq": 5.0}
     weights = {"kl": 500.0, "used_score": 4.0, "used_score_sq": 4.0}
     options = ppo.Options(kl_coef=0.1)
-    before = ppo.start(options)
+    before = ppo.initial_state(options)
     assert before == ppo.State(0.1, controllers.RunningMoments())
     after = ppo.after_iteration(before, options, means, weights, 500)
     assert after == ppo.State(0.1, controllers.RunningMoments(4.0, 2.0, 4.0))

@@ -134,7 +134,7 @@ class TimedModel:
             engine,
             rows,
             numbers=self.config.algorithm.numbers(
-                self.config.options, self.config.algorithm.start(self.config.options)
+                self.config.options, self.config.algorithm.initial_state(self.config.options)
             ),
             rate=1e-9,
             micro_batch=len(rows[self.call.prompts]),

@@ -21,7 +21,7 @@ def iteration_s(config: Config, program: Program, world: World) -> float:
     groups. Frees the models before it returns."""
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
-    state, seconds = RunState(config.algorithm.start(config.options)), []
+    state, seconds = RunState(config.algorithm.initial_state(config.options)), []
     for number in range(NUM_ITERATIONS):
         data = make_iteration(job, number)
         world.barrier("the start of an iteration")

@@ -145,7 +145,7 @@ def start_or_resume(
 ) -> tuple[RunState, list[dict], list[tuple[str, float]]]:
     """Writes the description of a run -> the state before its next iteration, the metrics of earlier iterations, and
     samples of the untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
-    state, world, resumed = RunState(job.config.algorithm.start(job.config.options)), job.world, origin.resumed
+    state, world, resumed = RunState(job.config.algorithm.initial_state(job.config.options)), job.world, origin.resumed
     history: list[dict] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
