@@ -18,7 +18,7 @@ from rlhf_spmd.strategy import load_strategy
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints all of it -> the exit status. Raises UserError."""
+    """Prints the report -> the exit status. Raises UserError."""
     config, cluster = read_config_and_cluster(parsed)
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
@@ -33,7 +33,7 @@ def read_config_and_cluster(
 ) -> tuple[Config, Cluster]:
     """What a command line names; layout, device_type: used where it names none (None: the preset's). Raises
     UserError."""
-    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
+    config = load_config(parsed)
     if parsed.cluster and (parsed.layout or parsed.device_type):
         raise UserError("--cluster says how many devices of which type there are; drop --layout and --device-type")
     if parsed.cluster:
@@ -41,8 +41,19 @@ def read_config_and_cluster(
     else:
         cluster = Cluster.parse(parsed.layout or layout, parsed.device_type or device_type or config.device_type)
     if set(cluster.device_types) != {"cpu"}:
-        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True)
+        config = load_config(parsed, on_gpu=True)
     return config, cluster
+
+
+def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
+    """The configuration that a command line names. Raises UserError."""
+    return presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=on_gpu)
+
+
+def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
+    """The words of a command line that name the algorithm, this preset and the model."""
+    named = {"--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
+    return [word for name, value in named.items() if value for word in (name, value)]
 
 
 def report(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:

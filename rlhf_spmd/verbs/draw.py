@@ -1,4 +1,4 @@
-"""The draw verb: who runs which call under some strategies, as maps side by side, and their forecasts on one axis.
+"""The draw verb: maps of which rank runs which call under some strategies, and timelines of their forecasts.
 
 One process; needs neither torch nor MPI.
 """
@@ -28,11 +28,11 @@ from rlhf_spmd.verbs.plan import need_calibration, read_calibrated, records, ref
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.run.picture import Picture
 
-MOST_LANES = 16  # of all timelines; of more ranks, those that do the same share a lane
+MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """The verb. Returns the exit status: 0, because whatever goes wrong is a UserError."""
+    """Draws the picture and prints a table and a line of JSON -> the exit status. Raises UserError."""
     out = Path(parsed.out)
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
@@ -45,11 +45,10 @@ def run(parsed: argparse.Namespace) -> int:
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
     where = f"preset {config.preset} on {cluster}"
     by = f"forecast with calibration {calibration.name}" if forecasts else ""
-    try:
-        picture = picture_of(programs, forecasts, title=_title(programs, where), maps=parsed.only != "timelines", by=by)
-        save(out, picture.save)
-    except ImportError as error:
-        raise UserError(f"draw needs matplotlib ({error}): pip install matplotlib") from None
+    stems = [Path(name).stem for name in programs]
+    title = f"{stems[0] if len(stems) == 1 else f'{len(stems)} strategies'}, {where}"
+    maps = parsed.only != "timelines"
+    save(out, lambda path: picture_of(programs, forecasts, title=title, maps=maps, by=by).save(path))
     print(forecast_table(programs, forecasts))
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
     print(json.dumps({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}))
@@ -59,8 +58,8 @@ def run(parsed: argparse.Namespace) -> int:
 def compile_all(
     names: Sequence[str], workload: Workload, cluster: Cluster, options: Mapping[str, Any]
 ) -> dict[str, Program]:
-    """The program of each strategy, with those of the options that it has. Raises UserError for an option that none
-    has, and for a program that `check` has an error about; one that does not fit its devices is drawn."""
+    """The program of each strategy; each gets those options that it has. Raises UserError for an option that none has,
+    and for an error of `check` other than too little memory."""
     strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
     for option in options:
         if not any(option in _options(strategy) for strategy in strategies.values()):
@@ -80,7 +79,7 @@ def compile_all(
 def picture_of(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
 ) -> "Picture":
-    """The picture: maps, if they are wanted, above the forecasts, if there are any. by: where these come from."""
+    """Maps, if wanted, above the timelines of the forecasts, if there are any. by: the source of the forecasts."""
     from rlhf_spmd.runtime.run.picture import Picture
     from rlhf_spmd.runtime.run.placement_map import Map, add_maps
     from rlhf_spmd.runtime.run.timeline import Panel, add_stack
@@ -99,7 +98,7 @@ def picture_of(
 
 
 def note(program: Program) -> str:
-    """What has to be known of a forecast: that the program does not fit its devices."""
+    """A note if a program does not fit its devices; else empty."""
     missing = missing_bytes(program)
     return f"does not fit: a device lacks {format_bytes(missing)}" if missing > 0 else ""
 
@@ -116,8 +115,3 @@ def forecast_table(programs: Mapping[str, Program], forecasts: Mapping[str, Fore
 
 def _options(strategy: Strategy) -> set[str]:
     return set(list(inspect.signature(strategy.place).parameters)[2:])  # behind workload and cluster
-
-
-def _title(programs: Mapping[str, Program], where: str) -> str:
-    names = list(programs)
-    return f"{Path(names[0]).stem}, {where}" if len(names) == 1 else f"{len(names)} strategies, {where}"

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -36,12 +37,12 @@ from rlhf_spmd.plan.text.listing import format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.check import read_config_and_cluster
+from rlhf_spmd.verbs.check import config_words, read_config_and_cluster
 
 CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
-TIGHT = "keys and values do not all fit: will be slower"  # the warning of fit.memory in a few words
+TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
-MOST_LANES = 8  # of a timeline; of more ranks, those that do the same share a lane
+MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class Alternative:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """The verb. Returns the exit status: 0, because whatever goes wrong is a UserError."""
+    """Plans, prints tables and a line of JSON, writes the winner -> the exit status. Raises UserError."""
     config, workload, cluster, calibration = read(parsed)
     out = _out(parsed, config, cluster)
     began = time.perf_counter()
-    rows, found = rows_of(parsed, workload, cluster, calibration)
+    rows, found = alternatives(workload, cluster, calibration, **_search_options(parsed))
     winner = fastest(rows, cluster)
     plan_s = found.search_s
     simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
@@ -71,9 +72,13 @@ def run(parsed: argparse.Namespace) -> int:
     source = module_source(winner, config, calibration, parsed.overrides)
     save(out, lambda path: path.write_text(source))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
-    print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_where(parsed, cluster), *parsed.overrides])}")
+    print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_check_words(parsed, cluster), *parsed.overrides])}")
     if parsed.timeline:
-        draw(winner, parsed.timeline, title=f"Forecast of {winner.name}: {where}")
+        from rlhf_spmd.runtime.run.timeline import write_png
+
+        spans, title = records(winner.forecast), f"Forecast of {winner.name}: {where}"
+        draw = partial(write_png, records=spans, title=title, workflow=workload.workflow, most_lanes=MOST_LANES)
+        save(Path(parsed.timeline), draw)
     seconds = {row.name: row.forecast.makespan_s if row.forecast else None for row in rows}
     result = {"name": winner.name, "out": str(out), "forecast_s": winner.forecast.makespan_s, "plan_s": plan_s}
     result |= {"simulate_s": simulate_s, "gap": found.gap, "num_scored": found.num_scored, "plans": seconds, "ok": True}
@@ -81,15 +86,8 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def rows_of(
-    parsed: argparse.Namespace, workload: Workload, cluster: Cluster, calibration: Calibration
-) -> tuple[list[Alternative], SearchResult]:
-    """The best plans, then the shipped strategies; and the result of the search."""
-    keep = max(parsed.top, KEEP)
-    plans, shipped, found = alternatives(
-        workload, cluster, calibration, method=parsed.method, seed=parsed.seed, keep=keep
-    )
-    return plans[: parsed.top] + shipped, found
+def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    return {"top": parsed.top, "method": parsed.method, "seed": parsed.seed, "keep": max(parsed.top, KEEP)}
 
 
 def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
@@ -107,12 +105,14 @@ def refuse_existing(parsed: argparse.Namespace, *paths: Path) -> None:
 
 
 def save(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes an output file, and its folder if need be. Raises UserError if that fails."""
+    """Writes an output file, and its folder if need be. Raises UserError if that fails or matplotlib is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}; give another --out") from None
+    except ImportError as error:
+        raise UserError(f"a picture needs matplotlib ({error}): pip install matplotlib") from None
 
 
 def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workload, Cluster, Calibration]:
@@ -161,10 +161,10 @@ def calibration_for(name: str | None, cluster: Cluster) -> Calibration | None:
 
 
 def alternatives(
-    workload: Workload, cluster: Cluster, calibration: Calibration, **options: Any
-) -> tuple[list[Alternative], list[Alternative], SearchResult]:
-    """The plans that search() finds with these options, the shipped strategies, and the result of the search. Raises
-    UserError if nothing fits."""
+    workload: Workload, cluster: Cluster, calibration: Calibration, *, top: int | None = None, **options: Any
+) -> tuple[list[Alternative], SearchResult]:
+    """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
+    result of the search. Raises UserError if nothing fits."""
     shipped = [fitted(name, workload, cluster, calibration) for name in COMPARED]
     try:
         found = search(workload, cluster, calibration, **options)
@@ -173,9 +173,9 @@ def alternatives(
         raise
     plans = [
         Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast)
-        for number, plan in enumerate(found.plans, start=1)
+        for number, plan in enumerate(found.plans[:top], start=1)
     ]
-    return plans, shipped, found
+    return plans + shipped, found
 
 
 def fitted(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Alternative:
@@ -292,23 +292,11 @@ def records(found: Forecast) -> list[dict[str, object]]:
     return spans_of
 
 
-def draw(row: Alternative, path: str, *, title: str) -> None:
-    """The timeline of a forecast as a picture."""
-    try:
-        from rlhf_spmd.runtime.run.timeline import write_png
-
-        workflow = row.program.workload.workflow
-        write_png(path, records(row.forecast), title=title, workflow=workflow, most_lanes=MOST_LANES)
-    except ImportError as error:
-        raise UserError(f"--timeline needs matplotlib ({error}): pip install matplotlib") from None
-
-
-def _where(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
+def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
     """The options of `check` that mean the same cluster, algorithm and models."""
-    words = ["--cluster", parsed.cluster] if parsed.cluster else ["--layout", str(cluster)]
-    words += [] if parsed.cluster else ["--device-type", cluster.nodes[0].device]
-    given = {"--algorithm": parsed.algorithm, "--preset": parsed.preset, "--model": parsed.model}
-    return [*words, *(word for name, value in given.items() if value for word in (name, value))]
+    words = ["--layout", str(cluster), "--device-type", cluster.nodes[0].device]
+    words = ["--cluster", parsed.cluster] if parsed.cluster else words
+    return words + config_words(parsed, parsed.preset)
 
 
 # ---- train --strategy auto -------------------------------------------------------------------------------------------
@@ -319,11 +307,8 @@ def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Cali
     rank finds the same one. Raises UserError."""
     refuse_options(config)
     calibration = need_calibration(calibration, cluster)
-    plans, shipped, _ = alternatives(
-        workload, cluster, calibration, method="two_phase"
-    )  # the exact search stops by the clock
-    winner = fastest(plans + shipped, cluster)
-    return strategy_of("auto", module_source(winner, config, calibration, []))
+    rows, _ = alternatives(workload, cluster, calibration, method="two_phase")  # the exact search stops by the clock
+    return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
 
 
 def strategy_of(name: str, source: str) -> Strategy:
@@ -350,7 +335,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         if world.rank == 0:
             out = _out(parsed, config, cluster)
-            rows, found = rows_of(parsed, workload, cluster, calibration)
+            rows, found = alternatives(workload, cluster, calibration, **_search_options(parsed))
             best = list(islice(ranked(rows), parsed.measure_top))
             told = [[row.name, module_source(row, config, calibration, parsed.overrides)] for row in best]
             print(plans_table(rows, calibration), flush=True)

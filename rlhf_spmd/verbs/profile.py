@@ -6,23 +6,22 @@ import time
 from pathlib import Path
 
 from rlhf_spmd import config as configs
-from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import check_out, write_calibration
 from rlhf_spmd.runtime.profile.profile import last_line, profile, summary
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
+from rlhf_spmd.verbs.check import load_config
 
 
 def run(world: World, parsed: argparse.Namespace) -> None:
     """Measures, and writes FILE.json on rank 0. Raises UserError."""
     began = time.perf_counter()
     with world.together("reading the configuration"):
-        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
+        config = load_config(parsed)
         check_out(parsed.out, overwrite=parsed.overwrite)
     world.use_device(config.device)
     with world.together("reading the configuration for this device"):
-        on_gpu = world.computes.index is not None
-        config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=on_gpu)
+        config = load_config(parsed, on_gpu=world.computes.index is not None)
     world.agree("the start", {f"option {key}": value for key, value in configs.leaves(config).items()})
     world.set_deadline(config.deadline_s)
     calibration = profile(world, config, name=Path(parsed.out).stem)

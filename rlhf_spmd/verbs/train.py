@@ -1,4 +1,4 @@
-"""The verb train on the ranks of an MPI world: options, devices and program, compared among the ranks, and the run."""
+"""The train verb on the ranks of an MPI world: compares options, devices and program among the ranks, then trains."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd import config as configs
-from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import on_machines, read_cluster
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
@@ -21,7 +20,7 @@ from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program, type_of
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.check import report
+from rlhf_spmd.verbs.check import config_words, load_config, report
 from rlhf_spmd.verbs.plan import auto, calibration_for
 
 RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, workspaces of matrix products
@@ -30,13 +29,11 @@ RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, wo
 def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     """Reads and compares everything that the ranks must agree on, then trains -> the exit status. Raises UserError."""
     with world.together("reading the configuration"):
-        config, strategy, resumed = _resumed(parsed) if parsed.resume else _new_run(parsed)
+        config, strategy, resumed = _read(parsed)
     world.use_device(config.device)
     if config.preset == "model" and not resumed and world.computes.index is not None:
         with world.together("reading the configuration for a GPU"):
-            config = presets.load(
-                config.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=True
-            )
+            config = load_config(parsed, on_gpu=True)
     with world.together("comparing the configuration"):
         options = {f"option {key}": value for key, value in configs.leaves(config).items()}
         options["the checkpoint"] = str(resumed.iteration if resumed else 0)
@@ -71,42 +68,39 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     from rlhf_spmd.runtime.run.report import Command  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import Origin, train
 
-    given = {"--algorithm": parsed.algorithm, "--preset": config.preset, "--model": parsed.model}
-    model = [word for name, value in given.items() if value for word in (name, value)]
     result = train(
         config,
         program,
         world,
         origin=Origin(strategy.name, strategy.source, described, parsed.runs or "runs", parsed.name, resumed),
         summary=show_program(program, title=title, rank=0),
-        command=None if resumed else Command(parsed.strategy or "flattening", model, parsed.overrides),
+        command=None
+        if resumed
+        else Command(parsed.strategy or "flattening", config_words(parsed, config.preset), parsed.overrides),
         calibration=calibration,
         asked=asked,
     )
     return TERMINATED_STATUS if result is None else 0
 
 
-def _new_run(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
-    """Config, strategy (None: to be planned) and no run to go on with."""
-    config = presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm)
-    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), None
-
-
-def _resumed(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
-    """The same of a run that goes on, and the run."""
-    for name in ("preset", "model", "algorithm", "runs", "name"):
-        if getattr(parsed, name) is not None:
-            raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
-    resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
-    if parsed.strategy is not None:
-        return resumed.config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy), resumed
-    strategy = load_strategy(str(resumed.folder / "strategy.py"))
-    return resumed.config, replace(strategy, name=resumed.strategy), resumed
+def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed | None]:
+    """Config, strategy (None: to be planned) and the run to resume, if there is one. Raises UserError."""
+    resumed = None
+    if parsed.resume:
+        for name in ("preset", "model", "algorithm", "runs", "name"):
+            if getattr(parsed, name) is not None:
+                raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
+        resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
+    config = resumed.config if resumed else load_config(parsed)
+    if resumed and parsed.strategy is None:
+        strategy = load_strategy(str(resumed.folder / "strategy.py"))
+        return config, replace(strategy, name=resumed.strategy), resumed
+    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), resumed
 
 
 def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
-    """The cluster that a file says this world is, or nodes of the devices that the ranks found. device_type: the
-    option, "cpu" unless it names what the devices are."""
+    """The cluster of this world: as a file describes it, else nodes with the devices that the ranks found.
+    device_type: the option."""
     if path:
         return on_machines(read_cluster(path), world.nodes, path)
     nodes = []
@@ -123,7 +117,7 @@ def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
 
 
 def refuse_errors(name: str, program: Program, findings: Sequence[Finding]) -> None:
-    """Raises UserError for a program that cannot run; where it does not fit, with what would."""
+    """Raises UserError for a program that cannot run; if it does not fit, the error names strategies that do."""
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     if errors:
         advised = advice(program)

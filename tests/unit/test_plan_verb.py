@@ -27,7 +27,7 @@ from rlhf_spmd.runtime.profile.probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.verbs.plan import COMPARED, _where, auto, calibration_for, fitted, options_to_try, records
+from rlhf_spmd.verbs.plan import COMPARED, _check_words, auto, calibration_for, fitted, options_to_try, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -94,7 +94,7 @@ def test_the_commands_to_go_on_with_mean_the_same():
     parsed = _parse(["plan", *SMALL, "--algorithm", "my own.py", "--model", "x"])
     words = ["--layout", "1x8", "--device-type", "a100-80g"]
     own = ["--algorithm", "my own.py", "--preset", "llama-7b", "--model", "x"]
-    assert _where(parsed, Cluster.parse("1x8", "a100-80g")) == [*words, *own]
+    assert _check_words(parsed, Cluster.parse("1x8", "a100-80g")) == [*words, *own]
 
 
 def test_the_winner_is_a_strategy_with_that_forecast(planned):
