@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
-from rlhf_spmd.plan.workload import ModelShape
 
 MAY_BE_ZERO = ("seconds", "layer_s", "decode_layer_s", "latency_s")  # all other numbers must be positive
 
@@ -64,26 +63,23 @@ def read_calibration(path: str) -> Calibration:
         raise UserError(f"calibration {path}: {where}: {first['msg']}; see rlhf_spmd/calibration_file.py") from None
     except UserError as error:  # of a table
         raise UserError(f"calibration {path}: {error}") from None
-    links = file.inside, file.between
-    found = Calibration(Path(path).stem, file.devices, *links, file.provenance, file.pipelined_prefill, file.machine)
-    if wrong := next(_wrong_numbers(found), None):
+    parts = {name: getattr(file, name) for name in _CalibrationFile.model_fields if name != "version"}
+    found = Calibration(name=Path(path).stem, **parts)
+    if wrong := next(_wrong_numbers(asdict(found)), None):
         raise UserError(f"calibration {path}: {wrong}; see rlhf_spmd/calibration_file.py")
     return found
 
 
 def _wrong_numbers(value: object, where: tuple[str, ...] = ()) -> Iterator[str]:
-    """The numbers that are too small, with their place."""
-    parts: dict[object, object] = {}
-    if is_dataclass(value) and not isinstance(value, ModelShape):
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif isinstance(value, dict | tuple):
-        parts = value if isinstance(value, dict) else dict(enumerate(value))
+    """Which numbers are too small, each with its place in the file. Shapes may have zeros."""
+    if isinstance(value, dict | list | tuple):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if name != "shape":
+                yield from _wrong_numbers(part, (*where, str(name)))
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        zero = where[-1] in MAY_BE_ZERO or where[-2] in MAY_BE_ZERO  # of a number in a list the name is the one before
+        zero = not {*where[-2:]}.isdisjoint(MAY_BE_ZERO)  # a number in a list has the name before its place
         if not (value >= 0 if zero else value > 0):
             yield f"{'.'.join(where)}: {value} should be {'at least' if zero else 'greater than'} 0"
-    for name, part in parts.items():
-        yield from _wrong_numbers(part, (*where, str(name)))
 
 
 def check_out(path: str, *, overwrite: bool = False) -> None:
@@ -101,18 +97,11 @@ def write_calibration(calibration: Calibration, path: str) -> None:
     """Writes a file for `read_calibration`. Raises UserError if the file cannot be written."""
     content = {"version": VERSION} | asdict(calibration)
     del content["name"]  # given by the file name
-    text = json.dumps(_rounded(content), indent=2)
+    # four digits, the precision of the measurements
+    content = json.loads(json.dumps(content), parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    text = json.dumps(content, indent=2)
     text = re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), text)  # one line per row of numbers
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"calibration {path} cannot be written ({error.strerror}); name another file") from None
-
-
-def _rounded(value: object) -> object:
-    """Rounds floats to four digits, the precision of the measurements."""
-    if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -23,23 +23,21 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, MAX_DEVICES, Cluster, Node
 
 
-class _Kind(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+
+class _Kind(_Strict):
     devices: PositiveInt
     device: str
     count: PositiveInt = 1
 
 
-class _Type(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Type(_Strict):
     memory_gib: PositiveFloat | PositiveInt | None = None
 
 
-class _ClusterFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _ClusterFile(_Strict):
     nodes: Annotated[list[_Kind], Field(min_length=1)]
     types: dict[str, _Type] = {}
 

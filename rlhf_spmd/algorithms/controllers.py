@@ -1,4 +1,4 @@
-"""What changes between iterations and steps by numbers that are already global: coefficients, rates, running moments.
+"""Coefficients, learning rates and running moments: they change between iterations or steps, by global numbers only.
 
 No torch. Sources: [LM] Ziegler et al. 2019, arXiv 1909.08593.
 """
@@ -9,15 +9,13 @@ from typing import Literal
 
 
 def next_kl_coef(
-    kl_coef: float, mean_kl: float, num_sequences: int, *, target: float | None = 6.0, horizon: float = 10_000
+    kl_coef: float, mean_kl: float, num_sequences: int, *, target: float = 6.0, horizon: float = 10_000
 ) -> float:
-    """The coefficient for the next iteration ([LM] section 2.2); `target` None keeps it fixed.
+    """The coefficient for the next iteration ([LM] section 2.2).
 
     kl_coef <- kl_coef (1 + e n / horizon),  e = clip(mean_kl / target - 1, -0.2, 0.2), with mean_kl the global mean
-    over the iteration's n sequences of the *sum* of token_kl over a response. Call it once per iteration.
+    over the iteration's n sequences of the *sum* of token_kl over a response.
     """
-    if target is None:
-        return kl_coef
     error = min(max(mean_kl / target - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * num_sequences / horizon)
 
@@ -31,7 +29,7 @@ def learning_rate(
     decay: Literal["constant", "linear", "cosine"] = "constant",
 ) -> float:
     """The rate of optimizer step `step` = 0, 1, ...: peak (step + 1) / num_warmup_steps while that is below the peak,
-    then constant, or down to 0 at step `num_steps`, on a line or on half a cosine."""
+    then constant, or decaying to 0 at step `num_steps` along a line or half a cosine."""
     if step < num_warmup_steps:
         return peak * (step + 1) / num_warmup_steps
     if decay == "constant":
@@ -43,7 +41,7 @@ def learning_rate(
 
 @dataclass(frozen=True, slots=True)
 class RunningMoments:
-    """Mean and variance of all scores so far, for score normalisation; changes only between iterations.
+    """Mean and variance of all scores so far, for score normalisation.
 
     Kept as (count, mean, sum of squared deviations) and merged by the formula of Chan, Golub and LeVeque (1983), so
     it does not lose digits over a long run.
@@ -60,7 +58,7 @@ class RunningMoments:
         return std if std > 1e-6 else 1.0
 
     def updated(self, count: float, total: float, squares: float) -> "RunningMoments":
-        """With one more iteration's numbers: how many, their sum and the sum of their squares, all global."""
+        """The moments with the scores of one more iteration: their count, sum and sum of squares, all global."""
         if count == 0:
             return self
         mean = total / max(count, 1.0)
