@@ -1,4 +1,4 @@
-"""Finds options with which the shipped strategies fit a cluster, to compare plans with and to advise in errors."""
+"""Finds options with which the shipped strategies fit a cluster: to compare plans with, and for advice in errors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ SPLIT = ("separation", "reallocation")  # have separate layouts for training and
 
 
 def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
-    """The options to try for a strategy, fastest first: then with more sharding, then with fewer activations."""
+    """The options to try for a strategy, fastest first; later ones shard more, then store fewer activations."""
     if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
         return {}, {"zero": 1}, {"zero": 3}, *({"zero": 3, "micro_batch": size} for size in halves)
@@ -31,7 +31,7 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Map
 
 
 def missing_bytes(program: Program) -> int:
-    """How many bytes the rank with the largest deficit lacks on its device; less than 1 if the program fits."""
+    """The largest number of bytes that a rank lacks on its device; less than 1 if the program fits."""
     limits = [(rank, program.cluster.device_bytes(rank)) for rank in program.cluster.ranks]
     return max((least_bytes(program, rank) - limit for rank, limit in limits if limit is not None), default=0)
 
@@ -43,14 +43,14 @@ def too_large(program: Program) -> bool:
 
 def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
     """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
-    command line. They shard as little as possible."""
+    command line."""
 
     def fits(name: str, options: Mapping[str, Any]) -> bool:
         strategy = load_strategy(name)
         try:
             placement = strategy.placement(workload, cluster, options)
             validate(placement, workload, cluster)
-            # Transfers only add bytes, so most options are refused before anything is compiled.
+            # Transfers only add bytes, so a program without them shows most misfits without compiling.
             without_transfers = Program(workload, placement, cluster, {}, (), ())
             return not too_large(without_transfers) and not too_large(strategy.compile(workload, cluster, options))
         except UserError:  # e.g. too few ranks
@@ -66,7 +66,7 @@ def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
 
 
 def advice(program: Program) -> str:
-    """Advice if a program is too large for its devices: strategies that fit; else empty."""
+    """Strategies that fit if a program is too large for its devices; else empty."""
     if not too_large(program):
         return ""
     strategies = list(fitting_options(program.workload, program.cluster))

@@ -50,7 +50,8 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
     leaf = name.rpartition(".")[2].lower()
     same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
-    ours = [key for key in ELSEWHERE.get(leaf, ()) if key.startswith("--") or _among(key, every)]
+    # the options of a strategy are no keys of a configuration; they are there if `strategy` is
+    ours = [key for key in ELSEWHERE.get(leaf, ()) if key in (*every, "--model") or key.partition(".")[0] in every]
     names = same_leaf or ours or (with_word if len(with_word) <= 3 else ())
     if names:
         return _suggestion(names)
@@ -61,8 +62,3 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
 
 def _suggestion(names: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(repr(name) for name in names)}?)" if names else ""
-
-
-def _among(key: str, every: Sequence[str]) -> bool:
-    """Options of strategies are no keys of a config: they come with `strategy`."""
-    return key in every or (key.startswith("strategy.") and "strategy" in every)

@@ -1,4 +1,4 @@
-"""Named configurations, and `load`, which makes the config of a run from one of them, a folder and overrides.
+"""Named configurations, and `load`, which combines one of them with a checkpoint folder and overrides.
 
 Imports neither torch nor MPI, so that `check` starts at once.
 """
@@ -18,7 +18,7 @@ from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.workload import SHAPES
 
-MOST_TOKENS = 1024  # of prompts, and of responses, where nothing else is said
+MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.max_new_tokens
 
 
 def tiny(algorithm: Algorithm) -> Config:
@@ -41,7 +41,7 @@ def tiny(algorithm: Algorithm) -> Config:
 
 
 def smollm2(algorithm: Algorithm) -> Config:
-    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; the folder comes with --model."""
+    """SmolLM2-135M with a sentiment reward function, in bfloat16 on a CPU; needs --model."""
     return Config(
         preset="smollm2",
         algorithm=algorithm,
@@ -59,8 +59,8 @@ def smollm2(algorithm: Algorithm) -> Config:
 
 
 def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool = False) -> Config:
-    """Any checkpoint folder, with what suits a real model: the learning rates of the algorithm's page, the precision of
-    the device, prompts and responses as long as its context allows, and no reward or prompts but the user's."""
+    """Any checkpoint folder: the learning rates of the algorithm's page, the precision that suits the device, prompts
+    and responses as long as the context allows. The user names reward and prompts."""
     context = read_config_json(Path(folder) / "config.json").max_position_embeddings if folder else 2 * MOST_TOKENS
     longest = min(context // 2, MOST_TOKENS)
     return Config(
@@ -78,7 +78,7 @@ def for_model(algorithm: Algorithm, folder: str | None = None, *, on_gpu: bool =
 
 
 def _of_shape(name: str, algorithm: Algorithm) -> Config:
-    """Models of one shape for all roles, without weights: for check, plan and bench."""
+    """Models of one shape for all roles, without weights: for check, plan and benches."""
     return Config(
         preset=name,
         algorithm=algorithm,
@@ -95,12 +95,12 @@ def _of_shape(name: str, algorithm: Algorithm) -> Config:
 
 
 def _options(algorithm: Algorithm, **by_algorithm: Mapping[str, Any]) -> Options:
-    """The options of a preset, where it has some for the algorithm."""
+    """The options that a preset has for this algorithm, else its defaults."""
     return algorithm.options(**by_algorithm.get(algorithm.name, {}))
 
 
 def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
-    """The learning rates of a preset, by what a model puts out."""
+    """The learning rate of each role, by the head of its model."""
     return {name: by_head[role.head] for name, role in algorithm.roles.items()}
 
 
@@ -115,9 +115,9 @@ def load(
     algorithm: str | None = None,
     on_gpu: bool = False,
 ) -> Config:
-    """The resolved config of a preset (None: tiny, or that for any model if there is one), a checkpoint folder for the
-    algorithm's first role, and dotted overrides. algorithm: name or FILE.py (None: ppo). on_gpu: whether it is for
-    GPUs."""
+    """The config of a preset (None: `model` if a model is given, else `tiny`) with dotted overrides. model: checkpoint
+    folder of the algorithm's first role. algorithm: name or FILE.py (None: ppo). on_gpu: the run uses GPUs. Raises
+    UserError."""
     if model == "":
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
     preset = preset or ("model" if model else "tiny")
@@ -130,7 +130,7 @@ def load(
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
     config = overridden(config, overrides)
-    if config.main_folder:  # a checkpoint counts more than the preset's shape
+    if config.main_folder:  # the shape of a checkpoint replaces the preset's
         if config.shape != before.shape:
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
         config = dataclasses.replace(config, shape="")

@@ -1,1 +1,1 @@
-"""Algorithms: a page for each (page.py says what one is made of), and the pure functions that their calls name."""
+"""Algorithms: one page each (page.py defines the interface), and the pure functions that their calls name."""

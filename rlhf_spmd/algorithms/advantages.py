@@ -1,7 +1,7 @@
-"""Rewards, advantages and returns: pure functions of tensors and numbers, and the computes that workflows name.
+"""Rewards, advantages and returns: pure functions of tensors and numbers, among them the computes of workflows.
 
-Nothing here knows of ranks, yet every result is right on many: whatever is averaged or whitened comes as *sums* that
-the caller adds over all data-parallel ranks. A rank without data contributes empty tensors, whose sums are zeros.
+Means and variances are returned as *sums*, which the caller adds over all data-parallel ranks, so results do not depend
+on the number of ranks. A rank without data contributes empty tensors, whose sums are zeros.
 
 Legend: B sequences, G response tokens.
  mask_BG       bool, True on the tokens that are trained on; elsewhere other [B, G] tensors may hold anything, even NaN
@@ -20,7 +20,7 @@ from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.algorithms.masks import last_index
 
 WHITEN_EPS = 1e-8  # added to the variance, as in [LM]
-Sums = dict[str, tuple[Tensor, Tensor | int]]  # for the log: name -> sum, and over how many
+Sums = dict[str, tuple[Tensor, Tensor | int]]  # for the log: name -> sum, number of summands
 
 # ---- rewards --------------------------------------------------------------------------------------------------------
 
@@ -37,9 +37,9 @@ def shaped_scores(
 ) -> Tensor:
     """The score that enters the rewards: (score - mean) / std, then clipped to +-clip_score: [B].
 
-    Only a response that ended has a meaningful score. A truncated one gets the fixed `truncation_penalty` instead
-    ([N+]; neither normalised nor clipped), or 0 under "bootstrap", where `gae` continues it by its last value. "score"
-    is for tasks whose responses all have the full length ([LM]'s 24 tokens): there a cut response is what is judged.
+    A truncated response has no meaningful score. It gets the fixed `truncation_penalty` ([N+]; neither normalised nor
+    clipped), or 0 under "bootstrap", where `gae` adds its last value. "score" keeps the score, for tasks whose
+    responses all have the full length ([LM]'s 24 tokens).
     """
     assert truncation in ("penalty", "bootstrap", "score") and std > 0
     shaped_B = (scores_B - mean) / std
@@ -78,9 +78,8 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t,     A_t = delta_t + gamma lam A_{t+1},     R_t = A_t + V_t
 
-    where t+1 is the *next token of the mask*: nothing flows through masked tokens. After the last one V is 0, or, for
-    the rows in `bootstrap_B` (bool [B]), the value in the column after it: a truncated response goes on, an ended one
-    does not.
+    where t+1 is the next token that the mask selects. After the last one V is 0, or, for the rows in `bootstrap_B`
+    (bool [B]; truncated responses), the value in the next column.
     """
     values_BG = values_BG1[:, :-1]
     next_value_B = torch.zeros_like(values_BG1[:, 0])
@@ -98,16 +97,14 @@ def gae(
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) of x over the mask, float64 [3]: add them over micro-batches and ranks.
-
-    In float64 one pass is exact enough while |mean| < 1e4 std.
-    """
+    """(count, sum, sum of squares) of x over the mask, float64 [3], to be added over micro-batches and ranks. Precise
+    enough while |mean| < 1e4 std."""
     real = torch.where(mask, x.double(), 0.0)
     return torch.stack([mask.sum().double(), real.sum(), real.square().sum()])
 
 
 def mean_and_variance(moments_3: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and *population* variance (divided by N) of what the moments were taken of; 0 and 0 if it was nothing."""
+    """Mean and *population* variance (divided by N); both 0 if the count is 0."""
     count, total, squares = moments_3.unbind()
     mean = total / count.clamp(min=1.0)
     return mean, (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0)
@@ -139,10 +136,8 @@ def estimate_advantages(
     clip_score: float | None,
     normalize_scores: bool,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Rewards (scores, less the KL to the reference on every token), then GAE: advantages_BG, returns_BG and sums.
-
-    used_score is counted for `score_moments`: the scores of responses that have one.
-    """
+    """Rewards (scores minus the KL penalty of every token), then GAE: advantages_BG, returns_BG and sums. The sum
+    used_score is over the responses with a meaningful score, for `score_moments`."""
     shaped_B = shaped_scores(
         scores_B,
         ended_B,
@@ -183,5 +178,5 @@ def estimate_advantages_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:
 def estimate_advantages_finish(
     advantages_BG: Tensor, returns_BG: Tensor, mask_BG: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Whitened advantages, and the returns of those before."""
+    """Whitened advantages, and unchanged returns."""
     return whitened(advantages_BG, mask_BG, sums), returns_BG

@@ -1,6 +1,6 @@
-"""Losses that workflows name: pure functions that return a *sum* over the mask and sums for the log.
+"""The losses of workflows: pure functions that return a *sum* over the mask, and sums for the log.
 
-The caller divides by a count of the global mini-batch, so that nothing depends on ranks or micro-batches.
+The caller divides by a count of the global mini-batch, so results do not depend on ranks or micro-batches.
 
 Legend: B sequences, G response tokens; mask_BG bool, True on the tokens that are trained on; elsewhere other [B, G]
 tensors may hold anything, even NaN; values_BG1 [B, G+1], column t before response token t.

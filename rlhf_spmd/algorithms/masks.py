@@ -1,7 +1,6 @@
-"""Which tokens of a response count: pure functions of stored tokens.
+"""Masks of response tokens, and which responses ended.
 
-Legend: B sequences, G response tokens. responses_BG: int32 or int64, -1 on padding, so that no token id (EOS included)
-can be mistaken for padding.
+Legend: B sequences, G response tokens. responses_BG: int32 or int64, -1 on padding, which is no token id.
 """
 
 from collections.abc import Sequence
@@ -23,6 +22,6 @@ def last_index(mask_BG: Tensor) -> Tensor:
 
 def ended(responses_BG: Tensor, eos_ids: Sequence[int]) -> Tensor:
     """True where the last real token is an EOS id, False where the response was truncated (or is empty): bool [B]."""
-    last_B = last_index(response_mask(responses_BG)).clamp(min=0)  # an empty response gives its -1, which is no token
+    last_B = last_index(response_mask(responses_BG)).clamp(min=0)  # of an empty response token_B is -1
     token_B = responses_BG.gather(1, last_B[:, None])[:, 0]
     return torch.isin(token_B, token_B.new_tensor(list(eos_ids)))

@@ -1,4 +1,4 @@
-"""Whether generation and training agree: logprobs of the same tokens by the same weights, from two passes."""
+"""Compares the logprobs of generation and of training: two passes over the same tokens with the same weights."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How far the generator's logprobs lie from the teacher-forced ones, and at which token most (row -1: no token)."""
+    """Differences between the generator's logprobs and the teacher-forced ones; row, position: of the largest (row -1:
+    there is no token)."""
 
     num_tokens: int
     sum_abs: float  # nats, over all tokens: add over ranks, divide by the tokens
@@ -23,7 +24,7 @@ class Parity:
 
 
 def parity(generated_BG: Tensor, forced_BG: Tensor, mask_BG: Tensor) -> Parity:
-    """Compare two passes' logprobs of the same tokens; the caller sets the tolerance."""
+    """Compares two passes' logprobs of the same tokens; the caller sets the tolerance."""
     difference_BG = (generated_BG.double() - forced_BG.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     difference_BG = torch.where(mask_BG, difference_BG, -1.0)
     if not mask_BG.any():

@@ -1,7 +1,7 @@
-"""PPO as it is written in papers: roles, options, the workflow of one iteration, metrics and state. No torch, no ranks.
+"""PPO: roles, options, the workflow of one iteration, metrics and state. No torch, no ranks.
 
 Schulman et al. 2017 (arXiv 1707.06347), as applied to language models by Ziegler et al. 2019 (arXiv 1909.08593). The
-tensor math is in advantages.py and losses.py; which rank does what is the strategy's business.
+tensor math is in advantages.py and losses.py; the strategy decides which rank does what.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,7 +76,7 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts) -> N
 
 
 def refused(options: Options, *, can_end: bool) -> str:
-    """Why these options make no sense for a model of which nothing can end a response; empty if they do."""
+    """Why these options make no sense for a model whose responses cannot end early; empty if they do."""
     if can_end or options.truncation == "score":
         return ""
     return "every response would be cut off and get the penalty for that: choose ppo.truncation=score"
@@ -87,14 +87,14 @@ def refused(options: Options, *, can_end: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The same on every rank. score_moments: of all scores so far, for normalize_scores."""
+    """State that is the same on every rank. score_moments: of all scores so far, for normalize_scores."""
 
     kl_coef: float
     score_moments: RunningMoments = RunningMoments()
 
 
 def initial_state(options: Options) -> State:
-    """Before the first iteration."""
+    """The state before the first iteration."""
     return State(options.kl_coef)
 
 
@@ -107,7 +107,7 @@ def read_state(values: Mapping) -> State:
 def after_iteration(
     state: State, options: Options, means: Mapping[str, float], weights: Mapping[str, float], num_sequences: int
 ) -> State:
-    """From the global means of what was counted in an iteration of so many sequences, and what they are means over."""
+    """The next state, from the global means of the iteration's sums, their weights, and its number of sequences."""
     if options.kl_controller == "adaptive":
         kl_coef = next_kl_coef(
             state.kl_coef, means["kl"], num_sequences, target=options.kl_target, horizon=options.kl_horizon

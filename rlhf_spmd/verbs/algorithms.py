@@ -4,7 +4,6 @@ import argparse
 import json
 
 from rlhf_spmd.algorithm import algorithm_names, load_algorithm
-from rlhf_spmd.plan.workflow import Call, Workflow
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -15,14 +14,10 @@ def run(parsed: argparse.Namespace) -> int:
         workflow = algorithm.workflow(algorithm.options())
         roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)
         print(f"{name}: {algorithm.title}; {roles}; data {', '.join(algorithm.data.values())}")
-        print("\n".join(f"  {line(workflow, call)}" for call in workflow.calls))
+        for call in workflow.calls:
+            does = f"{call.model}.{call.kind}({call.function})" if call.model else f"compute({call.function})"
+            made = ", ".join(call.outputs) or f"new weights of the {call.model}"
+            print(f"  {call.name:<22} {does:<34} {', '.join(call.inputs)} -> {made}")
         found[name] = [call.name for call in workflow.calls]
     print(json.dumps({"algorithms": found, "ok": True}))
     return 0
-
-
-def line(workflow: Workflow, call: Call) -> str:
-    """A call, what it reads and what it makes."""
-    does = f"{call.model}.{call.kind}({call.function})" if call.model else f"compute({call.function})"
-    made = ", ".join(call.outputs) or f"new weights of the {call.model}"
-    return f"{call.name:<22} {does:<34} {', '.join(call.inputs)} -> {made}"

@@ -23,7 +23,7 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.plan import need_calibration, read_calibrated, records, refuse_existing, save
+from rlhf_spmd.verbs.plan import read_calibrated, records, refuse_existing, save
 
 if TYPE_CHECKING:
     from rlhf_spmd.runtime.run.picture import Picture
@@ -37,11 +37,10 @@ def run(parsed: argparse.Namespace) -> int:
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
     refuse_existing(parsed, out)
-    config, cluster, calibration = read_calibrated(parsed)
+    config, cluster, calibration = read_calibrated(parsed, required=parsed.only != "map")
     forecasts: dict[str, Forecast] = {}
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     if parsed.only != "map":
-        calibration = need_calibration(calibration, cluster)
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
     where = f"preset {config.preset} on {cluster}"
     by = f"forecast with calibration {calibration.name}" if forecasts else ""

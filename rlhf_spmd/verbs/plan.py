@@ -119,21 +119,16 @@ def read(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Workl
     """What to plan for; layout: the default. Raises UserError if something does not exist or fit together."""
     config, cluster, calibration = read_calibrated(parsed, layout)
     refuse_options(config)
-    return config, make_workload(config), cluster, need_calibration(calibration, cluster)
+    return config, make_workload(config), cluster, calibration
 
 
-def read_calibrated(parsed: argparse.Namespace, layout: str = "1x4") -> tuple[Config, Cluster, Calibration | None]:
-    """The configuration, the cluster and its calibration, if there is one. Raises UserError as read() does."""
+def read_calibrated(
+    parsed: argparse.Namespace, layout: str = "1x4", *, required: bool = True
+) -> tuple[Config, Cluster, Calibration | None]:
+    """The configuration, the cluster and its calibration; required: None is an error. Raises UserError as read()."""
     devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
     config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
-    return config, cluster, calibration_for(parsed.calibration, cluster)
-
-
-def need_calibration(found: Calibration | None, cluster: Cluster) -> Calibration:
-    """Raises UserError if there is none."""
-    if found is None:
-        raise UserError(f"no calibration of {', '.join(cluster.device_types)} is shipped; give --calibration FILE.json")
-    return found
+    return config, cluster, calibration_for(parsed.calibration, cluster, required=required)
 
 
 def refuse_options(config: Config) -> None:
@@ -143,13 +138,16 @@ def refuse_options(config: Config) -> None:
         raise UserError(f"strategy.{first} is an option of a strategy, but the planner chooses every layout; drop it")
 
 
-def calibration_for(name: str | None, cluster: Cluster) -> Calibration | None:
+def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
     """The named calibration, else the shipped one for the cluster's devices; None if none is shipped or the devices are
-    of several types. Raises UserError if the calibration lacks a device type."""
+    of several types, unless it is required. Raises UserError, also if the calibration lacks a device type."""
     if name is None:
         first, *more = cluster.device_types
         name = CPU_CALIBRATION if first == "cpu" else first
         if more or not (SHIPPED / f"{name}.json").is_file():
+            if required:
+                kinds = ", ".join(cluster.device_types)
+                raise UserError(f"no calibration of {kinds} is shipped; give --calibration FILE.json")
             return None
     found = load_calibration(name)
     for device in cluster.device_types:
@@ -302,11 +300,10 @@ def _check_words(parsed: argparse.Namespace, cluster: Cluster) -> list[str]:
 # ---- train --strategy auto -------------------------------------------------------------------------------------------
 
 
-def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration | None) -> Strategy:
+def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Calibration) -> Strategy:
     """The fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic: every
     rank finds the same one. Raises UserError."""
     refuse_options(config)
-    calibration = need_calibration(calibration, cluster)
     rows, _ = alternatives(workload, cluster, calibration, method="two_phase")  # the exact search stops by the clock
     return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
 

@@ -45,7 +45,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         path = parsed.cluster or (resumed.cluster if resumed else None)
         described = Path(path).read_text() if path and Path(path).is_file() else ""
         cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
-        calibration = calibration_for(parsed.calibration, cluster)
+        calibration = calibration_for(parsed.calibration, cluster, required=parsed.strategy == "auto")
         if parsed.strategy == "auto":
             strategy = auto(config, workload, cluster, calibration)
         program = strategy.compile(workload, cluster, config.strategy)

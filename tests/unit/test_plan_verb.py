@@ -236,10 +236,9 @@ def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
 
 
 def test_auto_needs_a_calibration_and_takes_no_options():
-    config, cluster = load("tiny"), Cluster.parse("1x2")
-    with pytest.raises(UserError, match="no calibration of cpu is shipped; give --calibration"):
-        auto(config, make_workload(config), cluster, None)
-    config = load("tiny", ["strategy.zero=1"])
+    with pytest.raises(UserError, match="no calibration of h200-141g is shipped; give --calibration"):
+        calibration_for(None, Cluster.parse("1x8", "h200-141g"), required=True)
+    config, cluster = load("tiny", ["strategy.zero=1"]), Cluster.parse("1x2")
     with pytest.raises(UserError, match="strategy.zero is an option of a strategy"):
         auto(config, make_workload(config), cluster, machine())
 
