@@ -20,7 +20,7 @@ ROOMS = {
         "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
         "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
         "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
-        "scan": "forecasts of every strategy over models and layouts: samples/s, phases, bytes; or of a named suite",
+        "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
     },
     "numbers": {
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
@@ -30,7 +30,7 @@ ROOMS = {
         "convergence": "reward and KL under five strategies: does the placement change them? by how much?",
     },
     "faults": {
-        "faults": "kills at random moments under every strategy: resumed to the same bits? hangs, orphans",
+        "faults": "kills at random moments under six strategies and `auto`: resumed to the same bits? hangs, orphans",
         "soak": "500 iterations with a kill about every fifty: the same bits as without? is memory flat?",
         "endings": "jobs that have finished, beside four busy processes: does every one end with status 0?",
     },

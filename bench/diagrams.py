@@ -44,7 +44,7 @@ WEIGHT = "layers.{}.self_attn.q_proj.weight"  # whose boxes are drawn, for all w
 
 
 def canvas(area: Area, height: float) -> Axes:
-    """Axes of the whole width, in inches from the left and the top."""
+    """Axes over the whole width; coordinates are inches from the left and the top."""
     axes = area.axes(0, 0, WIDTH, height)
     axes.set_xlim(0, WIDTH)
     axes.set_ylim(height, 0)
@@ -117,7 +117,7 @@ def depths(workflow: Workflow) -> dict[str, int]:
 def _workflow(
     axes: Axes, left: float, top: float, width: float, workflow: Workflow, styles: Mapping[str, Style]
 ) -> None:
-    """The calls, those that need nothing of each other in one line."""
+    """The calls; those that do not depend on each other are in one line."""
     lines: dict[int, list[str]] = {}
     depth = depths(workflow)
     for name, line in depth.items():
@@ -138,7 +138,7 @@ def _workflow(
 
 
 def _map(axes: Axes, left: float, top: float, program: Program, styles: Mapping[str, Style]) -> None:
-    """Calls x ranks, and what a reader sees in it."""
+    """A map of calls x ranks."""
     calls = program.workload.workflow.placed_calls
     wide, high = 0.26, 0.135
     for row, call in enumerate(calls):

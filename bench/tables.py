@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def render(text: str) -> str:
-    """The text with every block made anew from its rows."""
+    """The text with every block rewritten from its rows."""
     return BLOCK.sub(lambda found: f"<!-- rows: {found[1]} -->\n{_table(found[1])}\n<!-- end -->", text)
 
 

@@ -1,6 +1,6 @@
-"""What tests/mpi may run on instead of gloo: a stand-in for NCCL, or the way through host memory of ranks that share a
-device. In both, weights travel in chains, as on a GPU: the words about shared memory (runtime/weights/shared_memory.py)
-are for gloo only, which knows no order.
+"""Backends that tests/mpi may use instead of gloo: a stand-in for NCCL, or the one for ranks that share a device, which
+sends through host memory. In both, weights travel in chains, as on a GPU: the control words for shared memory
+(runtime/weights/shared_memory.py) are for gloo only, which keeps no order.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a GPU that need not be there: calls their launchers, which compile but do not launch.
+"""Compiles the Triton kernels without a GPU: calls their launchers, which compile but do not launch.
 
 What the interpreter runs, the compiler may still refuse (a type that changes in a loop, too much shared memory), so
 this finds before any GPU does what a GPU would find first. Prints one JSON object: kernel -> how often it was compiled

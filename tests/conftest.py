@@ -1,4 +1,4 @@
-"""Triton kernels run under the interpreter where there is no GPU; this must be said before triton is imported."""
+"""Without a GPU, Triton kernels run under the interpreter, which must be chosen before triton is imported."""
 
 import os
 

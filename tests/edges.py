@@ -1,4 +1,4 @@
-"""When two runs draw another token: how close a random number was to the edge of its interval.
+"""When two runs draw different tokens: the distance of the random number from the edge of the token's interval.
 
 A replay on one rank, which is deterministic, with a teacher-forced pass after each generation.
 """

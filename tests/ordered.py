@@ -1,5 +1,5 @@
-"""An executor of instructions in which every communicator works in order, as NCCL's do. Nothing is computed: ranks and
-communicators advance in random order until all have ended or nobody can go on.
+"""Simulates the execution of instructions with communicators that work in order, as those of NCCL. Nothing is computed:
+ranks and communicators advance in random order until all have ended or none can continue.
 
 It is more detailed than the proof (plan/proof/deadlock.py): bodies of Runs with stages are in place, for numbers of
 micro-batches and tokens that differ from Run to Run; the chains of a reallocation go bucket by bucket; stages have a

@@ -1,4 +1,4 @@
-"""An algorithm of a user's own, for tests: the page that is a file, and how it is loaded."""
+"""A user's algorithm for tests: a page in a file, and functions that load and run it."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def checked(path: Path | str, **options) -> Algorithm:
 
 
 def config_of(path: Path, overrides: list[str], *more: str) -> Config:
-    """That of tests/folders.write_all for the page above."""
+    """The configuration of tests/folders.write_all for the page above."""
     kept = [word for word in overrides if not word.startswith(("ppo.", "models.", "optimizer."))]
     folders = [word.partition("=")[2] for word in overrides if word.startswith("models.")]
     models = [f"models.{role}={folder}" for role, folder in zip(("policy", "judge"), folders, strict=True)]
@@ -81,7 +81,7 @@ def config_of(path: Path, overrides: list[str], *more: str) -> Config:
 
 
 def everywhere(workload: Workload, cluster: Cluster) -> Placement:
-    """Every call on all ranks, whatever the models are called."""
+    """A placement of every call on all ranks, for any names of models."""
     layout = Layout.data_parallel(cluster.ranks)
     return Placement({call.name: layout for call in workload.workflow.placed_calls})
 

@@ -1,4 +1,4 @@
-"""Steps for a walk of bench first-light that end in every way; without torch, so that they begin at once."""
+"""Steps for tests of bench first-light that end in every possible way; without torch, so that they start at once."""
 
 import os
 import signal

@@ -30,7 +30,7 @@ def make_workload(
     replay: bool = False,
     **options,
 ) -> Workload:
-    """PPO with four models of one shape, but for their heads; `options` are PPO's."""
+    """PPO with four models of one shape but different heads; `options` are PPO's."""
     ppo = load_algorithm("ppo")
     scalar = shape and replace(shape, scalar_head=True)
     return Workload(
@@ -174,7 +174,7 @@ def streaming_with_stages(workload: Workload, cluster: Cluster) -> Placement:
 
 
 def place_models(workload: Workload, size: int, **ranks) -> Program:
-    """A program in which each model keeps to its ranks; whichever model is not named has all of them."""
+    """A program in which each model runs on its ranks; models that are not named run on all."""
     everyone = Layout.data_parallel(range(size))
     layouts = {model: Layout.data_parallel(where) for model, where in ranks.items()}
     placement = Placement.by_model(workload, **(dict.fromkeys(workload.workflow.models, everyone) | layouts))
@@ -182,7 +182,7 @@ def place_models(workload: Workload, size: int, **ranks) -> Program:
 
 
 def place_calls(workload: Workload, layout: str, **ranks) -> Program:
-    """A program in which each call keeps to its ranks; whichever call is not named has all of them."""
+    """A program in which each call runs on its ranks; calls that are not named run on all."""
     cluster = Cluster.parse(layout)
     calls = workload.workflow.placed_calls
     layouts = {call.name: Layout.data_parallel(ranks.get(call.name, cluster.ranks)) for call in calls}
@@ -217,7 +217,7 @@ def assert_refused(program: Program, rank: int, *words: str, position: int | Non
 
 
 def where(program: Program, rank: int, text: str) -> int:
-    """Position of the first instruction of a rank that reads like this."""
+    """Position of the first instruction of a rank with this text."""
     return next(i for i, step in enumerate(program.instructions[rank]) if str(step).startswith(text))
 
 

@@ -26,7 +26,7 @@ from tests.trainee import whole_weights
 
 
 class OneRank:
-    """A world of one rank inside a process that may be one of many: it talks to nobody, and fails as it comes."""
+    """A world of one rank in a process that may be one of many: it does not communicate, and raises every error."""
 
     rank, size, node, num_nodes, nodes, hosts = 0, 1, 0, 1, (0,), ("here",)
     device, computes = torch.device("cpu"), RankDevice("cpu", None, 1, 1)
@@ -91,7 +91,7 @@ def compiled(config: Config, num_ranks: int = 1, place: Callable = flattening.pl
 
 
 class RunOf:
-    """A run that goes on iteration by iteration, as runtime/run/train.py's does."""
+    """A run, executed iteration by iteration as in runtime/run/train.py."""
 
     def __init__(self, config: Config, world=None, program: Program | None = None):
         self.config, self.world = config, world or OneRank()

@@ -1,4 +1,4 @@
-"""PPO a second time: slow, one process, one unpadded sequence and one token after the other. The fast one's oracle.
+"""A second, slow PPO as an oracle: one process, one unpadded sequence and one token after the other.
 
 It shares no code with rlhf_spmd (and must not): every rule is written again, as plainly as possible. No padding, no
 masks, no batches, no ranks; GAE is the double sum, AdamW and gradient clipping are written out. A model is
@@ -59,7 +59,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Step:
-    """What one mini-batch did; the gradients are those before clipping."""
+    """The results of one mini-batch; gradients are before clipping."""
 
     policy_loss: float
     value_loss: float
@@ -115,7 +115,7 @@ def response_logprobs(logits: Callable, model: nn.Module, prompt: list[int], res
     return result
 
 
-def kept_set(row: list[float], t: int, o: Options, *, top_k: int, top_p: float, min_p: float) -> list[int]:
+def sampling_support(row: list[float], t: int, o: Options, *, top_k: int, top_p: float, min_p: float) -> list[int]:
     """The tokens that response token t is drawn from, in the order of their ids: of the top_k most likely ones the
     fewest whose share reaches top_p, and of these the ones at least min_p times as likely as the first."""
     allowed = [v for v in range(len(row)) if t >= o.min_new_tokens or v not in o.eos_ids]

@@ -1,4 +1,4 @@
-"""The tree draw of kernels/sample.py, written plainly with Python numbers and lists: the slow twin of sample_ref."""
+"""The tree draw of kernels/sample.py with plain Python numbers and lists: the slow twin of sample_ref."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""A small model, its data and one process that trains it in plain torch, to compare train engines with."""
+"""A small model, its data and its training in plain torch, to compare train engines with."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a folder holds, to the byte: tests compare it before and after."""
+"""The contents of a folder, to compare it before and after a test."""
 
 import hashlib
 import os

@@ -66,7 +66,7 @@ def measure(kind: str, num_ranks: int, launches: int, folder: Path) -> dict:
 
 
 def launch(kind: str, num_ranks: int, late: int, folder: Path) -> tuple[int | None, str]:
-    """Status (None: it hung) and what it wrote."""
+    """Exit status (None: it hung) and output."""
     if kind == "tests":
         folder.mkdir()
         (folder / "test_nothing.py").write_text(TEST.format(late=late))
@@ -87,7 +87,7 @@ def launch(kind: str, num_ranks: int, late: int, folder: Path) -> tuple[int | No
 
 @contextmanager
 def busy(num: int) -> Iterator[None]:
-    """So many processes that do nothing but use the processor."""
+    """A number of processes that only use the processor."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
     try:
         yield

@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
-    """Adds the runs of a strategy that are not there yet."""
+    """Adds the missing runs of a strategy."""
     done = {row["run"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
-    options = [*OPTIONS, *options_of(strategy, folder)]
+    options = [*OPTIONS, *strategy_words(strategy, folder)]
     expected, iteration_s = None, 0.0
     for run in sorted(set(range(num_runs)) - done):
         if expected is None:
@@ -79,8 +79,8 @@ def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: 
             print(f"{strategy} {run}: " + ", ".join(f"{name} {row[name]}" for name in names), flush=True)
 
 
-def options_of(strategy: str, folder: Path) -> list[str]:
-    """The words that choose a strategy, and its cluster where it needs one (a file in the folder)."""
+def strategy_words(strategy: str, folder: Path) -> list[str]:
+    """The options that choose a strategy and, if it needs one, its cluster (a file in the folder)."""
     if strategy != "heterogeneous":
         return ["--strategy", strategy]
     (folder / "cluster.toml").write_text(TWO_TYPES)
@@ -207,7 +207,7 @@ def _parent(pid: int) -> int | None:
 
 
 def num_iterations(folder: Path) -> int:
-    """How many a run has done."""
+    """The number of iterations that a run has done."""
     path = folder / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 

@@ -17,7 +17,7 @@ VERSIONS = ("triton", "transformers", "mpi4py", "deepspeed", "pydantic", "numpy"
 
 
 def device(light: Light) -> Found:
-    """Writes the facts that all other steps are chosen by, and tells what runs otherwise than meant."""
+    """Writes the facts by which all other steps are chosen, and reports what works differently than intended."""
     facts: dict = {"python": platform.python_version(), "missing": missing(light.dry)}
     facts["versions"] = {name: version_of(name) for name in VERSIONS}
     facts |= nvidia_smi()
@@ -48,7 +48,7 @@ def device(light: Light) -> Found:
 
 
 def missing(dry: bool) -> list[str]:
-    """What the steps need and is not here."""
+    """What the steps need and this machine lacks."""
     needed = dict.fromkeys(name for step in STEPS for name in step.needs)
     return [name for name in needed if not is_here(name, dry)]
 
@@ -67,7 +67,7 @@ def is_here(name: str, dry: bool) -> bool:
 
 
 def runs(code: str) -> bool:
-    """Whether Python code ends well in a process of its own."""
+    """Whether Python code succeeds in a process of its own."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {code}")
@@ -88,7 +88,7 @@ def nvidia_smi() -> dict:
 
 
 def of_gpu(properties) -> dict:
-    """What torch says of a device."""
+    """The properties of a device according to torch."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

@@ -182,7 +182,7 @@ class Walk:
 
 
 def shortened(log: bytes) -> bytes:
-    """A log without its middle, if it is too long."""
+    """A log; if it is too long, without its middle."""
     if len(log) <= LOG_BYTES:
         return log
     half = LOG_BYTES // 2
@@ -190,7 +190,7 @@ def shortened(log: bytes) -> bytes:
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file that is whole at any moment."""
+    """Replaces a file atomically."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

@@ -45,7 +45,7 @@ QWEN3_06B = ModelConfig("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, rope_theta=
 
 
 def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
-    """Of memory, and of products in these precisions. A dry run's are made up."""
+    """The ceilings of memory and of matrix products in these precisions; invented in a dry run."""
     if device.type == "cpu":
         return DRY_CEILINGS
     matrix = {str(dtype).removeprefix("torch."): matrix_ceiling(device, dtype) for dtype in dtypes}
@@ -54,7 +54,7 @@ def measured_ceilings(device: torch.device, *dtypes: torch.dtype) -> dict:
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
-    """A language model with random weights, drawn where they stay."""
+    """A language model with random weights, created on its device."""
     model = Transformer(config, head="lm", dtype=dtype, device="meta").to_empty(device=device)
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
@@ -195,7 +195,7 @@ def nano_vllm(light: Light) -> Found:
     engine = Engine(model, longest=2 * most, max_sequences=num, free_bytes=free_bytes)
 
     def run(prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[float, Tensor]:
-        """Seconds, and how many tokens each response has."""
+        """Seconds, and the number of tokens of each response."""
         bits_RG = bits_of(len(prompts), max(lengths))
         settings = [Sampling(length, temperature=0.6) for length in lengths]
         started = time.perf_counter()

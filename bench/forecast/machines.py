@@ -1,4 +1,4 @@
-"""Does a forecast hold where its calibration was not made? The demo on machines that this one can imitate.
+"""Are forecasts right on machines other than the calibration's? The demo on machines that this one can imitate.
 
 Slower ones: libraries kept to AVX2 or to SSE, the ranks kept on one core, a control group with a quota of a core and a
 part, and SSE on one core. Each runs the demo (15 iterations of the embedded model under separation on four ranks),
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(machine: Imitated, folder: Path, iterations: int) -> dict:
-    """One run of the demo: what it wrote beside its forecast."""
+    """One run of the demo: measurements and forecast."""
     words = ["--preset", "tiny", "--strategy", STRATEGY, "--calibration", CALIBRATION, "--runs", str(folder)]
     words += [f"iterations={iterations}", "num_samples=0"]
     with entering(machine) as enter:
@@ -88,7 +88,7 @@ def run(machine: Imitated, folder: Path, iterations: int) -> dict:
 
 @contextmanager
 def entering(machine: Imitated) -> Iterator[Callable[[], None]]:
-    """What a process does to move to a machine; its children are there, too."""
+    """Moves this process, and so its children, to an imitated machine."""
     cores = sorted(os.sched_getaffinity(0))[: machine.cores]
     if machine.quota is None:
         yield lambda: os.sched_setaffinity(0, cores)

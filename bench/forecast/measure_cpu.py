@@ -63,13 +63,13 @@ def main(arguments: list[str]) -> int:
 
 
 def workload_of(lengths: dict[str, list[int]]) -> Workload:
-    """The embedded model's iteration with lengths that have been seen."""
+    """The embedded model's iteration with measured lengths."""
     workload = make_workload(presets.load("tiny", WORDS))
     return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
 
 
 def run_case(folder: Path, calibration: Calibration, lengths: dict, size: int, strategy: str) -> dict:
-    """The row of one strategy on so many ranks: its forecast, and one run of the program."""
+    """The row of one strategy on this number of ranks: its forecast, and one run of the program."""
     config = presets.load("tiny", WORDS)
     program = load_strategy(strategy).compile(workload_of(lengths), Cluster.parse(f"1x{size}"), config.strategy)
     found = forecast(program, calibration)

@@ -37,7 +37,7 @@ KEEP = {"8x8": 20, RANKS: 2}  # plans that are simulated, which is shown apart; 
 
 
 def timed(work: Callable) -> tuple[float, object]:
-    """Processor seconds, and what came out."""
+    """Processor seconds, and the result."""
     began = time.process_time()
     found = work()
     return time.process_time() - began, found

@@ -1,4 +1,4 @@
-"""Forecasts of whole iterations on machines that are not here: strategies side by side over models and layouts.
+"""Forecasts of whole iterations on described machines: strategies side by side over models and layouts.
 
 Each strategy has the best of its options (bench/forecast/tuning.py). --suite asks another question
 (bench/forecast/suites.py). With --measure, in an MPI world, the strategies run for real on its devices instead, with a
@@ -76,7 +76,7 @@ def _union_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def merged(first: Calibration, second: Calibration) -> Calibration:
-    """The devices of both, behind the slower links."""
+    """A cluster with the devices of both and the slower of their links."""
     links = {
         name: min(getattr(first, name), getattr(second, name), key=lambda link: link.bytes_per_s)
         for name in ("inside", "between")
@@ -126,7 +126,7 @@ def planned(workload: Workload, cluster: Cluster, calibration: Calibration) -> F
 
 
 def row_of(case: Case, found: Found, workload: Workload, calibration: Calibration) -> dict:
-    """A row: what, and how fast, and how full. Sizes are of the fullest device, in bytes."""
+    """A row: case, seconds and bytes. Sizes are of the fullest device."""
     about = {
         "bench": "scan",
         "preset": case.preset,
@@ -164,7 +164,7 @@ def sizes(program: Program) -> dict[str, int]:
 
 
 def copy_bytes(program: Program, rank: int, models: Sequence[str]) -> int:
-    """Weights on a rank of copies that do not train."""
+    """Bytes of the weights of frozen copies on a rank."""
     total, layouts = 0, program.placement.layouts
     for (model, shard), calls in program.copies(rank).items():
         layout, shape = layouts[calls[0]], program.workload.models[model]
@@ -175,7 +175,7 @@ def copy_bytes(program: Program, rank: int, models: Sequence[str]) -> int:
 
 
 def device_s(seen: Forecast) -> dict[str, float]:
-    """Where an iteration goes, mean over devices: seconds in each phase, and the rest, which they wait. Sums to it."""
+    """Seconds of an iteration in each phase, and the rest, in which devices wait: means over devices."""
     workflow, num = seen.program.workload.workflow, seen.program.cluster.num_devices
     found = dict.fromkeys(PHASES.values(), 0.0)
     for _, step, begin_s, end_s in runs(seen):

@@ -111,7 +111,7 @@ def orders(rows: Sequence[Mapping]) -> Claims:
 
 
 def planner_first(rows: Sequence[Mapping]) -> Claims:
-    """The planner's plan is as fast as the best of the strategies, but for NEAR."""
+    """The planner's plan is as fast as the best strategy, up to the tolerance NEAR."""
     places = dict.fromkeys((row["preset"], row["layout"]) for row in rows if row["strategy"] == "planner")
     fixed = [strategy for strategy in STRATEGIES if strategy != "planner"]
     pairs = {
@@ -140,7 +140,7 @@ def frozen_halved(rows: Sequence[Mapping]) -> Claims:
 
 
 def traffic_small(rows: Sequence[Mapping]) -> Claims:
-    """What interleaving moves takes less than a hundredth of an iteration."""
+    """The transfers of interleaving take less than a hundredth of an iteration."""
     late = [row for row in rows if row["samples_per_s"] and row["data_exposed_s"] >= 0.01 * row["iteration_s"]]
     return {"traffic_below_1_percent": [f"{row['preset']} {row['layout']} {row['strategy']}" for row in late]}
 

@@ -42,7 +42,7 @@ class Tuned:
 
 @dataclass(slots=True)
 class _Known:
-    """What depends on few layouts is computed once for all points of a grid."""
+    """Caches values that depend on few layouts, for all points of a grid."""
 
     workload: Workload
     cluster: Cluster
@@ -55,7 +55,7 @@ class _Known:
         return Program(self.workload, placement, self.cluster, {}, (), ((),) * self.cluster.num_devices)
 
     def excess_bytes(self, placement: Placement) -> int:
-        """By how much the fullest device is too small; 0: all fits. Ranks of one stage of all calls hold the same."""
+        """The bytes that the fullest device lacks; 0: it all fits. Ranks of one stage of all calls hold the same."""
         program, calls = self.without_instructions(placement), self.workload.workflow.placed_calls
         most = 0
         for rank in _different(placement, self.cluster):

@@ -41,7 +41,7 @@ CORRELATION = 0.9  # of ranks, promised of all rows
 
 
 def workload_of(row: Mapping[str, str]) -> Workload:
-    """One iteration as a row describes it."""
+    """The workload that a row describes."""
     batch, recomputes = int(row["batch"]), SYSTEMS[row["system"]].recomputes
     shapes = {model: SHAPES[row[column]] for model, column in MODELS.items()}
     for model in ("critic", "reward"):

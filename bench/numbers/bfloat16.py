@@ -1,7 +1,7 @@
-"""The embedded model in bfloat16, whose rounding lets tokens differ between placements: reward curves within noise?
+"""Do reward curves in bfloat16, whose rounding lets tokens differ between placements, agree within noise?
 
-Ten iterations under each strategy on four ranks against one rank. Noise is the standard error of the difference of two
-means over independent responses: curves of other responses to the same prompts would lie about one such error apart.
+Ten iterations of the embedded model under flattening, interleaving1, interleaving2 and separation on four ranks against
+one rank. Noise is the standard error of the difference of two means over independent responses to the same prompts.
 
 Cost: four minutes on two cores. Command: python -m bench bfloat16
 """

@@ -1,4 +1,4 @@
-"""Does the placement change what is learned? Reward and KL of the embedded model under every strategy, compared.
+"""Does the placement change what is learned? Reward and KL of the embedded model under five strategies, compared.
 
 Four ranks, float32, ten iterations with one seed; the curves must be those of flattening to 1e-4.
 
@@ -27,13 +27,13 @@ TOLERANCE = 1e-4  # of rewards, and of nats
 
 
 def largest_difference(mine: Sequence[Mapping], expected: Sequence[Mapping]) -> float:
-    """Of mean reward and KL, over all iterations. Raises ValueError where one run is longer."""
+    """The largest difference of mean reward and of KL over all iterations. Raises ValueError if one run is longer."""
     pairs = list(zip(mine, expected, strict=True))
     return max(abs(a[name] - b[name]) for a, b in pairs for name in ("reward", "kl"))
 
 
 def rows_of(runs: Mapping[str, Sequence[Mapping]]) -> list[dict]:
-    """A row per strategy from the metrics of its iterations; the first strategy is what the others are held against."""
+    """A row per strategy from the metrics of its iterations; the others are compared with the first strategy."""
     base = next(iter(runs.values()))
     rows = []
     for name, metrics in runs.items():

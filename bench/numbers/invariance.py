@@ -1,8 +1,8 @@
-"""The embedded model under every strategy, at 1, 2, 4, 5 and 8 ranks and ZeRO 0-3: tokens and numbers compared.
+"""Tokens and metrics of the embedded model under flattening, interleaving1, interleaving2 and separation, compared.
 
-Three iterations in float32 with each of the first three seeds, against the run on one rank. One launch of mpirun for
-each number of ranks carries out all its cases. Where a token differs, the closest that a random number came to the
-edge of a token's interval says whether rounding can have moved it.
+Three iterations in float32 with seeds 0 to 2, at 1, 2, 4, 5 and 8 ranks and ZeRO 0 to 3, against one rank. One mpirun
+for each number of ranks executes all its cases. Where a token differs, the smallest distance between a random number
+and the edge of a token's interval shows whether rounding can explain it.
 
 Cost: ten minutes on two cores. Command: python -m bench invariance
 """
@@ -34,7 +34,7 @@ def load(seed: int) -> Config:
 
 
 def programs(num_ranks: int) -> list[tuple[str, dict, Program]]:
-    """Strategy, options and program of the cases with so many ranks."""
+    """Strategy, options and program of the cases with this number of ranks."""
     workload, cluster = make_workload(load(0)), Cluster.parse(f"1x{num_ranks}")
     return [
         (name, options, load_strategy(name).compile(workload, cluster, options))
@@ -44,7 +44,7 @@ def programs(num_ranks: int) -> list[tuple[str, dict, Program]]:
 
 
 def run_cases(folder: Path) -> None:
-    """What each rank of a launch does; rank 0 leaves a JSON line and the weights of actor and critic per case."""
+    """The main function of each rank; rank 0 writes a JSON line and the weights of actor and critic for each case."""
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -69,7 +69,7 @@ def run_case(folder: Path, world, name: str, options: dict, program: Program, se
     run = RunOf(load(seed), world, program) if world.size > 1 else Replay(load(seed))
     metrics = run.iterations()
     weights = {f"{model}.{key}": w for model in ("actor", "critic") for key, w in run.weights(model).items()}
-    if world.rank == 0:  # every strategy here trains both models on rank 0
+    if world.rank == 0:  # all these strategies train both models on rank 0
         case = {"ranks": world.size, "strategy": name, "options": options, "seed": seed}
         file = f"{world.size}-{name}-{'-'.join(options.values())}-{seed}"
         save_file({key: w.contiguous() for key, w in weights.items()}, folder / f"{file}.safetensors")

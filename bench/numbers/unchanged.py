@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
 
 
 def bits(commit: str, parts: tuple[str, ...]) -> dict:
-    """Compares what both trees compute; -> what the row says of it."""
+    """Compares the results of both trees -> fields of the row."""
     differences = {}
     for part in parts:
         old, old_s = of_commit(commit, part)
@@ -77,7 +77,7 @@ def bits(commit: str, parts: tuple[str, ...]) -> dict:
 
 
 def speed(commit: str) -> dict:
-    """Compares the processor time of both trees; -> what the row says of it."""
+    """Compares the processor time of both trees -> fields of the row."""
     from bench.numbers import unchanged_speed
 
     with worktree(commit) as tree:
@@ -89,7 +89,7 @@ def speed(commit: str) -> dict:
 
 
 def write(folder: Path, parts: tuple[str, ...]) -> int:
-    """Writes FOLDER/PART.json for each part: what the tree computes in which this process runs."""
+    """Writes FOLDER/PART.json for each part: the results of the tree in which this process runs."""
     assert_from(REPOSITORY)
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
@@ -120,7 +120,7 @@ def assert_from(tree: Path) -> None:
 
 
 def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
-    """What a tree computes by its own copy of this bench, and the seconds that it took."""
+    """The results of a tree by its own copy of this bench, and the seconds that it took."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unchanged_") as folder:
         run_in(tree, ["unchanged", "--write", folder, "--only", part])
@@ -185,7 +185,7 @@ def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
 
 
 def machine() -> dict[str, str]:
-    """What bits may depend on beside the code."""
+    """The properties of the machine on which bits may depend."""
     info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     told = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in info}
     about = {name: told.get(name, "") for name in ("model name", "flags")}

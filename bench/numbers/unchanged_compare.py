@@ -1,4 +1,4 @@
-"""Compares two sets of goldens of `bench unchanged`: what differs first, after names that were changed on purpose."""
+"""Compares two sets of goldens of `bench unchanged`: the first difference, after intended renames."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Generation by ours and by transformers in turns: the row of a workload, and how it is shown."""
+"""Times generation by this project and by transformers alternately: the row of a workload, and its table."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""What a decode step must cost at least on this device, and where the rest of its time goes."""
+"""The least time of a decode step on this device, and where the rest of its time goes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -54,7 +54,7 @@ def decode_step(mine: Transformer, ceilings: dict, *, rows: int = ROWS, context:
 
 
 def ways(theirs) -> dict[str, dict]:
-    """How transformers can be asked on this device; a static cache compiles the model, where that works."""
+    """The ways to call transformers on this device; a static cache compiles the model, where that works."""
     found = {"transformers": {}}
     brief = peers.to_the_limit(theirs.config.vocab_size, num=2, new=4)
     try:

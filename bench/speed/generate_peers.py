@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """What counts: tokens of responses."""
+        """The number of response tokens."""
         return sum(self.lengths)
 
     @property
@@ -77,7 +77,7 @@ def _prompts(num: int, length: int, vocab_size: int) -> Tensor:
 
 
 def random_model(sizes: dict, dtype: torch.dtype, device: torch.device) -> AutoModelForCausalLM:
-    """transformers' model of these sizes, random weights, made where they stay."""
+    """A model of transformers of these sizes with random weights, created on its device."""
     config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=2048)
     torch.manual_seed(0)
     with torch.device(device):
@@ -85,7 +85,7 @@ def random_model(sizes: dict, dtype: torch.dtype, device: torch.device) -> AutoM
 
 
 def without_ends(theirs: AutoModelForCausalLM) -> AutoModelForCausalLM:
-    """No token ends a response: the requests say how long they are."""
+    """Turns off end tokens: the requests give the lengths of responses."""
     theirs.generation_config.eos_token_id = None
     theirs.generation_config.pad_token_id = 0
     return theirs

@@ -1,4 +1,4 @@
-"""What it costs that a run survives: iterations with and without what watches over them, and with checkpoints.
+"""The cost of fault tolerance: iterations with and without the guards, and with checkpoints.
 
 Guarded iterations are as `train` runs them: flight recorder, positions on the board, the watch thread, a supervisor
 beside each rank. Bare ones have none of it: nothing is noted and the supervisors are stopped. Both do the same work
@@ -103,7 +103,7 @@ def measure(config: Config, program: Program, world: World) -> dict:
 
 
 def guard(world: World, *, on: bool) -> None:
-    """Turns everything that watches over this rank on or off."""
+    """Turns all guards of this rank on or off."""
     os.kill(os.getppid(), signal.SIGCONT if on else signal.SIGSTOP)  # its supervisor
     for owner, name, nothing in ((world, "progress", lambda *_: None), (world.watch, "_look", lambda: 0.0)):
         if on:

@@ -1,4 +1,4 @@
-"""How near are the kernels to what the device can do, and how much faster than their peers?
+"""How close are the kernels to the device's ceilings, and how much faster than their peers?
 
 Each kernel and its peers take turns in one run, on random data; shares are of the memory bandwidth and of the rate of
 matrix products that the run itself measures. With a GPU: sampling, logprobs (also peak memory), decode attention, the

@@ -1,4 +1,4 @@
-"""What the launchers in kernels/ launch: recorded instead of run, for a GPU that need not be there.
+"""Records what the launchers in kernels/ would launch, without running it; needs no GPU.
 
 The launchers choose grids, block sizes and numbers of warps; these are taken from them, not repeated. Tensors may be on
 device "meta": only dtypes, strides and alignment count. Not with TRITON_INTERPRET=1, which replaces the compiler.
@@ -35,7 +35,7 @@ class Launch:
 
 
 class _Driver:
-    """A GPU as far as the compiler asks for it."""
+    """The properties of a GPU that the compiler asks for."""
 
     def __init__(self, target: GPUTarget):
         self._target = target

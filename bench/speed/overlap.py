@@ -41,7 +41,7 @@ ITERATIONS = 4  # the first one is a warm-up
 
 
 def small(folder: Path) -> Config:
-    """Models of a few thousand parameters and 16 prompts in four mini-batches: next to nothing to compute."""
+    """Models of a few thousand parameters and 16 prompts in four mini-batches, which take almost no time."""
     models = [f"models.actor={folder / 'actor'}", f"models.reward={folder / 'reward'}"]
     sizes = ["rollout_batch=16", "mini_batch=4", "generation.max_new_tokens=4", "num_samples=0", "ppo.epochs=1"]
     return presets.load("tiny", [*models, *sizes, f"iterations={ITERATIONS}"])
@@ -143,7 +143,7 @@ def measure(
 
 
 def besides_s(program: Program, iterations: list, scale: float = 1.0) -> dict[str, float]:
-    """What a Run of each call takes besides its sleep: the median. iterations[i][rank]: total, seconds of each Run.
+    """The median time of a Run of each call besides its sleep. iterations[i][rank]: total, seconds of each Run.
 
     In a group the last rank to come shows how long the Run itself takes; the others also wait in it.
     """
@@ -179,7 +179,7 @@ def judge(rows: list[dict], tolerance: float = TOLERANCE) -> None:
 
 
 def run_cases(file: Path) -> None:
-    """What each rank of the bench does; rank 0 writes the rows."""
+    """The main function of each rank; rank 0 writes the rows."""
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()

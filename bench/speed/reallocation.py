@@ -158,7 +158,7 @@ def empty_weights(shard: Shard, flat: "torch.Tensor | None" = None) -> Weights:
 
 
 def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
-    """What a shard has of the full model, as views of it."""
+    """The slices of the full model that a shard holds, as views."""
     found = {}
     for weight in weights_of(SHAPE):
         box = weight.box(shard)
@@ -170,7 +170,7 @@ def slices(full: Weights, shard: Shard) -> "dict[str, torch.Tensor]":
 
 
 def full_model() -> Weights:
-    """Every number has bits of its own."""
+    """A model in which all numbers differ."""
     import torch
 
     numbers = torch.arange(SHAPE.num_params, dtype=torch.int32)

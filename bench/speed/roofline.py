@@ -12,7 +12,7 @@ CPU_BYTES, GPU_BYTES = 2**28, 2**31
 
 
 def alternate(calls: Mapping[str, Callable], device: torch.device, *, rounds: int) -> dict[str, float]:
-    """The median seconds of each call. They take turns, so that a slow moment of the machine falls on all alike."""
+    """The median seconds of each call. They alternate, so that a slow moment of the machine affects all alike."""
     time_one = _gpu_timer(device) if device.type == "cuda" else _cpu_s
     for call in calls.values():
         call()

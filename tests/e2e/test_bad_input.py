@@ -295,7 +295,7 @@ def test_different_configs(folder, tmp_path):
     ],
 )
 def test_many_processes_and_not_train(words, says):
-    """mpirun starts what it is told to, also where there is nothing for many ranks to do."""
+    """mpirun also starts verbs that run in one process."""
     command = [*mpi_command(3), sys.executable, "-m", "rlhf_spmd", *words]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert status not in (0, None)

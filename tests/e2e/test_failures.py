@@ -139,7 +139,7 @@ def test_one_message_and_nothing_left(name, overrides, tmp_path):
 
 @pytest.mark.parametrize("away", ["deleted", "moved"])
 def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
-    """Somebody removes it while the run goes on, which also writes checkpoints there."""
+    """The folder, to which the run also writes checkpoints, is removed during the run."""
     run, log = tmp_path / "run", tmp_path / "log"
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *overrides, "--runs", str(tmp_path)]
     options = ["--name", "run", "num_samples=0", "iterations=100000", "checkpoint.every=3"]

@@ -59,7 +59,7 @@ def without_logprob(lines: list[dict]) -> list[dict]:
 
 
 def test_the_same_file_on_any_number_of_ranks(warm, tmp_path):
-    """And with windows of two prompts instead of one for all; logprobs agree to rounding."""
+    """Also with windows of two prompts instead of one window for all; logprobs agree to rounding."""
     options = ["generation.max_new_tokens=12", "samples_per_prompt=2", "generation.top_p=0.9", "--seed", "7"]
     expected = generate(warm, tmp_path, embedded_prompts(), *options, name="one")
     assert [list(line) for line in expected] == [KEYS] * (2 * NUM)
@@ -91,7 +91,7 @@ def test_greedy_is_what_transformers_generates(warm, tmp_path):
 
 
 def cut(row: list[int]) -> list[int]:
-    """Up to the EOS, which counts."""
+    """The tokens up to and including the EOS."""
     (eos,) = read_config(ACTOR).eos_token_ids
     return row[: row.index(eos) + 1] if eos in row else row
 

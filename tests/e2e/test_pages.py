@@ -46,7 +46,7 @@ def options(tmp_path_factory) -> list[str]:
 
 
 def trained(page: str, num_ranks: int, more: tuple[str, ...], options: list[str], name: str) -> Path:
-    """The run folder of a page on so many ranks."""
+    """The run folder of a page on this number of ranks."""
     folder = Path(options[-1]).parent
     judge = [f"models.judge={folder / 'judge'}"] if page == "group" else []
     rates = [f"optimizer.{role}_lr=1e-3" for role in LR[page]]
@@ -89,7 +89,7 @@ def test_a_page_trains_to_the_same_numbers_anywhere(page, options):
 
 
 def test_a_page_is_resumed_from_its_run_folder(options):
-    """With the page of the run folder, wherever the user's file has gone."""
+    """The page is read from the run folder, even if the user's file is gone."""
     whole = trained("group", 1, (), options, "whole")
     half = trained("group", 1, ("iterations=1",), options, "half")
     command = [sys.executable, "-m", "rlhf_spmd", "train", "--resume", str(half), "iterations=2"]

@@ -155,7 +155,7 @@ def test_what_would_be_another_run_is_refused(finished, options, words, refused)
 
 @pytest.mark.parametrize(("option", "what"), [("data.prompts=", "prompts"), ("models.reward=", "model")])
 def test_other_inputs_are_refused(finished, overrides, option, what, refused):
-    """A prompt more, or another number among the weights of the reward model."""
+    """An additional prompt, or a changed weight of the reward model."""
     named = Path(next(text for text in overrides if text.startswith(option)).partition("=")[2])
     path = named if named.is_file() else named / "model.safetensors"
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Who listens where while a job runs on one machine: nothing of the program beyond loopback."""
+"""Listening sockets while a job runs on one machine: the program listens on loopback only."""
 
 import sys
 

@@ -139,7 +139,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("options", OTHERS, ids=lambda options: " ".join(options[:3]))
 def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path):
-    """Its samples, too, which are generated and scored where the strategy has those calls."""
+    """Its samples are the same, too; they are generated and scored on the ranks of those calls."""
     (tmp_path / "cluster.toml").write_text(TWO_TYPES)
     options = [option.format(folder=tmp_path) for option in options]
     status, stdout, stderr = train(4, [*overrides, "--strategy", *options, "--runs", str(tmp_path), "--name", "other"])

@@ -111,7 +111,7 @@ def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tu
 
 
 def make_batch(num: int = 5, seed: int = 7) -> tuple[Sequences, Tensor]:
-    """Odd lengths, one-token prompts, a row without response; the kept sets hold each token and some others."""
+    """Odd lengths, one-token prompts, a row without response; the sampling supports hold each token and some others."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, 1 + (i * 3 + seed) % 4).tolist() for i in range(num)]
     responses = [rng.integers(4, 29, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist() for i in range(num)]
@@ -169,7 +169,11 @@ def check_gradients(team: Team, whole: Transformer, mine: Transformer) -> None:
 
 PLAIN = {"temperature": 1.0, "eos_ids": EOS, "min_new_tokens": 0}
 BANNED = {"temperature": 0.7, "eos_ids": EOS, "min_new_tokens": 2}
-CASES = {"plain": (PLAIN, False), "banned": (BANNED, False), "kept": (BANNED, True)}  # sampling, kept sets
+CASES = {
+    "plain": (PLAIN, False),
+    "banned": (BANNED, False),
+    "kept": (BANNED, True),
+}  # sampling options, whether sampling supports are stored
 
 
 def cut_vocabulary(monkeypatch, num_chunks: int) -> None:

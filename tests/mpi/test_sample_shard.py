@@ -1,4 +1,4 @@
-"""Drawing from a vocabulary split over ranks: the token, the numbers and the kept set of whole rows, on every rank.
+"""Drawing from a vocabulary split over ranks: every rank gets the token, numbers and sampling support of whole rows.
 
 python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_sample_shard.py
 """

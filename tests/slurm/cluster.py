@@ -194,7 +194,7 @@ class Cluster:
             self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def crash(self, node: str) -> None:
-        """The node is gone at once, with all that ran on it."""
+        """Stops the node at once, with all its processes."""
         self.daemons[node].kill()
         self.kill_all(node)
         self.daemons[node].wait()

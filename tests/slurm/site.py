@@ -69,5 +69,5 @@ class Site:
 
 
 def numbers(rows: list[dict]) -> list[dict]:
-    """What must not depend on the launcher nor on interruptions: the metrics, but for times."""
+    """The metrics without times, which must depend neither on the launcher nor on interruptions."""
     return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]

@@ -1,4 +1,4 @@
-"""`train` under srun and mpirun in a job, on two nodes and on one: the same numbers, and who listens where.
+"""`train` under srun and mpirun in a job, on two nodes and on one: the same numbers, and listening sockets.
 
 make test-slurm
 """

@@ -1,1 +1,1 @@
-"""Toy pages: algorithms of one file each, which no other file knows."""
+"""Toy pages: algorithms of one file each, which no other file mentions."""

@@ -120,7 +120,7 @@ def test_response_logprobs(temperature, least):
         assert not found_G[len(response) :].any() and not entropy_G[len(response) :].any()
 
 
-def test_response_logprobs_within_kept_sets():
+def test_response_logprobs_within_sampling_supports():
     """The softmax over the stored set alone; -1 pads a set, and a set may hold a single token."""
     model, pairs = make_model("lm"), make_pairs()
     rng = np.random.default_rng(1)

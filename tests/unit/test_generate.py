@@ -63,7 +63,7 @@ def run(model: Transformer, prompts: list[list[int]], bits_BG: Tensor, **options
 def slow_response(
     model: Transformer, prompt: list[int], bits_G, *, temperature=1.0, eos_ids=(), min_new_tokens=0, **limits
 ) -> tuple[list[int], list[float], list[list[int]]]:
-    """Tokens, logprobs and kept sets by the textbook, in float64; nothing is remembered between tokens."""
+    """Tokens, logprobs and sampling supports by the textbook, in float64, without a cache."""
     response, logprobs, sets = [], [], []
     for t, bits in enumerate(bits_G.tolist()):
         logits = model.logits(model(torch.tensor([prompt + response]))[0, -1]).double().numpy() / temperature

@@ -87,7 +87,7 @@ def test_invariant_1_within_parity_from_the_generator(temperature, overrides):
     ids=["temperature", "banned", "top-k", "all"],
 )
 def test_no_kl_while_the_actor_is_the_reference(sampling, old_logprobs, overrides):
-    """Rows 13 and 14: the reference pass uses the temperature, the ban and the kept sets, so no token has a KL yet."""
+    """Rows 13 and 14: the reference pass uses temperature, ban and sampling supports, so no token has a KL yet."""
     run = RunOf(load(overrides, f"ppo.old_logprobs={old_logprobs}", *sampling))
     metrics, store = run.iteration(), run.data.store
     old = {"generator": "logprobs", "recompute": "old_logprobs"}[old_logprobs]

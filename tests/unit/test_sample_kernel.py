@@ -1,4 +1,4 @@
-"""The Triton form of sample() against its twin and the form for CPUs: the same tokens, numbers and kept sets."""
+"""The Triton form of sample() against its twin and the CPU form: the same tokens, numbers and sampling supports."""
 
 import os
 import subprocess

@@ -95,7 +95,7 @@ def float64(monkeypatch) -> None:
     monkeypatch.setattr(Store, "make", wide)
 
 
-def options_of(config: Config) -> slow_ppo.Options:
+def slow_options(config: Config) -> slow_ppo.Options:
     ppo, optimizer, generation = config.options, config.optimizer, config.generation
     same = ("gamma", "lam", "truncation", "truncation_penalty", "clip_score", "whiten", "clip_ratio", "clip_value")
     return slow_ppo.Options(
@@ -118,7 +118,7 @@ class SlowRun:
     """The second implementation from the same checkpoints on: what lives from one iteration to the next."""
 
     def __init__(self, config: Config):
-        self.config, self.options = config, options_of(config)
+        self.config, self.options = config, slow_options(config)
         dtype = rank_models.DTYPES[config.dtype]
         folders = config.models
         self.actor = load_model(folders["actor"], head="lm", dtype=dtype)
@@ -167,7 +167,9 @@ class SlowRun:
         rows, generation = self.actor.logits(self.actor(torch.tensor([prompt + response]))[0]), self.config.generation
         limits = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
         for t, kept in enumerate(self.kept[tuple(prompt + response)]):
-            assert sorted(kept) == slow_ppo.kept_set(rows[len(prompt) + t - 1].tolist(), t, self.options, **limits)
+            assert sorted(kept) == slow_ppo.sampling_support(
+                rows[len(prompt) + t - 1].tolist(), t, self.options, **limits
+            )
 
     def options_now(self) -> slow_ppo.Options:
         """With what changes between iterations: the KL coefficient, and mean and spread of all scores so far."""
