@@ -46,10 +46,6 @@ class Algorithm:
     def has_state(self) -> bool:
         return hasattr(self.module, "State")
 
-    def given(self) -> dict[str, Shape]:
-        """Key -> shape of the data of one row of the data set."""
-        return {key: "prompt" if key == PROMPTS else "response" for key in self.data}
-
     def workflow(self, options: page.Options, *, replay: bool = False) -> Workflow:
         """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
 
@@ -57,7 +53,8 @@ class Algorithm:
             self.module.workflow(options, model, compute, **data)
 
         try:
-            return trace(on_symbols, self.roles, self.given(), replay=replay)
+            shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
+            return trace(on_symbols, self.roles, shapes, replay=replay)
         except UserError as error:
             raise UserError(f"algorithm {self.name}: {error}") from error
         except Exception as error:

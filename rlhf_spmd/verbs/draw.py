@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
@@ -22,11 +22,11 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.text.listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.run.picture import Picture
+from rlhf_spmd.runtime.run.placement_map import Map, add_maps
+from rlhf_spmd.runtime.run.timeline import Panel, add_stack
 from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.plan import read_calibrated, records, refuse_existing, save
-
-if TYPE_CHECKING:
-    from rlhf_spmd.runtime.run.picture import Picture
 
 MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane
 
@@ -77,12 +77,8 @@ def compile_all(
 
 def picture_of(
     programs: Mapping[str, Program], forecasts: Mapping[str, Forecast], *, title: str, maps: bool, by: str
-) -> "Picture":
+) -> Picture:
     """Maps, if wanted, above the timelines of the forecasts, if there are any. by: the source of the forecasts."""
-    from rlhf_spmd.runtime.run.picture import Picture
-    from rlhf_spmd.runtime.run.placement_map import Map, add_maps
-    from rlhf_spmd.runtime.run.timeline import Panel, add_stack
-
     workflow = next(iter(programs.values())).workload.workflow
     picture = Picture()
     what = ["Maps: which rank runs which call, one iteration from top to bottom."] if maps else []

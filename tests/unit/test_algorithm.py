@@ -140,7 +140,7 @@ def test_a_page_of_a_file(tmp_path):
     algorithm = checked(path, sign="down")
     assert (algorithm.name, algorithm.title, algorithm.from_file) == ("mine", "REINFORCE", True)
     assert algorithm.source == path.read_text() and not algorithm.has_state
-    assert algorithm.trained_roles == ("policy",) and algorithm.given() == {"prompts": "prompt"}
+    assert algorithm.trained_roles == ("policy",) and set(algorithm.data) == {"prompts"}
     assert not list(tmp_path.glob("__pycache__"))
 
 
