@@ -1,4 +1,4 @@
-"""RLHF as one SPMD program: which rank does what is a one-page strategy (see CONTRIBUTING.md for the architecture)."""
+"""RLHF as one SPMD program: a one-page strategy decides which rank does what (CONTRIBUTING.md: the architecture)."""
 
 from pathlib import Path
 

@@ -192,8 +192,8 @@ def algorithm_names() -> list[str]:
 
 
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
-    """By name (`ppo`) or by file (`path/to/mine.py`). title: the name of its options, if it is not that of the file.
-    Raises UserError naming what is wrong with it."""
+    """Loads an algorithm by name (`ppo`) or by file (`path/to/mine.py`). title: the name of its options (None: that of
+    the file). Raises UserError naming the error."""
     module, source = load_module("algorithm", name, "rlhf_spmd.algorithms", algorithm_names())
     stem, from_file = Path(name).stem, name.endswith(".py")
     if not stem.isidentifier():

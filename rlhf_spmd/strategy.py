@@ -39,7 +39,7 @@ class Strategy:
         return placement
 
     def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:
-        """The program of its placement. A UserError names this strategy."""
+        """The program of the placement. A UserError names this strategy."""
         placement = self.placement(workload, cluster, options)
         try:
             return compile_program(workload, placement, cluster)
@@ -47,7 +47,7 @@ class Strategy:
             raise UserError(f"strategy {self.name}: {error}") from error
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options as place()'s annotations want them."""
+        """Options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
         parameters = list(inspect.signature(self.place, eval_str=True).parameters.values())[2:]  # workload, cluster
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         known = {p.name: p for p in parameters if p.kind in by_name}
@@ -69,7 +69,7 @@ def strategy_names() -> list[str]:
 
 
 def load_strategy(name: str) -> Strategy:
-    """By name (`flattening`) or by file (`path/to/mine.py`). Raises UserError naming what is wrong with it."""
+    """Loads a strategy by name (`flattening`) or by file (`path/to/mine.py`). Raises UserError naming the error."""
     module, source = load_module("strategy", name, "rlhf_spmd.strategies", strategy_names())
     if not callable(getattr(module, "place", None)):
         raise UserError(

@@ -25,7 +25,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
-    return report(program, check(program), strategy.name, title, parsed.rank)
+    return print_report(program, check(program), strategy.name, title, parsed.rank)
 
 
 def read_config_and_cluster(
@@ -56,7 +56,7 @@ def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
     return [word for name, value in named.items() if value for word in (name, value)]
 
 
-def report(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:
+def print_report(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:
     """Prints a program, the findings about it and, last, a line of JSON -> the exit status. rank: whose instructions
     are printed."""
     print(show_program(program, title=title, rank=rank))

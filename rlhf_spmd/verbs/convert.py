@@ -1,4 +1,4 @@
-"""The convert verb: a GGUF file becomes a Hugging Face folder."""
+"""The convert verb: turns a GGUF file into a Hugging Face folder."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The verb generate on the ranks of an MPI world: its options, compared among the ranks, and then the work."""
+"""The generate verb on the ranks of an MPI world: compares its options among the ranks, then generates."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The plan verb: searches placements, shows the best beside the shipped strategies, and writes the winner as a module.
+"""The plan verb: searches placements, compares the best with the shipped strategies, and writes the winner as a module.
 
 Needs neither torch nor MPI. `train --strategy auto` plans by the same functions.
 """
@@ -47,7 +47,7 @@ MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A row of the table: a plan or a shipped strategy with its forecast, or why there is none."""
+    """A row of the table: a plan or a shipped strategy with its forecast, or the reason why it has none."""
 
     name: str
     program: Program | None
@@ -132,7 +132,7 @@ def read_calibrated(
 
 
 def refuse_options(config: Config) -> None:
-    """Raises UserError if there are options for a strategy that is still to be found."""
+    """Raises UserError if there are options of a strategy, because the planner makes its own."""
     if config.strategy:
         first = next(iter(config.strategy))
         raise UserError(f"strategy.{first} is an option of a strategy, but the planner chooses every layout; drop it")
@@ -245,7 +245,7 @@ def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
 
 
 def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:
-    """The row as a strategy module, with its forecast on top. The same on every rank that plans the same."""
+    """The row as a strategy module, with its forecast in the docstring. Deterministic."""
     program, seconds, limit = row.program, call_s(row.forecast), limits(row.program, calibration)
     about = (
         "Written by `python -m rlhf_spmd plan`; edit it like any strategy. The forecast is by the constants of "
@@ -269,7 +269,7 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
 
 
 def records(found: Forecast) -> list[dict[str, object]]:
-    """A forecast in the form of trace.Tracer.to_records, for the same drawing as a measured run's."""
+    """A forecast in the form of trace.Tracer.to_records, so that it is drawn like a measured run."""
     cluster, spans_of = found.program.cluster, []
     began = iter(runs(found))
     for rank, (steps, times) in enumerate(zip(found.program.instructions, found.times, strict=True)):
@@ -319,8 +319,8 @@ def strategy_of(name: str, source: str) -> Strategy:
 
 
 def measure(world: Any, parsed: argparse.Namespace) -> None:
-    """The verb on the ranks of a world: the best plans are run for a few iterations, and the quickest wins. Rank 0
-    plans and prints. Raises UserError as run() does."""
+    """The verb on the ranks of a world: runs the best plans for a few iterations; the fastest wins. Rank 0 plans and
+    prints. Raises UserError as run() does."""
     from rlhf_spmd.runtime.world.devices import check_program, describe_device
 
     told: list[list[Any]] = []
@@ -357,7 +357,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     save(out, lambda path: path.write_text(told[first][1]))
     where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
-    print(f"\nThe quickest, {told[first][0]}, is written to {out}")
+    print(f"\nThe fastest, {told[first][0]}, is written to {out}")
     measured = {name: one_s for (name, _), one_s in zip(told, seconds, strict=True)}
     result = {"name": told[first][0], "out": str(out), "forecast_s": best[first].forecast.makespan_s}
     print(json.dumps(result | {"measured_s": seconds[first], "gap": found.gap, "plans": measured, "ok": True}))

@@ -20,7 +20,7 @@ from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program, type_of
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.check import config_words, load_config, report
+from rlhf_spmd.verbs.check import config_words, load_config, print_report
 from rlhf_spmd.verbs.plan import auto, calibration_for
 
 RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, workspaces of matrix products
@@ -58,7 +58,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
-            report(program, findings, strategy.name, title)
+            print_report(program, findings, strategy.name, title)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
