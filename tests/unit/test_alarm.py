@@ -1,4 +1,4 @@
-"""What runs away is named once, and what only grows is not."""
+"""A metric that explodes is named once; one that only grows is not."""
 
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of

@@ -1,4 +1,4 @@
-"""What the bench of kills calls ok, and what it compares."""
+"""The bench of kills: its verdicts, and what it compares."""
 
 import json
 

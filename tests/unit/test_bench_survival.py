@@ -1,4 +1,4 @@
-"""What the benches of long runs and of guards make of their numbers."""
+"""The summaries of the benches of long runs and of guards."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What changes between iterations and steps by global numbers: rows 2, 5 and 20."""
+"""Coefficients, learning rates and running moments: rows 2, 5 and 20."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The engine: what a request gets does not depend on who else is there, nor on how the cache is laid out."""
+"""The engine: the result of a request depends neither on other requests nor on the layout of the cache."""
 
 import itertools
 

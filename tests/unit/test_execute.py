@@ -1,4 +1,4 @@
-"""What the executor says and sends, without any other rank: meeting places, message tags and who is named as late."""
+"""The executor without other ranks: where ranks meet, message tags, and which rank is named as late."""
 
 import itertools
 from collections import Counter

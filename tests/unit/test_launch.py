@@ -1,4 +1,4 @@
-"""What a rank decides about launcher, devices and network before there is anybody to ask."""
+"""What a rank decides about launcher, devices and network before it can communicate."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What limits a call, where the constants leave no doubt, and against costs of whole forecasts."""
+"""The bottleneck of a call, with constants that leave no doubt and against costs of whole forecasts."""
 
 from dataclasses import replace
 from math import inf

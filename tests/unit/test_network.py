@@ -1,4 +1,4 @@
-"""Which interface MPI is told to keep to, from what the launcher says."""
+"""The network interface that MPI is restricted to, according to the launcher."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What somebody types who has a model and a cluster and has not read the manual: it works, or says what to set."""
+"""Commands of users who have not read the manual: they work, or the error says which option to set."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Before anything is computed: models that cannot read each other's tokens, and a reward model that is none."""
+"""Refused before anything is computed: models with different tokenizers, and a reward model that is none."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bookkeeping of continuous batching, with sequences that end when chance says."""
+"""The bookkeeping of continuous batching, with sequences that end at random."""
 
 import pytest
 from hypothesis import given, settings

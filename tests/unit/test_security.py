@@ -1,4 +1,4 @@
-"""What a file can make this program do: nothing is unpickled, no code runs that the user did not name."""
+"""Files cannot make this program run code: nothing is unpickled, and only code that the user named runs."""
 
 import ast
 import json

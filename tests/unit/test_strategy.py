@@ -1,4 +1,4 @@
-"""Strategies by name and by file; whatever is wrong with one is told in one message that names it."""
+"""Strategies by name and by file; every error is one message that names the strategy."""
 
 import re
 import sys

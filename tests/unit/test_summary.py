@@ -1,4 +1,4 @@
-"""Few numbers of a forecast, against sums by hand."""
+"""Summary numbers of a forecast, against sums by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Kept sets and their probabilities against transformers' warpers, on thousands of random rows."""
+"""Sampling supports and their probabilities against transformers' warpers, on thousands of random rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a tokenizer puts around a text."""
+"""The special tokens that a tokenizer adds to a text."""
 
 import pytest
 

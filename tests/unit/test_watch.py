@@ -1,4 +1,4 @@
-"""The thread that notices hangs survives what happens around it."""
+"""The thread that detects hangs survives failures around it."""
 
 import sys
 import time
