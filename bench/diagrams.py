@@ -294,7 +294,7 @@ def resume_picture(path: Path, rows: Sequence[Mapping]) -> Path:
         _runs(axes)
         notes = (
             ("1  Checkpoint", "Threads write it while\ntraining goes on. It is\ncomplete or absent."),
-            ("2  Kill", f"The job ends, here in {_up(slowest_s)} s.\nIts message names rank,\ncall and checkpoint."),
+            ("2  Kill", f"The job ends within {_up(slowest_s)} s.\nIts message names rank,\ncall and checkpoint."),
             ("3  Requeue", "Slurm starts the job\nagain (train.sbatch), or\nyou do (train --resume)."),
             ("4  Resume", "From the newest complete\ncheckpoint; what was lost\nis computed again."),
         )

@@ -358,13 +358,13 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "dead rank named": lambda row: f"{row['named']} of {row['kills']}",
         "hangs, orphans": lambda row: f"{row['hangs']}, {row['orphans']}",
         "memory, MB": lambda row: f"{row['first_bytes'] / 1e6:,.0f} to {row['last_bytes'] / 1e6:,.0f}",
-        "seconds, let alone": lambda row: f"{row['disturbed_s']:.0f}, {row['alone_s']:.0f}",
+        "seconds with kills, without": lambda row: f"{row['disturbed_s']:.0f}, {row['alone_s']:.0f}",
     },
     "endings": {
         "kind": lambda row: row["kind"],
         "ranks": lambda row: str(row["ranks"]),
         "launches": lambda row: str(row["launches"]),
-        "not ended well": lambda row: str(row["failed"]),
+        "status other than 0": lambda row: str(row["failed"]),
         "seconds each": lambda row: f"{row['seconds']:.1f}",
     },
     "iteration_size": {
@@ -383,7 +383,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "guards": lambda row: f"{row['guards']:+.1%}",
         "quartiles": lambda row: f"{row['guards_low']:+.1%} to {row['guards_high']:+.1%}",
         "training waits for a checkpoint": lambda row: f"{row['stall']:.1%}",
-        "and is slowed in all": lambda row: f"{row['saving']:+.1%}",
+        "slow-down in all": lambda row: f"{row['saving']:+.1%}",
     },
     "demo_seeds": {
         "seed": lambda row: str(row["seed"]),

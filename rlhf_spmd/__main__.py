@@ -99,12 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
     text = "placement of the calls (default: flattening); auto: plan one"
     train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
-    train.add_argument("--resume", metavar="RUN", help="go on with the run in this folder, from its newest checkpoint")
+    train.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint")
     train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
     train.add_argument("--name", help="name of the run folder (default: date, time and strategy)")
-    train.add_argument("--dry-run", action="store_true", help="print what check would print for these ranks, and end")
+    train.add_argument("--dry-run", action="store_true", help="print the report of `check` for these ranks, and exit")
     _add_config(train)
     _add_generate(verbs)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
@@ -113,10 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     _add_config(check)
     _add_plan(verbs)
-    draw = verbs.add_parser("draw", help="draw which ranks run which call under some strategies, and their forecasts")
+    draw = verbs.add_parser("draw", help="draw which ranks run which call, and forecast timelines")
     draw.add_argument("strategies", metavar="STRATEGY", nargs="+", help="names or FILE.py")
     _add_devices(draw, calibration=True)
-    draw.add_argument("--only", choices=("map", "timelines"), help="one of the two (default: both)")
+    draw.add_argument("--only", choices=("map", "timelines"), help="draw only the map or only the timelines")
     draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
     draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
     _add_config(draw)
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
     _add_config(profile)
-    for name, text in (("status", "what the ranks of a run do now"), ("postmortem", "which rank held up the others")):
+    for name, text in (("status", "what the ranks do now"), ("postmortem", "which rank the others waited for")):
         verbs.add_parser(name, help=text).add_argument("run", metavar="RUN", help="run folder")
     verbs.add_parser("algorithms", help="the algorithms that come with the package, with their calls")
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
@@ -135,9 +135,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config(verb: argparse.ArgumentParser) -> None:
     """The options that name a configuration."""
-    verb.add_argument("--algorithm", metavar="NAME|FILE.py", help="what is computed (default: ppo)")
+    verb.add_argument("--algorithm", metavar="NAME|FILE.py", help="name or file of the algorithm (default: ppo)")
     verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
-    verb.add_argument("--model", metavar="FOLDER", help="Hugging Face checkpoint folder of the actor and reference")
+    verb.add_argument("--model", metavar="FOLDER", help="Hugging Face folder of the first role (PPO: the actor)")
     verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
 
 
@@ -155,10 +155,10 @@ def _add_plan(verbs: argparse._SubParsersAction) -> None:
     plan = verbs.add_parser("plan", help="search the fastest placement, and write it as a strategy")
     _add_devices(plan, calibration=True)
     plan.add_argument("--method", choices=("exact", "two_phase", "mcmc"), default="exact", help="default: exact")
-    plan.add_argument("--seed", type=int, default=0, help="of mcmc (default: 0)")
+    plan.add_argument("--seed", type=int, default=0, help="random seed of --method mcmc (default: 0)")
     plan.add_argument("--top", type=_positive, default=5, metavar="N", help="how many plans to show (default: 5)")
-    plan.add_argument("--out", metavar="FILE.py", help="the winner (default: runs/plan-PRESET-LAYOUT.py)")
-    plan.add_argument("--timeline", metavar="FILE.png", help="draw its forecast")
+    plan.add_argument("--out", metavar="FILE.py", help="file for the best plan (default: runs/plan-PRESET-LAYOUT.py)")
+    plan.add_argument("--timeline", metavar="FILE.png", help="draw the forecast timeline of the best plan")
     plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
     plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run the K best as well")
     _add_config(plan)
@@ -177,9 +177,9 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
     generate.add_argument("--prompts", required=True, type=Path, metavar="FILE", help=".jsonl, .parquet or .txt")
     generate.add_argument("--out", required=True, type=Path, metavar="FILE.jsonl", help="one line per response")
     generate.add_argument("--overwrite", action="store_true", help="replace FILE.jsonl if it exists")
-    generate.add_argument("--tp", metavar="N", help="ranks that hold a copy of the model together (default: 1)")
+    generate.add_argument("--tp", metavar="N", help="tensor-parallel ranks per copy of the model (default: 1)")
     generate.add_argument("--dtype", metavar="TYPE", help="float32 (default) or bfloat16")
-    generate.add_argument("--seed", metavar="N", help="of the random numbers (default: 0)")
+    generate.add_argument("--seed", metavar="N", help="random seed (default: 0)")
     generate.epilog = (
         "KEY=VALUE words: samples_per_prompt=4, those of generation (generation.temperature=0 is greedy) and of data. "
         "A line of a .jsonl file may have fields of its own: max_new_tokens, min_new_tokens, temperature, top_k, "

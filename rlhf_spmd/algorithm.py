@@ -180,7 +180,7 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: M
         companion = algorithm.companion(call.function, suffix)
         if companion is None and call.sums and suffix != "_prepare":
             raise UserError(
-                f"{call.function} has sums=True, and no {call.function}{suffix} stands beside it; write it there"
+                f"{call.function} has sums=True, but its file has no function {call.function}{suffix}; add it"
             )
         if companion is not None:
             bound(companion, numbers | given | made | {SUMS: None, "divisor": None})

@@ -182,10 +182,10 @@ def _override(config: Config, key: str, text: str) -> Config:
     if of_group and not dot:
         raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
     if group in known:
-        raise UserError(f"unknown config key {key!r}: {group} has no parts; set {group}=value")
+        raise UserError(f"unknown option {key!r}: {group} has no parts; set {group}=value")
     here = of_group or list(dict.fromkeys(one.partition(".")[0] for one in keys_of(config)))
     hint = suggest_option(key, here, keys_of(config))
-    raise UserError(f"unknown config key {key!r}{hint}; known here: {', '.join(here)}")
+    raise UserError(f"unknown option {key!r}{hint}; known here: {', '.join(here)}")
 
 
 def with_value(config: Config, key: str, value: Any) -> Config:

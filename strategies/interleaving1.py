@@ -16,8 +16,8 @@ from rlhf_spmd.plan.workload import Workload
 def place(
     workload: Workload, cluster: Cluster, *, ratios: tuple[str, ...] = (), zero: int = 0, micro_batch: int | None = None
 ) -> Placement:
-    """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; a model that is not named
-    gets all ranks, and the shares below 1 sum to 1; empty: the models that nothing trains share the ranks evenly. zero:
+    """ratios: share of the ranks for each model, such as reference=1/4,reward=3/4 under PPO; other models get
+    all ranks, and the shares below 1 sum to 1; empty: the models that are not trained share the ranks evenly. zero:
     ZeRO stage of the models that train; 3 also shards the weights of the others, each over its own ranks. micro_batch:
     sequences per forward; None: the option micro_batch."""
     placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, micro_batch=micro_batch)

@@ -45,10 +45,10 @@ def place(
     size = cluster.num_devices
     num = size // 2 if generation_ranks is None else generation_ranks
     if not 0 < num < size:
-        mend = f"set strategy.generation_ranks from 1 to {size - 1}" if size > 2 else "set strategy.generation_ranks=1"
+        fix = f"set strategy.generation_ranks from 1 to {size - 1}" if size > 2 else "set strategy.generation_ranks=1"
         raise UserError(
             f"{num} generation ranks of {size} leave {size - num} to train; there must be at least one of each: "
-            + (mend if size > 1 else "start at least 2 ranks")
+            + (fix if size > 1 else "start at least 2 ranks")
         )
     return separate(
         workload,

@@ -1,6 +1,6 @@
 """A long run with a kill about every fifty iterations: does it end like an undisturbed run, is memory flat?
 
-500 iterations of the embedded model on four ranks. One run is let alone. Of the other a random rank is killed with
+500 iterations of the embedded model on four ranks. One run is undisturbed. Of the other a random rank is killed with
 SIGKILL after 30 to 70 more iterations, again and again, and it is resumed each time. Both must leave the same bits
 (metrics but for times, weights, moments, responses). Memory is what the ranks of the undisturbed run have resident,
 together: the most in its last tenth against the most in its second.

@@ -72,7 +72,7 @@ def counted_elsewhere() -> list[list[dict]]:
 
 
 def make_row(case: Case, launch: Launch, other: Launch, traffic: dict) -> dict:
-    """What is known of a launch, and whether there is nothing to mend."""
+    """The facts of a launch, and whether it has no fault."""
     assert launch.kernel == traffic["kernel"], (launch.kernel, traffic)
     takes = dict(zip(TARGETS, (nvidia(launch.compiled), amd(other.compiled)), strict=True))
     num_programs = math.prod(launch.grid)
@@ -91,7 +91,7 @@ def described(found: Resources) -> dict:
 
 
 def faults(row: dict) -> list[str]:
-    """What has to be mended."""
+    """The faults of a launch."""
     spills = [f"spills {row[on]['spill_bytes']} bytes on {on}" for on in TARGETS if row[on]["spill_bytes"]]
     idle = [f"does not fit on {on}" for on in TARGETS if not row[on]["programs"]]
     twice = row["moved_per_needed"] > EXCESS and not row["reason"]

@@ -48,7 +48,8 @@ class Cluster:
         if not match:
             raise UserError(f"layout {layout!r} is not of the form NxG (N nodes of G devices), e.g. 2x8")
         if device not in DEVICE_BYTES:
-            raise UserError(f"unknown device type {device!r}; known: {', '.join(DEVICE_BYTES)}")
+            known = ", ".join(DEVICE_BYTES)
+            raise UserError(f"unknown device type {device!r}; known: {known}; a --cluster file describes others")
         num_nodes, num_devices = int(match[1]), int(match[2])
         if (total := num_nodes * num_devices) > MAX_DEVICES:
             raise UserError(f"layout {layout} has {total:,} devices; at most {MAX_DEVICES:,} can be planned for")

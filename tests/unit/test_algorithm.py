@@ -171,7 +171,7 @@ WRONG = {
     ),
     "sums without the functions of it": (
         ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),
-        ["token_weights has sums=True, and no token_weights_sums", "write it there"],
+        ["token_weights has sums=True, but its file has no function token_weights_sums", "add it"],
     ),
     "an unknown role": (
         ('model("judge")', 'model("jugde")'),
@@ -330,10 +330,10 @@ def test_options_of_a_page_are_typed(tmp_path):
         ("mine.epochs=0", ["mine.epochs=0", "greater than 0"]),
         ("mine.scal=1", ["'mine.scal'", "did you mean 'mine.scale'"]),
         ("mine=3", ["'mine' is a group of options", "mine.scale"]),
-        ("ppo.kl_coef=1", ["unknown config key 'ppo.kl_coef'"]),
-        ("optimizer.critic_lr=1", ["unknown config key 'optimizer.critic_lr'", "optimizer.policy_lr"]),
-        ("models.actor=x", ["unknown config key 'models.actor'", "models.policy"]),
-        ("beta=1", ["unknown config key 'beta'"]),
+        ("ppo.kl_coef=1", ["unknown option 'ppo.kl_coef'"]),
+        ("optimizer.critic_lr=1", ["unknown option 'optimizer.critic_lr'", "optimizer.policy_lr"]),
+        ("models.actor=x", ["unknown option 'models.actor'", "models.policy"]),
+        ("beta=1", ["unknown option 'beta'"]),
         ("algorithm=ppo", ["--algorithm ppo"]),
     ):
         with pytest.raises(UserError) as error:

@@ -44,7 +44,7 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     parts = [title, table(rows), "", "Transfers per iteration"]
     parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
-    parts += ["", "Bytes per rank: what stays, and the most that a call takes besides", table(_memory(program))]
+    parts += ["", "Bytes per rank: all the time, and the most that a call needs in addition", table(_memory(program))]
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         if call.kind == "train" and is_pipelined(call, layout):

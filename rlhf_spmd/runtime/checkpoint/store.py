@@ -110,7 +110,7 @@ def make_draft(root: Path, iteration: int) -> Path:
 
 
 def say_written(draft: Path, name: str, record: FileRecord) -> None:
-    """Leaves the record of a finished file for `wait_for`."""
+    """Writes the record of a finished file, which `wait_for` reads."""
     temporary = draft / f".{name}.record.new"
     write(temporary, json_parts(asdict(record)))
     temporary.rename(draft / f".{name}.record")

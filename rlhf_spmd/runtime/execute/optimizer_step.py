@@ -227,7 +227,7 @@ class Training:
         for sums in step.stats if step.layout.reports(self.rank) else ():
             if name not in sums:
                 known = ", ".join(sums) or "nothing"
-                raise UserError(f"{step.call.function} is to stop by the mean {name}, but what it counts is {known}")
+                raise UserError(f"{step.call.function} has stop=({name!r}, ...), but returns only these sums: {known}")
             own += torch.stack([torch.as_tensor(part, dtype=own.dtype, device=device) for part in sums[name]])
         total, weight = summed(own, group=group).tolist()
         return weight > 0 and not total / weight <= limit

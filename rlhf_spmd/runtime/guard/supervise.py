@@ -168,7 +168,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
         rank, size = launcher.rank_launched(os.environ), launcher.num_launched(os.environ)
     who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
     doing = f"in {record.where}" if record.num_begun else "before it had joined the other ranks"
-    since = f", {time.time() - record.since_s:.1f} s after it began that" if record.num_begun else ""
+    since = f", {time.time() - record.since_s:.1f} s after that began" if record.num_begun else ""
     used = f"{most_bytes / 2**30:.1f} GiB"
     if record.signal == signal.SIGKILL and by_kernel:
         why = f"this host's kernel just killed processes because memory ran out; this one used {used} at most"
