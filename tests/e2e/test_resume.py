@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.faults import STRATEGIES, Started, num_iterations, options_of, outcome
+from bench.faults.faults import STRATEGIES, Started, num_iterations, strategy_words, outcome
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
@@ -75,7 +75,7 @@ def test_killed_and_resumed_is_the_same_run(overrides, tmp_path):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "flattening"])
 def test_under_every_strategy(overrides, tmp_path, strategy, seed):
-    kill_and_resume(overrides, tmp_path, 4, *options_of(strategy, tmp_path), seed=seed)
+    kill_and_resume(overrides, tmp_path, 4, *strategy_words(strategy, tmp_path), seed=seed)
 
 
 def test_signals_and_another_number_of_ranks(overrides, tmp_path):
