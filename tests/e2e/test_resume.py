@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.faults.faults import STRATEGIES, Started, num_iterations, strategy_words, outcome
+from bench.faults.faults import STRATEGIES, Started, num_iterations, outcome, strategy_words
 from tests.folders import write_all
 from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
