@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS, SUMS, Shape
+from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
 from rlhf_spmd.user_module import load_module, modules_in
 

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Pydantic
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.folders import folder_of, shape_of_folder
+from rlhf_spmd.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import did_you_mean, suggest_option
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
@@ -51,7 +51,9 @@ class Generation:
 class Optimizer:
     """AdamW, linear warm-up, then a schedule."""
 
-    lr: Mapping[str, PositiveFloat] = field(default_factory=dict)  # learning rate of each model that is trained
+    lr: Mapping[str, PositiveFloat] = field(
+        default_factory=dict
+    )  # learning rate of each trained model; default: ROLES of the page
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
     beta1: BelowOne = 0.9  # decay of AdamW's first moment

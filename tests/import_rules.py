@@ -22,10 +22,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "plan.words", "folders", "model", "option_suggestions", "user_module"),
+    "data": ("config", "plan.runtime_words", "model_folders", "model", "option_suggestions", "user_module"),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
-    "weights": ("config", "folders", "model", "plan"),
+    "weights": ("config", "model_folders", "model", "plan"),
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
     "checkpoint": ("algorithm", "config", "model", "plan"),
     "profile": ("config", "model", "plan"),
@@ -33,7 +33,8 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
-    f"plan.{name}" for name in ("cluster", "shard", "layout", "words", "workflow", "workload", "placement", "validate")
+    f"plan.{name}"
+    for name in ("cluster", "shard", "layout", "runtime_words", "workflow", "workload", "placement", "validate")
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it
@@ -51,7 +52,7 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
     }
 
 
-TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", "advantages", "losses", "masks", "parity"))
+TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", "advantages", "losses", "masks", "logprob_parity"))
 # module or package -> what of ours it may import (beside errors); the longest matching name counts.
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
@@ -60,14 +61,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms": ("plan", "algorithms.page", "algorithms.controllers"),  # the pages
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),
-    "rlhf_spmd.algorithms.order": (),
-    **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in ("advantages", "losses", "masks", "parity")},
+    "rlhf_spmd.algorithms.training_order": (),
+    **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in ("advantages", "losses", "masks", "logprob_parity")},
     "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
     "rlhf_spmd.cluster_file": ("plan",),
-    "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "folders", "option_suggestions"),
+    "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "model_folders", "option_suggestions"),
     "rlhf_spmd.embedded": (),
-    "rlhf_spmd.fitting": ("plan", "strategy"),
-    "rlhf_spmd.folders": ("plan", "model.config"),
+    "rlhf_spmd.fitting_strategies": ("plan", "strategy"),
+    "rlhf_spmd.model_folders": ("plan", "model.config"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
@@ -98,8 +99,8 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.__main__": None,
     "rlhf_spmd.algorithms": ("pydantic",),  # of the pages, too: what reads them starts without torch
     "rlhf_spmd.algorithms.controllers": (),
-    "rlhf_spmd.algorithms.order": ("numpy",),
-    **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in ("advantages", "losses", "masks", "parity")},
+    "rlhf_spmd.algorithms.training_order": ("numpy",),
+    **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in ("advantages", "losses", "masks", "logprob_parity")},
     "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),

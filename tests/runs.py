@@ -15,7 +15,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
-from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run import report
 from rlhf_spmd.runtime.run.job import make_iteration, prepare

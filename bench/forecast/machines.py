@@ -2,9 +2,9 @@
 
 Slower ones: libraries kept to AVX2 or to SSE, the ranks kept on one core, a control group with a quota of a core and a
 part, and SSE on one core. Each runs the demo (15 iterations of the embedded model under separation on four ranks),
-which ends with its forecast by `cpu-2core`, scaled by a probe (rlhf_spmd/runtime/profile/probe.py). The machines take
-turns. A row has the medians of measured and forecast seconds and of their ratios, with and without scaling. A quota
-needs the right to make control groups (root); without it that machine is left out.
+which ends with its forecast by `cpu-2core`, scaled by a probe (rlhf_spmd/runtime/profile/calibration_probe.py). The
+machines take turns. A row has the medians of measured and forecast seconds and of their ratios, with and without
+scaling. A quota needs the right to make control groups (root); without it that machine is left out.
 
 Cost: 15 minutes on two cores. Command: python -m bench machines [RUNS] [--iterations N]
 """

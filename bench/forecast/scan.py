@@ -28,9 +28,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
+from rlhf_spmd.plan.cost.forecast_summary import runs
 from rlhf_spmd.plan.cost.memory import num_params, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast, simulate
-from rlhf_spmd.plan.cost.summary import runs
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Message, Program
 from rlhf_spmd.plan.proof.memory_check import memory

@@ -14,9 +14,9 @@ from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.cost.memory import least_bytes, peak_bytes, static_bytes, working_bytes
 from rlhf_spmd.plan.cost.memory_timeline import most_bytes
-from rlhf_spmd.plan.cost.summary import call_s
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import (

@@ -1,8 +1,8 @@
 """A layout: ranks seen as one grid (dp, pp, tp), plus the ZeRO stage. A group is an index expression into the grid.
 
 Rows of a rollout batch form a matrix [num_mini_batches, mini_batch]; a data-parallel shard owns *columns* of it. Hence
-a row stays on its shard in every epoch (algorithms/order.py permutes inside columns only), every mini-batch is spread
-evenly, and two layouts of different dp exchange plain column ranges.
+a row stays on its shard in every epoch (algorithms/training_order.py permutes inside columns only), every mini-batch is
+spread evenly, and two layouts of different dp exchange plain column ranges.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

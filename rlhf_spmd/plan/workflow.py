@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.words import READOUTS, Shape, generated_keys
+from rlhf_spmd.plan.runtime_words import READOUTS, Shape, generated_keys
 
 Scope = Literal["row", "group", "mini_batch", "batch"]
 MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pair

@@ -8,12 +8,12 @@ from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import advice
+from rlhf_spmd.fitting_strategies import advice
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.text.listing import show_findings, show_program
+from rlhf_spmd.plan.text.program_listing import show_findings, show_program
 from rlhf_spmd.strategy import load_strategy
 
 

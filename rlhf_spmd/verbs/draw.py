@@ -12,15 +12,15 @@ from typing import Any
 
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import missing_bytes
+from rlhf_spmd.fitting_strategies import missing_bytes
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import bubble
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.cost.summary import bubble
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.plan.text.listing import format_bytes, table
+from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.run.picture import Picture
 from rlhf_spmd.runtime.run.placement_map import Map, add_maps

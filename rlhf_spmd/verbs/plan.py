@@ -20,20 +20,20 @@ from typing import Any
 from rlhf_spmd.calibration_file import SHIPPED, load_calibration
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import COMPARED, missing_bytes, options_to_try, too_large
+from rlhf_spmd.fitting_strategies import COMPARED, missing_bytes, options_to_try, too_large
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s, runs
 from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.cost.summary import bubble, call_s, runs
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import SearchResult, search
-from rlhf_spmd.plan.text.listing import format_bytes, table
+from rlhf_spmd.plan.text.program_listing import format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
@@ -345,7 +345,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     world.set_deadline(config.deadline_s)
     world.start_torch(*communicators(programs))
 
-    from rlhf_spmd.runtime.run.time_plans import iteration_s
+    from rlhf_spmd.runtime.run.measure_plans import iteration_s
 
     seconds = [iteration_s(config, program, world) for program in programs]
     if world.rank > 0:

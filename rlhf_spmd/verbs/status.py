@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.text.listing import table
+from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record

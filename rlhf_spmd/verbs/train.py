@@ -10,12 +10,12 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.cluster_file import on_machines, read_cluster
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import advice
+from rlhf_spmd.fitting_strategies import advice
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
-from rlhf_spmd.plan.text.listing import show_program
+from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program, type_of

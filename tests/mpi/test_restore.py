@@ -18,9 +18,9 @@ import torch
 from rlhf_spmd import config as configs
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
 from rlhf_spmd.runtime.checkpoint.resume import _state
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.checkpoint.store import newest
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.run import report
 from rlhf_spmd.runtime.run.train import state_after

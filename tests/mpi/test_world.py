@@ -18,7 +18,7 @@ from torch import distributed
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.world import world as world_module
-from rlhf_spmd.runtime.world.control import INLINE, ROLL_CALL_S, Control, Late
+from rlhf_spmd.runtime.world.control_messages import INLINE, ROLL_CALL_S, Control, Late
 from rlhf_spmd.runtime.world.world import DeadlineError
 
 pytestmark = pytest.mark.mpi(min_size=2)

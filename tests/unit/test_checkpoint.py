@@ -8,21 +8,28 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.checkpoint import store
-from rlhf_spmd.runtime.checkpoint.store import MANIFEST, Checkpoint, FileRecord, checkpoint_folder, newest, rank_file
+from rlhf_spmd.runtime.checkpoint import checkpoint_files
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import (
+    MANIFEST,
+    Checkpoint,
+    FileRecord,
+    checkpoint_folder,
+    newest,
+    rank_file,
+)
 
 TEXTS = {"state.json": "{}", "config.json": "{}", "strategy.py": "def place(): ...\n", rank_file(0): "numbers" * 30}
 
 
 def write(root: Path, iteration: int, *, keep: int = 2) -> None:
     """A checkpoint with a second rank's file, as the threads of two ranks write it."""
-    draft = store.make_draft(root, iteration)
+    draft = checkpoint_files.make_draft(root, iteration)
     name = rank_file(1)
-    store.say_written(draft, name, store.write(draft / name, [b"others", b"!" * 50]))
-    files = {name: store.write(draft / name, [text.encode()]) for name, text in TEXTS.items()}
-    files |= store.wait_for(draft, [name], deadline_s=5.0)
-    store.commit(root, iteration, files)
-    store.keep_newest(root, keep)
+    checkpoint_files.say_written(draft, name, checkpoint_files.write(draft / name, [b"others", b"!" * 50]))
+    files = {name: checkpoint_files.write(draft / name, [text.encode()]) for name, text in TEXTS.items()}
+    files |= checkpoint_files.wait_for(draft, [name], deadline_s=5.0)
+    checkpoint_files.commit(root, iteration, files)
+    checkpoint_files.keep_newest(root, keep)
 
 
 @pytest.fixture
@@ -119,15 +126,15 @@ def test_a_crash_at_any_byte_leaves_a_whole_checkpoint(root, monkeypatch, tmp_pa
                 crashed = True
         found = verified(root)
         assert found.iteration in (10, 15), units
-        for folder in store.complete_checkpoints(root):
+        for folder in checkpoint_files.complete_checkpoints(root):
             Checkpoint.read(folder).verify(Checkpoint.read(folder).files)
         if found.iteration == 15:
             committed += 1
             assert crashed or not checkpoint_folder(root, 5).exists()
-            store._remove(checkpoint_folder(root, 15))
+            checkpoint_files._remove(checkpoint_folder(root, 15))
             if not checkpoint_folder(root, 5).exists():
                 write(root, 5)
-        store.remove_drafts(root)
+        checkpoint_files.remove_drafts(root)
     assert 0 < committed < 40
 
 
@@ -136,7 +143,7 @@ def test_the_next_run_removes_what_a_killed_one_left(root, monkeypatch):
         Budget(patch, 60)
         write(root, 15)
     assert (root / ".iteration-000015").is_dir()
-    store.remove_drafts(root)
+    checkpoint_files.remove_drafts(root)
     assert {path.name for path in root.iterdir()} == {"iteration-000005", "iteration-000010"}
 
 
@@ -153,9 +160,9 @@ def test_a_full_disk_is_told_and_changes_nothing(root, monkeypatch):
 
 
 def test_a_file_that_never_comes_is_named(tmp_path):
-    draft = store.make_draft(tmp_path, 3)
+    draft = checkpoint_files.make_draft(tmp_path, 3)
     with pytest.raises(UserError, match="rank-0007.safetensors.* within 0.05 s.*share.*deadline_s"):
-        store.wait_for(draft, [rank_file(7)], deadline_s=0.05)
+        checkpoint_files.wait_for(draft, [rank_file(7)], deadline_s=0.05)
 
 
 # ---- tampering -------------------------------------------------------------------------------------------------------
@@ -237,11 +244,11 @@ def test_half_a_manifest_is_refused(root):
 
 def test_without_a_manifest_it_is_no_checkpoint(root):
     (checkpoint_folder(root, 10) / MANIFEST).unlink()
-    assert verified(root).iteration == 5 and store.without_manifest(root) == [checkpoint_folder(root, 10)]
+    assert verified(root).iteration == 5 and checkpoint_files.without_manifest(root) == [checkpoint_folder(root, 10)]
 
 
 def test_the_only_checkpoint_has_another_mend(root):
-    store._remove(checkpoint_folder(root, 5))
+    checkpoint_files._remove(checkpoint_folder(root, 5))
     (checkpoint_folder(root, 10) / rank_file(0)).unlink()
     assert "there is no older checkpoint; start anew" in refused(root)
 
@@ -249,11 +256,11 @@ def test_the_only_checkpoint_has_another_mend(root):
 def test_a_folder_without_a_manifest_makes_way(root):
     (checkpoint_folder(root, 10) / MANIFEST).unlink()
     write(root, 10)
-    assert verified(root).iteration == 10 and store.without_manifest(root) == []
+    assert verified(root).iteration == 10 and checkpoint_files.without_manifest(root) == []
 
 
 def test_records_survive_as_json(tmp_path):
-    draft = store.make_draft(tmp_path, 1)
+    draft = checkpoint_files.make_draft(tmp_path, 1)
     record = FileRecord(3, "abc")
-    store.say_written(draft, "x", record)
-    assert store.wait_for(draft, ["x"], deadline_s=1.0) == {"x": record}
+    checkpoint_files.say_written(draft, "x", record)
+    assert checkpoint_files.wait_for(draft, ["x"], deadline_s=1.0) == {"x": record}

@@ -9,10 +9,10 @@ import torch
 from rlhf_spmd.algorithms import ppo
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.presets import load
-from rlhf_spmd.runtime.execute.call_handlers import Calls
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
+from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
-from rlhf_spmd.runtime.observe.meter import combine
+from rlhf_spmd.runtime.observe.metric_sums import combine
 from tests.programs import make_workload, place_calls
 
 MINI_BATCH, NUM = 6, 2  # rows lie in a matrix [NUM mini-batches, MINI_BATCH columns]

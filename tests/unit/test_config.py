@@ -12,9 +12,9 @@ import torch
 from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload, options_of, parse_value, resolved
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.folders import shape_of_folder
 from rlhf_spmd.model.config import ModelConfig, to_hf
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.model_folders import shape_of_folder
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.presets import PRESETS, load
 

@@ -185,7 +185,7 @@ def test_order_depends_on_the_seed_and_the_epoch():
 
 
 def test_the_order_is_not_that_of_the_mini_batches():
-    from rlhf_spmd.algorithms.order import epoch_order
+    from rlhf_spmd.algorithms.training_order import epoch_order
 
     assert prompt_set(64, seed=3).batch(0, 64) != epoch_order(3, 0, 0, 64, 8).ravel().tolist()
 

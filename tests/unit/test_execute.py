@@ -18,7 +18,7 @@ from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import ROW
 from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
-from rlhf_spmd.runtime.observe.positions import RankStatus
+from rlhf_spmd.runtime.observe.position_board import RankStatus
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.strategies import separation
 from tests.programs import make_workload, place_calls

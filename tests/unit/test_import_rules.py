@@ -53,7 +53,7 @@ GOOD = {
         "from rlhf_spmd.algorithm import load_algorithm\nfrom rlhf_spmd.algorithms.page import Options\n"
     ),
     "rlhf_spmd/algorithm.py": "from rlhf_spmd.algorithms import page\nfrom rlhf_spmd.plan.layout import Layout\n",
-    "rlhf_spmd/folders.py": "from rlhf_spmd.model.config import from_hf\nfrom rlhf_spmd.plan.layout import Layout\n",
+    "rlhf_spmd/model_folders.py": "from rlhf_spmd.model.config import x\nfrom rlhf_spmd.plan.layout import Layout\n",
     "rlhf_spmd/presets.py": "from rlhf_spmd import algorithm, config, embedded\nfrom rlhf_spmd.model.config import x\n",
     "rlhf_spmd/strategy.py": "import rlhf_spmd.strategies\nfrom rlhf_spmd.config import load\n",
     "rlhf_spmd/rewards.py": "def vader():\n    import vaderSentiment\n",
@@ -76,7 +76,7 @@ GOOD = {
     "rlhf_spmd/runtime/__init__.py": "",
     DEEPSPEED: "def step():\n    import deepspeed\n",
     "rlhf_spmd/runtime/observe/trace.py": "import time\n",
-    "rlhf_spmd/runtime/observe/meter.py": "from rlhf_spmd.runtime.observe import trace\n",
+    "rlhf_spmd/runtime/observe/metric_sums.py": "from rlhf_spmd.runtime.observe import trace\n",
     WORLD: "from mpi4py import MPI\nfrom rlhf_spmd.runtime.observe.trace import x\n",
     "rlhf_spmd/runtime/run/train.py": (
         "from rlhf_spmd.runtime.world.world import World\nfrom rlhf_spmd import algorithm\n"
@@ -131,7 +131,7 @@ OFFENCES = [
     ("rlhf_spmd/algorithm.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
     ("rlhf_spmd/config.py", "from rlhf_spmd.presets import load", "may not import rlhf_spmd.presets"),
     ("rlhf_spmd/config.py", "from rlhf_spmd.algorithms.ppo import Options", "may not import rlhf_spmd.algorithms.ppo"),
-    ("rlhf_spmd/folders.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
+    ("rlhf_spmd/model_folders.py", "from rlhf_spmd.config import x", "may not import rlhf_spmd.config"),
     (CHECK, "from rlhf_spmd.algorithm import bound", "may not import rlhf_spmd.algorithm"),
     ("strategies/flattening.py", "from rlhf_spmd import algorithm", "may not import rlhf_spmd.algorithm"),
     (WORLD, "from rlhf_spmd.algorithm import bound", "may not import rlhf_spmd.algorithm"),
@@ -170,7 +170,7 @@ OFFENCES = [
     ("bench/rows.py", "from bench.speed import kernels", "may not import bench.speed.kernels"),
     ("bench/speed/kernels.py", "import bench.forecast.scan", "may not import bench.forecast.scan"),
     # circles
-    ("rlhf_spmd/runtime/observe/trace.py", "def f():\n    from . import meter", "a circle of imports"),
+    ("rlhf_spmd/runtime/observe/trace.py", "def f():\n    from . import metric_sums", "a circle of imports"),
     (
         "rlhf_spmd/plan/layout.py",
         "if TYPE_CHECKING:\n    from rlhf_spmd.plan import cluster",

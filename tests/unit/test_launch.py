@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import launcher
-from rlhf_spmd.runtime.observe.positions import Board, RankStatus, new_file
+from rlhf_spmd.runtime.observe.position_board import Board, RankStatus, new_file
 from rlhf_spmd.runtime.world import groups
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}

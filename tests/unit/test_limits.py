@@ -9,7 +9,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.summary import call_s
+from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from tests.unit.test_cost import SHAPE, cost_of, machine

@@ -5,7 +5,7 @@ import math
 import torch
 
 from rlhf_spmd.algorithms import masks
-from rlhf_spmd.algorithms.parity import Parity, parity
+from rlhf_spmd.algorithms.logprob_parity import Parity, parity
 
 EOS = 7
 NAN = float("nan")

@@ -10,7 +10,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting import advice, fitting_options
+from rlhf_spmd.fitting_strategies import advice, fitting_options
 from rlhf_spmd.option_suggestions import ELSEWHERE
 from rlhf_spmd.plan.cluster import Cluster, device_type_of
 from rlhf_spmd.plan.proof.memory_check import memory

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_spmd.algorithms.order import epoch_order
+from rlhf_spmd.algorithms.training_order import epoch_order
 
 
 @given(
@@ -63,7 +63,7 @@ def test_fixed_for_ever():
 
 
 def test_needs_no_torch_and_full_mini_batches():
-    code = "import sys, rlhf_spmd.algorithms.order; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlhf_spmd.algorithms.training_order; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     with pytest.raises(AssertionError, match="do not divide"):
         epoch_order(0, 0, 0, 10, 4)

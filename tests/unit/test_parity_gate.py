@@ -7,7 +7,7 @@ from rlhf_spmd import presets
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training
-from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 SHAPE = (8, 2 * MEAN_TOKENS // 8)
 

@@ -16,14 +16,14 @@ from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Machine
+from rlhf_spmd.plan.cost.calibration_scaling import Scale, scaled
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.scaling import Scale, scaled
-from rlhf_spmd.plan.cost.summary import call_s
+from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.response_hashes import digests
 from rlhf_spmd.runtime.observe.trace import busy_fraction, lanes
-from rlhf_spmd.runtime.profile.probe import AtHand
+from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy

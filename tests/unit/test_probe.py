@@ -10,11 +10,11 @@ from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.cost.calibration import Machine
-from rlhf_spmd.plan.cost.scaling import ROUND_S, expected
+from rlhf_spmd.plan.cost.calibration_scaling import ROUND_S, expected
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.profile import probe
+from rlhf_spmd.runtime.profile import calibration_probe
+from rlhf_spmd.runtime.profile.calibration_probe import LIMIT_S, at_hand, num_workers, pieces_of, repeat
 from rlhf_spmd.runtime.profile.machine import machines
-from rlhf_spmd.runtime.profile.probe import LIMIT_S, at_hand, num_workers, pieces_of, repeat
 from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
 from tests.unit.test_calibration import table
@@ -42,7 +42,7 @@ class FakeTime:
 @pytest.fixture
 def clock(monkeypatch) -> FakeTime:
     found = FakeTime()
-    monkeypatch.setattr(probe, "time", found)
+    monkeypatch.setattr(calibration_probe, "time", found)
     return found
 
 
@@ -127,14 +127,14 @@ def test_a_calibration_from_elsewhere_is_scaled(world):
     ],
 )
 def test_why_a_calibration_is_not_scaled(world, monkeypatch, trained_s, change, says):
-    monkeypatch.setattr(probe, "measure_pieces", refuse)
+    monkeypatch.setattr(calibration_probe, "measure_pieces", refuse)
     given = replace(SHIPPED, **change)
     found = at_hand(world, TINY, demo(), given, trained_s)
     assert says in found.why_not and found.scale is None and found.calibration is given
 
 
 def test_a_machine_that_is_too_slow_is_told(world, monkeypatch):
-    monkeypatch.setattr(probe, "measure_pieces", lambda *_, **__: (None, 0.5))
+    monkeypatch.setattr(calibration_probe, "measure_pieces", lambda *_, **__: (None, 0.5))
     found = at_hand(world, TINY, demo(), SHIPPED, trained_s=8.0)
     assert "too slow, or too busy" in found.why_not and found.scale is None and found.calibration is SHIPPED
 
@@ -144,7 +144,7 @@ def refuse(*_, **__):
 
 
 def test_a_calibration_that_was_made_here_stays(world, monkeypatch):
-    monkeypatch.setattr(probe, "measure_pieces", refuse)
+    monkeypatch.setattr(calibration_probe, "measure_pieces", refuse)
     here = machines(world)[0]
     given = replace(SHIPPED, machine=here)
     found = at_hand(world, TINY, demo(), given, trained_s=8.0)

@@ -16,9 +16,9 @@ from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.runtime.profile.clock import Clock
+from rlhf_spmd.runtime.profile.measured_sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.profile.model_timings import TimedModel
 from rlhf_spmd.runtime.profile.profile import between_ranks, groups_of, inside_ranks, profile, summary
-from rlhf_spmd.runtime.profile.sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.world.world import World
 from rlhf_spmd.strategy import load_strategy
 

@@ -13,9 +13,9 @@ from rlhf_spmd.algorithms.controllers import RunningMoments
 from rlhf_spmd.config import Checkpointing, resolved, with_value
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.presets import PRESETS
-from rlhf_spmd.runtime.checkpoint import store
+from rlhf_spmd.runtime.checkpoint import checkpoint_files
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
-from rlhf_spmd.runtime.checkpoint.store import Checkpoint
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import report
@@ -56,11 +56,11 @@ def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: o
     (folder / "strategy.py").write_text("def place(): ...\n")
     (folder / "program.json").write_text(json.dumps({"strategy": "mine"}))
     if iteration is not None:
-        draft = store.make_draft(folder / "checkpoints", iteration)
+        draft = checkpoint_files.make_draft(folder / "checkpoints", iteration)
         texts = {"config.json": values, "strategy.py": "", "state.json": json.dumps(state)}
         texts["rank-0000.safetensors"] = ""
-        files = {name: store.write(draft / name, [text.encode()]) for name, text in texts.items()}
-        store.commit(folder / "checkpoints", iteration, files)
+        files = {name: checkpoint_files.write(draft / name, [text.encode()]) for name, text in texts.items()}
+        checkpoint_files.commit(folder / "checkpoints", iteration, files)
     return folder
 
 

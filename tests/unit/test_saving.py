@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.checkpoint import saving, store
+from rlhf_spmd.runtime.checkpoint import checkpoint_files, saving
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.checkpoint.store import newest
 from rlhf_spmd.runtime.guard.signals import CHECKPOINT, END, Asked
 from tests.runs import OneRank
 
@@ -35,13 +35,13 @@ def test_when_it_is_due(saver):
 
 
 def test_the_loop_does_not_wait_for_the_disk(saver, monkeypatch):
-    go, real = threading.Event(), store.commit
+    go, real = threading.Event(), checkpoint_files.commit
 
     def slow(*arguments):
         go.wait(10)
         return real(*arguments)
 
-    monkeypatch.setattr(store, "commit", slow)
+    monkeypatch.setattr(checkpoint_files, "commit", slow)
     saver.save(4, {"kl_coef": 1.0})
     saver.check()
     assert newest(saver.root) is None
@@ -55,7 +55,8 @@ def test_one_after_the_other(saver):
     for number in (4, 5, 6):
         saver.save(number, {})
     saver.finish()
-    assert [path.name for path in store.complete_checkpoints(saver.root)] == ["iteration-000005", "iteration-000006"]
+    names = [path.name for path in checkpoint_files.complete_checkpoints(saver.root)]
+    assert names == ["iteration-000005", "iteration-000006"]
 
 
 def test_a_full_disk_is_told_by_the_next_check(saver, monkeypatch):

@@ -8,8 +8,16 @@ from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration, Link
+from rlhf_spmd.plan.cost.calibration_scaling import (
+    NUM_LAYERS,
+    NUM_TOKENS,
+    Pieces,
+    Scale,
+    expected,
+    probed_table,
+    scaled,
+)
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.scaling import NUM_LAYERS, NUM_TOKENS, Pieces, Scale, expected, probed_table, scaled
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.presets import load
 from rlhf_spmd.strategy import load_strategy

@@ -5,7 +5,7 @@ import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
-from rlhf_spmd.runtime.data.scorer import Scorer
+from rlhf_spmd.runtime.data.response_scores import Scorer
 from tests.folders import write_all
 from tests.runs import load
 

@@ -19,7 +19,7 @@ from rlhf_spmd.algorithms.advantages import gae, moments, shaped_scores, token_k
 from rlhf_spmd.algorithms.controllers import learning_rate
 from rlhf_spmd.algorithms.losses import policy_loss, value_loss
 from rlhf_spmd.algorithms.masks import ended, response_mask
-from rlhf_spmd.algorithms.order import epoch_order
+from rlhf_spmd.algorithms.training_order import epoch_order
 from tests import slow_ppo
 
 VOCAB, HIDDEN, EOS = 11, 6, 3

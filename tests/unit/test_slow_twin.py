@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_spmd.algorithms.order import epoch_order
+from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.forecast.scan import phase_s
+from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.simulate import Times, simulate
-from rlhf_spmd.plan.cost.summary import bubble, call_s
 from rlhf_spmd.strategies import flattening, interleaving2, separation
 from tests.unit.test_simulate import SECONDS, M, program_of, seconds
 

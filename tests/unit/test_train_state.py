@@ -12,8 +12,8 @@ from hypothesis import strategies as some
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.checkpoint import store
-from rlhf_spmd.runtime.checkpoint.store import Checkpoint, rank_file
+from rlhf_spmd.runtime.checkpoint import checkpoint_files
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint, rank_file
 from rlhf_spmd.runtime.checkpoint.train_state import KINDS, FlatSlice, Reader, boxes_of, write_tensors
 
 SHAPE = ModelShape(3, 6, 10, 4, 2, 3, 11, qkv_bias=True, tied=True)
@@ -64,7 +64,7 @@ def cut(kind: str, name: str, shard: Shard, part: tuple[int, int]) -> torch.Tens
 
 def write(folder: Path, grid, change=lambda places, tensors: None) -> Checkpoint:
     """A checkpoint of the actor; with tp, slices that hold the same numbers write them all."""
-    draft, files = store.make_draft(folder, 1), {}
+    draft, files = checkpoint_files.make_draft(folder, 1), {}
     for rank, (shard, mine) in enumerate(shares(grid)):
         tensors = {f"actor.{k}.{n}": cut(k, n, shard, part).contiguous() for n, part in mine.items() for k in KINDS}
         boxes = boxes_of(SHAPE, shard)
@@ -73,8 +73,8 @@ def write(folder: Path, grid, change=lambda places, tensors: None) -> Checkpoint
         about = {"places": json.dumps({"actor": places}), "steps": json.dumps({"actor": 7})}
         files[rank_file(rank)] = write_tensors(draft / rank_file(rank), tensors, about)
     for name in ("state.json", "config.json", "strategy.py"):
-        files[name] = store.write(draft / name, [b"{}"])
-    return Checkpoint.read(store.commit(folder, 1, files))
+        files[name] = checkpoint_files.write(draft / name, [b"{}"])
+    return Checkpoint.read(checkpoint_files.commit(folder, 1, files))
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,6 +1,7 @@
 """No text in the planner or the runtime names a loss, a role or a key of an algorithm: those stand in its page alone.
 
-What generation makes, and what is read off a model's output, are the runtime's own words (rlhf_spmd/plan/words.py).
+What generation makes, and what is read off a model's output, are the runtime's own words
+(rlhf_spmd/plan/runtime_words.py).
 """
 
 import ast
@@ -11,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
-from rlhf_spmd.plan import words
+from rlhf_spmd.plan import runtime_words
 from tests.unit.test_algorithm import variants
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("rlhf_spmd/plan", "rlhf_spmd/runtime")
-WORDS = "rlhf_spmd/plan/words.py"
+WORDS = "rlhf_spmd/plan/runtime_words.py"
 # Found there when this was written; whoever mends one takes it out of here.
 
 
@@ -34,7 +35,7 @@ def words_of(algorithm: Algorithm) -> set[str]:
 @functools.cache
 def forbidden() -> frozenset[str]:
     """Of all algorithms that come with the package, but the runtime's own words."""
-    own = {value for name, value in vars(words).items() if name.isupper() and isinstance(value, str)}
+    own = {value for name, value in vars(runtime_words).items() if name.isupper() and isinstance(value, str)}
     return frozenset(set().union(*(words_of(load_algorithm(name)) for name in algorithm_names())) - own)
 
 

@@ -16,7 +16,7 @@ from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
-from rlhf_spmd.runtime.checkpoint.store import STATE, Checkpoint, newest, unusable, without_manifest
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
 # Options that change no results of a run, except for rounding: where it computes, and in which portions.

@@ -18,7 +18,7 @@ from rlhf_spmd.model.parallel import is_split
 from rlhf_spmd.plan.program.tensors import Range, overlap, rectangles, weights_of
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workload import ModelShape
-from rlhf_spmd.runtime.checkpoint.store import Checkpoint, FileRecord, unusable, write
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint, FileRecord, unusable, write
 from rlhf_spmd.runtime.engines.flat_engine import TIED, Interval
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.weights.weight_sync import mover_of

@@ -6,7 +6,7 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.plan.words import PROMPTS
+from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 

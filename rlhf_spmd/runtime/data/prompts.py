@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.words import PROMPTS
+from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.readers import read_texts
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class PromptSet:
 
 def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
     # Sorts raw Philox words, because numpy guarantees stable bits for them, but not for Generator.permutation. The
-    # first bit of the counter separates this stream from that of algorithms/order.py, which has the same key.
+    # first bit of the counter separates this stream from that of algorithms/training_order.py, which has the same key.
     words = np.random.Philox(key=seed % 2**64, counter=(1 << 255) | (epoch << 128)).random_raw(size)
     return np.argsort(words, kind="stable")
 

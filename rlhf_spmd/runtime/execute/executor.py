@@ -27,8 +27,8 @@ from rlhf_spmd.plan.program.instructions import (
 )
 from rlhf_spmd.plan.program.pipeline import body, is_pipelined
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.execute.call_handlers import Calls
 from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests

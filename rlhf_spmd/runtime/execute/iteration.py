@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.plan.words import TOKEN_SHAPES
+from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.generation.rollout import Rollout
-from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 Place = tuple[slice, slice]  # mini-batches and columns of the whole matrix
 ALL = slice(None)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.algorithm import bound, mask_words, readout_words, word_of
+from rlhf_spmd.algorithms.logprob_parity import parity
 from rlhf_spmd.algorithms.masks import response_mask
-from rlhf_spmd.algorithms.parity import parity
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.sequences import (
@@ -34,11 +34,11 @@ from rlhf_spmd.model.sequences import (
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
+from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
-from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
 # Limits in nats: of one token, and of the mean over many. In bfloat16 a logit between 16 and 32 has a last digit of

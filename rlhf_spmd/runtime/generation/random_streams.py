@@ -1,4 +1,4 @@
-"""Streams of random numbers, one per purpose of the drawn tokens. Different streams are independent.
+"""Numbers of the random streams, one per purpose of the drawn tokens; kernels/philox.py computes their bits.
 
 The values are like a file format: changing one of them, or anything else that determines which random number draws a
 token (kernels/philox.py, kernels/cdf_tree.py), changes the tokens of a run and requires raising RANDOM_LAYOUT.

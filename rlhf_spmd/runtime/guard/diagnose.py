@@ -1,7 +1,7 @@
 """Diagnoses a hang: from the positions of all ranks in their instruction lists, finds the rank that others wait for.
 
-Used by the watch of a running job (watch.py) and by the verbs that read a run folder afterwards (postmortem.py). The
-program alone determines what a rank waits for (wait_graph.py). No torch, no MPI.
+Used by the watch of a running job (hang_watch.py) and by the verbs that read a run folder afterwards (postmortem.py).
+The program alone determines what a rank waits for (wait_graph.py). No torch, no MPI.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.observe.flight_recorder import FOLDER, NOWHERE
-from rlhf_spmd.runtime.observe.positions import RankStatus
+from rlhf_spmd.runtime.observe.position_board import RankStatus
 
 FILE = "program.json"  # in the folder of the flight records
 Needs = tuple[tuple[int, int], ...]  # (rank, position in its instruction list)

@@ -1,6 +1,7 @@
 """The newest checkpoint of a run and the command that resumes from it, for the end of error messages.
 
-A checkpoint folder with a manifest is complete, because checkpoint/store.py writes the manifest last. No torch, no MPI.
+A checkpoint folder with a manifest is complete, because checkpoint/checkpoint_files.py writes the manifest last. No
+torch, no MPI.
 """
 
 import re

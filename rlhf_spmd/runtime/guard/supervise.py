@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.guard import launcher
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
-from rlhf_spmd.runtime.observe.positions import take_claim
+from rlhf_spmd.runtime.observe.position_board import take_claim
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 TICK_S = 0.5  # between two checks of the rank

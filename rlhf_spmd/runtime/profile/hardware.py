@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rlhf_spmd.model.parallel import all_gather_rows
 from rlhf_spmd.plan.layout import group_name
 from rlhf_spmd.runtime.profile.clock import Clock
-from rlhf_spmd.runtime.profile.sizes import MESSAGE_BYTES
+from rlhf_spmd.runtime.profile.measured_sizes import MESSAGE_BYTES
 
 SIZE = {"cpu": 512, "cuda": 8192}  # of a square matrix
 READ_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than fits the caches

@@ -21,16 +21,16 @@ from rlhf_spmd.plan.cost.calibration import ByLength, Curve, Layered, Measured
 from rlhf_spmd.plan.cost.seconds import decode_steps
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.words import LOGPROBS, MASK, VALUES
+from rlhf_spmd.plan.runtime_words import LOGPROBS, MASK, VALUES
 from rlhf_spmd.plan.workload import ModelShape, Workload
 from rlhf_spmd.runtime.engines.flat_engine import Groups
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine, make_engine
 from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, sequences_of
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.requests import Sampling
-from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.profile.clock import Clock
-from rlhf_spmd.runtime.profile.sizes import Grid, rows_up_to
+from rlhf_spmd.runtime.profile.measured_sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.world import World
 

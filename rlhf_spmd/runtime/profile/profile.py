@@ -19,7 +19,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured,
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
 from rlhf_spmd.runtime.profile.machine import machines, processor
-from rlhf_spmd.runtime.profile.sizes import Grid
+from rlhf_spmd.runtime.profile.measured_sizes import Grid
 from rlhf_spmd.runtime.world.devices import type_of
 from rlhf_spmd.runtime.world.world import World
 

@@ -1,7 +1,7 @@
 """Compares a run with its forecast (plan/cost/forecast.py) for the same lengths: the seconds of every call.
 
 Both are seconds per iteration on the rank that a call keeps busy longest, without waits: a Run with a group begins when
-its last rank has arrived (plan/cost/summary.py), and waits between pipeline stages have spans of their own.
+its last rank has arrived (plan/cost/forecast_summary.py), and waits between pipeline stages have spans of their own.
 """
 
 import statistics
@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_spmd.plan.cost.forecast import forecast
-from rlhf_spmd.plan.cost.summary import call_s
+from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
-from rlhf_spmd.plan.text.listing import table
+from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
-from rlhf_spmd.runtime.profile.probe import AtHand
+from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 
 WHOLE = "iteration"  # the row of the whole iteration
 

@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 from rlhf_spmd.algorithm import check_functions
-from rlhf_spmd.algorithms.order import epoch_order
+from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.data.input_checks import check_context, check_responses_end, read_prompts
 from rlhf_spmd.runtime.data.prompts import PromptSet
-from rlhf_spmd.runtime.data.scorer import Scorer
+from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
-from rlhf_spmd.runtime.execute.call_handlers import Calls
 from rlhf_spmd.runtime.execute.handlers.context import CallContext
+from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.plan.words import SCORES
+from rlhf_spmd.plan.runtime_words import SCORES
 from rlhf_spmd.plan.workflow import Workflow
 
 EXPLODED = 10.0  # times the largest value so far

@@ -24,7 +24,7 @@ from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
-from rlhf_spmd.runtime.observe.meter import combine
+from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.run.console import Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job

@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workflow import Workflow
-from rlhf_spmd.runtime.checkpoint.store import DIRECTORY_MODE, gone
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png

@@ -10,18 +10,18 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_older
 from rlhf_spmd.runtime.checkpoint.saving import Saver
-from rlhf_spmd.runtime.checkpoint.store import remove_drafts
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
-from rlhf_spmd.runtime.observe.meter import combine
+from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
-from rlhf_spmd.runtime.profile.probe import at_hand
+from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.run import forecast_report, report
 from rlhf_spmd.runtime.run.console import Console, Result
 from rlhf_spmd.runtime.run.forecast_report import Compared

@@ -118,8 +118,8 @@ def select_device(device: RankDevice) -> Callable[[], int] | None:
 def sleep_while_waiting(index: int) -> bool:
     """Makes this process sleep while it waits for a device; call it before using the device -> whether it succeeded.
 
-    CUDA spins by default, so a rank stuck in a wait for a message would look busy to the watch (watch.py). With sleep,
-    a wait takes some microseconds longer and leaves the core to others.
+    CUDA spins by default, so a rank stuck in a wait for a message would look busy to the watch (hang_watch.py). With
+    sleep, a wait takes some microseconds longer and leaves the core to others.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -24,13 +24,13 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import failures, launcher
 from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks, print_error
+from rlhf_spmd.runtime.guard.hang_watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
-from rlhf_spmd.runtime.guard.watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
-from rlhf_spmd.runtime.observe.positions import Board, new_file
+from rlhf_spmd.runtime.observe.position_board import Board, new_file
 from rlhf_spmd.runtime.world import devices, network, visible_devices
 from rlhf_spmd.runtime.world import groups as torch_groups
-from rlhf_spmd.runtime.world.control import Control, Failed, Late
+from rlhf_spmd.runtime.world.control_messages import Control, Failed, Late
 
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program

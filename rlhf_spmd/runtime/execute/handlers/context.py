@@ -17,12 +17,12 @@ from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.config import Config
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
-from rlhf_spmd.plan.words import MASK
+from rlhf_spmd.plan.runtime_words import MASK
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.scorer import Scorer
+from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
-from rlhf_spmd.runtime.observe.meter import Meter
+from rlhf_spmd.runtime.observe.metric_sums import Meter
 from rlhf_spmd.runtime.weights.rank_models import RankModels
 from rlhf_spmd.runtime.world.world import World
 

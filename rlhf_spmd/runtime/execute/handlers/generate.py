@@ -7,7 +7,7 @@ import time
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Run
-from rlhf_spmd.plan.words import RESPONSES
+from rlhf_spmd.plan.runtime_words import RESPONSES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration

@@ -10,7 +10,7 @@ from rlhf_spmd.model.sequences import Sequences, forward, lengths_of, sequence_s
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.words import SCORES
+from rlhf_spmd.plan.runtime_words import SCORES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place

@@ -1,10 +1,10 @@
 """Scales a calibration of another machine to the machine at hand, where a few of its numbers are measured again.
 
 Measured are passes, optimizer steps and generation of a small model of a shape in the calibration's tables, as in
-`profile` (runtime/profile/probe.py). The ratio to the tables scales all seconds of the same kind. Kinds have factors of
-their own, because processors do not differ by one number: without wide vectors, softmax and SwiGLU take six times as
-long, and the interpreter as long as before. Seconds of messages are kept: ranks that share cores mostly wait for their
-turn in them, which `num_workers` covers.
+`profile` (runtime/profile/calibration_probe.py). The ratio to the tables scales all seconds of the same kind. Kinds
+have factors of their own, because processors do not differ by one number: without wide vectors, softmax and SwiGLU take
+six times as long, and the interpreter as long as before. Seconds of messages are kept: ranks that share cores mostly
+wait for their turn in them, which `num_workers` covers.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks, print_error
 from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE
-from rlhf_spmd.runtime.observe.positions import RankStatus
+from rlhf_spmd.runtime.observe.position_board import RankStatus
 
 LONGEST_WAIT = 10  # deadlines after which a wait ends although the late rank is active
 CHECKS = 20  # per deadline

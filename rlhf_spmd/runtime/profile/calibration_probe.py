@@ -1,10 +1,10 @@
 """Scales a calibration from another machine to the current one by a short probe, for a run's forecast.
 
-The probe repeats a few measurements of the calibration (plan/cost/scaling.py) with the code of `profile`: on all ranks
-at the same time, in processor seconds if ranks share cores. The share of time for which the ranks had a processor tells
-how many of them can compute at full speed, whatever the limit: cores, a container's quota, other processes. The probe
-runs after training, for the forecast that is printed next to the measured seconds. It takes at most a tenth of the time
-of the iterations, and at most LIMIT_S.
+The probe repeats a few measurements of the calibration (plan/cost/calibration_scaling.py) with the code of `profile`:
+on all ranks at the same time, in processor seconds if ranks share cores. The share of time for which the ranks had a
+processor tells how many of them can compute at full speed, whatever the limit: cores, a container's quota, other
+processes. The probe runs after training, for the forecast that is printed next to the measured seconds. It takes at
+most a tenth of the time of the iterations, and at most LIMIT_S.
 
 Only this forecast is scaled. `plan` is about a described cluster, and runs without torch. `--strategy auto` uses the
 calibration unscaled: a run's plan must not depend on other processes at its start, and a common factor would not change
@@ -23,7 +23,7 @@ import torch
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.plan.cost.calibration import Calibration, Device, Machine, Measured
-from rlhf_spmd.plan.cost.scaling import (
+from rlhf_spmd.plan.cost.calibration_scaling import (
     NUM_LAYERS,
     NUM_ROWS,
     NUM_TOKENS,
@@ -39,8 +39,8 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.profile.clock import last_level_cache_bytes
 from rlhf_spmd.runtime.profile.machine import machines
+from rlhf_spmd.runtime.profile.measured_sizes import Grid
 from rlhf_spmd.runtime.profile.model_timings import TimedModel
-from rlhf_spmd.runtime.profile.sizes import Grid
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.world import World
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.folders import same_tokenizer
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.data.reward_function import load_reward_function
 
