@@ -17,7 +17,7 @@ from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
 from rlhf_spmd.user_module import load_module, modules_in
 
 FUNCTIONS = ("advantages", "losses")  # modules in which a call's function is looked up after the page
-NO_PAGES = ("page", "order", "masks", "parity", "controllers", *FUNCTIONS)  # modules beside the pages
+NO_PAGES = ("page", "training_order", "masks", "logprob_parity", "controllers", *FUNCTIONS)  # modules beside the pages
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")

@@ -38,7 +38,7 @@ def test_a_compute_that_returns_too_little_is_told(tmp_path):
 def test_a_stop_by_what_nobody_counts_is_told(tmp_path):
     path = write_page(tmp_path, ("responses, weights=weights)", 'responses, weights=weights, stop=("kl", 0.1))'))
     run = run_of(path, write_all(tmp_path))
-    with pytest.raises(UserError, match="surrogate has stop=.'kl', ....., but returns only these sums: surrogate"):
+    with pytest.raises(UserError, match=r"surrogate has stop=\('kl', \.\.\.\), but returns only these sums: surrogate"):
         run.iteration()
 
 
