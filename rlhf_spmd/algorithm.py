@@ -194,10 +194,10 @@ def algorithm_names() -> list[str]:
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
     """Loads an algorithm by name (`ppo`) or by file (`path/to/mine.py`). title: the name of its options (None: that of
     the file). Raises UserError naming the error."""
-    module, source = load_module("algorithm", name, "rlhf_spmd.algorithms", algorithm_names())
     stem, from_file = Path(name).stem, name.endswith(".py")
-    if not stem.isidentifier():
+    if from_file and not stem.isidentifier():
         raise UserError(f"algorithm file {name}: its options are {stem}.NAME=value; give it a name of letters")
+    module, source = load_module("algorithm", name, "rlhf_spmd.algorithms", algorithm_names())
     if problem := _problem(module):
         raise UserError(f"algorithm {name}: {problem}; rlhf_spmd/algorithms/page.py says what a page has")
     return Algorithm(

@@ -43,7 +43,7 @@ def too_large(program: Program) -> bool:
 
 def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
     """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
-    command line."""
+    command line. These shard as little as possible."""
 
     def fits(name: str, options: Mapping[str, Any]) -> bool:
         strategy = load_strategy(name)

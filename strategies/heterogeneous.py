@@ -10,7 +10,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.strategies.separation import separate
 
 
 def place(
@@ -40,7 +39,7 @@ def place(
     chosen = types[-1] if generation_device is None else generation_device
     if chosen not in types:
         raise UserError(f"generation_device {chosen!r} is not in this cluster; its types are {', '.join(types)}")
-    return separate(
+    return Placement.separated(
         workload,
         cluster.ranks_of(next(device for device in types if device != chosen)),
         cluster.ranks_of(chosen),

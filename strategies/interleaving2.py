@@ -24,4 +24,5 @@ def place(
     placed = Placement.by_ratios(workload, cluster.ranks, ratios, zero=zero, micro_batch=micro_batch)
     frozen = workload.workflow.frozen_calls
     runs = groupby(workload.workflow.calls, key=lambda call: call in frozen)  # calls of a joint set are neighbours
-    return replace(placed, joint=tuple(tuple(call.name for call in run) for is_frozen, run in runs if is_frozen))
+    sets = [tuple(call.name for call in run) for is_frozen, run in runs if is_frozen]
+    return replace(placed, joint=tuple(names for names in sets if len(names) > 1))

@@ -8,13 +8,9 @@ them in the order of the calls. They wait while the trainers finish the other ep
 2312.11819).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.placement import Placement, read_ratios, split_by_ratio
+from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
 
@@ -50,7 +46,7 @@ def place(
             f"{num} generation ranks of {size} leave {size - num} to train; there must be at least one of each: "
             + (fix if size > 1 else "start at least 2 ranks")
         )
-    return separate(
+    return Placement.separated(
         workload,
         cluster.ranks[: size - num],
         cluster.ranks[size - num :],
@@ -60,40 +56,3 @@ def place(
         limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
     )
-
-
-def separate(
-    workload: Workload,
-    training_ranks: tuple[int, ...],
-    generation_ranks: tuple[int, ...],
-    *,
-    ratios: Sequence[str],
-    training: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    limits: Mapping[str, Any],
-    in_flight: int,
-) -> Placement:
-    """Training on some ranks, all other calls on the rest, streaming. ratios: of the generation ranks; without any,
-    each model has ranks of its own where there are enough of them, generation the most. training, generation, limits:
-    fields of the layouts, `limits` those of both."""
-    before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
-    if not before:
-        raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
-    models = tuple(dict.fromkeys(call.model for call in before))
-    size = max(1, generation["tp"] * generation["pp"])
-    replicas = [generation_ranks[i : i + size] for i in range(0, len(generation_ranks), size)]
-    if ratios or len(replicas) < len(models) or len(replicas[-1]) < size:
-        share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
-    else:  # generation takes longest: each of the others gets a sixth, at least one replica
-        few = max(1, len(replicas) // 6)
-        edges = [0, *(len(replicas) - few * number for number in reversed(range(len(models))))]
-        share = {model: sum(replicas[edges[i] : edges[i + 1]], ()) for i, model in enumerate(models)}
-    layouts = {}
-    for call in workload.workflow.placed_calls:
-        if call.kind == "train":
-            layouts[call.name] = Layout.grid_of(training_ranks, **training, **limits)
-        elif workload.models[call.model] is None:  # a reward function has no weights to split
-            layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
-        else:
-            layouts[call.name] = Layout.grid_of(share[call.model], **generation, **limits)
-    return Placement(layouts, stream=True, in_flight=in_flight)

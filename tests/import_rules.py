@@ -84,7 +84,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "option_suggestions",
     ),
     "rlhf_spmd.runtime": (),
-    "rlhf_spmd.strategies": ("plan", "strategies.separation"),  # heterogeneous is a separation, too
+    "rlhf_spmd.strategies": ("plan",),
     "rlhf_spmd.strategy": ("plan", "config", "strategies", "user_module", "option_suggestions"),
     "rlhf_spmd.user_module": ("option_suggestions",),
     "rlhf_spmd.verbs": ANYTHING,

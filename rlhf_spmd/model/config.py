@@ -77,7 +77,7 @@ def naming(path: Path | str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from error.__cause__
 
 
 def read_config_json(path: Path) -> "ModelConfig":

@@ -139,8 +139,11 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
 
 def _preference(name: str, names: dict[str, str]) -> int:
     """The rank of a special token among those to pad with: the lowest one is chosen."""
-    unknown, first = name == names.get("unk_token"), name == names.get("bos_token")
-    return ("pad" in name.lower(), "reserved" in name.lower(), unknown, first, True).index(True)
+    if "pad" in name.lower():
+        return 0
+    if "reserved" in name.lower():
+        return 1
+    return {names.get("bos_token"): 3, names.get("unk_token"): 2}.get(name, 4)
 
 
 def _special_names(folder: Path) -> dict[str, str]:

@@ -173,25 +173,36 @@ class Layout:
         ranks, pp, tp = list(self.ranks), self.pp, self.tp
         copies = list(map(list, self._copies())) if pp * tp > 1 else []
         descending = next((copy for copy in copies if copy != sorted(copy)), None)
-        problems = {
-            "it has no ranks; give it at least one": not ranks,
-            f"a rank appears twice in {ranks}; name each rank once": len(set(ranks)) != len(ranks),
-            f"dp {self.dp}, pp {pp}, tp {tp}: none may be less than 1": min(self.dp, pp, tp) < (1 if ranks else 0),
-            f"dp {self.dp} x pp {pp} x tp {tp} is not the number of ranks, {len(ranks)}; change one of them": (
-                self.dp * pp * tp != len(ranks)
+        problems = [
+            (not ranks, "it has no ranks; give it at least one"),
+            (len(set(ranks)) != len(ranks), f"a rank appears twice in {ranks}; name each rank once"),
+            (min(self.dp, pp, tp) < (1 if ranks else 0), f"dp {self.dp}, pp {pp}, tp {tp}: none may be less than 1"),
+            (
+                self.dp * pp * tp != len(ranks),
+                f"dp {self.dp} x pp {pp} x tp {tp} is not the number of ranks, {len(ranks)}; change one of them",
             ),
-            f"ZeRO stage {self.zero} does not exist; use 0, 1, 2 or 3": self.zero not in (0, 1, 2, 3),
-            f"micro_batch {self.micro_batch} is less than 1; raise it, or give None": _less_than_1(self.micro_batch),
-            f"a budget of {self.tokens} tokens is less than 1; raise it, or give None": _less_than_1(self.tokens),
-            "both micro_batch and tokens say how much a forward takes; give one of them": (
-                None not in (self.tokens, self.micro_batch)
+            (self.zero not in (0, 1, 2, 3), f"ZeRO stage {self.zero} does not exist; use 0, 1, 2 or 3"),
+            (
+                _less_than_1(self.micro_batch),
+                f"micro_batch {self.micro_batch} is less than 1; raise it, or give None",
             ),
-            f"ZeRO {self.zero} with pp {pp}: several micro-batches are under way in a pipeline, so each stage keeps "
-            "whole gradients and weights; use ZeRO 0 or 1, or pp 1": pp > 1 and self.zero > 1,
-            f"ranks {descending}, which hold one copy of the model together, do not ascend; list them in ascending "
-            "order": descending is not None,
-        }
-        return [text for text, applies in problems.items() if applies]
+            (_less_than_1(self.tokens), f"a budget of {self.tokens} tokens is less than 1; raise it, or give None"),
+            (
+                None not in (self.tokens, self.micro_batch),
+                "both micro_batch and tokens say how much a forward takes; give one of them",
+            ),
+            (
+                pp > 1 and self.zero > 1,
+                f"ZeRO {self.zero} with pp {pp}: several micro-batches are under way in a pipeline, so each stage "
+                "keeps whole gradients and weights; use ZeRO 0 or 1, or pp 1",
+            ),
+            (
+                descending is not None,
+                f"ranks {descending}, which hold one copy of the model together, do not ascend; list them in "
+                "ascending order",
+            ),
+        ]
+        return [text for applies, text in problems if applies]
 
     def __str__(self) -> str:
         zero = f" zero{self.zero}" if self.zero else ""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout
@@ -74,6 +75,44 @@ class Placement:
             order = everyone if where == ranks else where
             layouts[model] = Layout.data_parallel(order, zero=stage, micro_batch=micro_batch)
         return cls.by_model(workload, **layouts)
+
+    @classmethod
+    def separated(
+        cls,
+        workload: Workload,
+        training_ranks: tuple[int, ...],
+        generation_ranks: tuple[int, ...],
+        *,
+        ratios: Sequence[str],
+        training: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        limits: Mapping[str, Any],
+        in_flight: int,
+    ) -> "Placement":
+        """Training on some ranks, all other calls on the rest, streaming. ratios: of the generation ranks; without any,
+        each model has ranks of its own where there are enough of them, generation the most. training, generation,
+        limits: fields of the layouts, `limits` those of both."""
+        before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
+        if not before:
+            raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")
+        models = tuple(dict.fromkeys(call.model for call in before))
+        size = max(1, generation.get("tp", 1) * generation.get("pp", 1))
+        replicas = [generation_ranks[i : i + size] for i in range(0, len(generation_ranks), size)]
+        if ratios or len(replicas) < len(models) or len(replicas[-1]) < size:
+            share = split_by_ratio(read_ratios(ratios, models), generation_ranks)
+        else:  # generation takes longest: each of the others gets a sixth, at least one replica
+            few = max(1, len(replicas) // 6)
+            edges = [0, *(len(replicas) - few * number for number in reversed(range(len(models))))]
+            share = {model: sum(replicas[edges[i] : edges[i + 1]], ()) for i, model in enumerate(models)}
+        layouts = {}
+        for call in workload.workflow.placed_calls:
+            if call.kind == "train":
+                layouts[call.name] = Layout.grid_of(training_ranks, **training, **limits)
+            elif workload.models[call.model] is None:  # a reward function has no weights to split
+                layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
+            else:
+                layouts[call.name] = Layout.grid_of(share[call.model], **generation, **limits)
+        return cls(layouts, stream=True, in_flight=in_flight)
 
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration streams: the placement asks for it, and no call needs the whole batch."""

@@ -110,7 +110,7 @@ def save(path: Path, write: Callable[[Path], object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
     except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}; give another --out") from None
+        raise UserError(f"{path} can't be written: {error.strerror}; name another file") from None
     except ImportError as error:
         raise UserError(f"a picture needs matplotlib ({error}): pip install matplotlib") from None
 

@@ -121,9 +121,7 @@ class Transfer:
     model: str | None = None
     mini_batch: int | None = None
     reallocation: Reallocation | None = None  # of weights
-    call: str | None = (
-        None  # a move between the stages of this call, in their groups; None: between calls, in the world
-    )
+    call: str | None = None  # between the stages of this call, in their groups; None: between calls, in the world
     ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)  # that take part
     _sent: dict[int, list[Message]] = field(init=False, repr=False, compare=False)
     _received: dict[int, list[Message]] = field(init=False, repr=False, compare=False)

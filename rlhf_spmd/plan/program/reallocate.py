@@ -18,8 +18,9 @@ from rlhf_spmd.plan.shard import Shard, split
 from rlhf_spmd.plan.workload import ModelShape
 
 WHOLE_BYTES = 256 * 2**10  # smaller shares are not sent apart: latency outweighs bandwidth
-NUM_BUCKETS = 8  # the longest route has at least so many, so that packing, sending, forwarding and unpacking overlap,
-SMALL_BUCKET_BYTES = 2**20  # unless its buckets would be smaller than this
+# The longest route has at least NUM_BUCKETS, so that packing, sending, forwarding and unpacking overlap, unless its
+# buckets would be smaller than SMALL_BUCKET_BYTES.
+NUM_BUCKETS, SMALL_BUCKET_BYTES = 8, 2**20
 
 
 @dataclass(frozen=True, slots=True)

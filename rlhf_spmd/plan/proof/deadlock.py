@@ -139,10 +139,8 @@ class _Transfers:
         if not self.in_order:
             return {peer for peer in self._peers(rank, operation) if number not in self.posted[peer]}
         queue = rank, self.transfers[number].call is not None
-        place, first = (
-            self._places.get((rank, operation)),
-            self._head(*queue),
-        )  # the operation that delays it, or itself
+        place = self._places.get((rank, operation))
+        first = self._head(*queue)  # the operation that delays it, or itself
         if place is not None and place < self._heads.get(queue, 0):
             return set()
         if first is None:

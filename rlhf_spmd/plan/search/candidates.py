@@ -161,9 +161,7 @@ class CallCosts:
         first = layout.stage_ranks(layout.ranks[0])
         num_bytes = pass_bytes(layout, self.workload, call)
         hops_s = sum(self.cost.message_s(a, b, num_bytes) for a, b in zip(first, first[1:], strict=False))
-        once = (
-            number if call.kind == "train" else number * num_mini_batches
-        )  # inference fills the pipeline once for all
+        once = number if call.kind == "train" else number * num_mini_batches  # inference fills the pipeline once
         times = num_mini_batches if call.kind == "train" else 1
         filled_s = sum(stages_s) + (once - 1) * max(stages_s)
         return times * (filled_s * self._slowdown(mesh) + len(kinds) * hops_s), num_mini_batches * number

@@ -22,7 +22,8 @@ class Saver:
     """Writes the checkpoints of one run. All ranks call `save` after the same iterations, and `finish` at the end."""
 
     def __init__(self, world: World, models: RankModels, run: Path, *, every: int, keep: int, texts: Mapping[str, str]):
-        """run: the run folder. every: iterations between checkpoints; 0: only on a signal. texts: small files that are
+        """run: the run folder. every: iterations between checkpoints; 0: only on a signal and at the end. texts: small
+        files that are
         copied into each checkpoint."""
         self.world, self.models, self.run, self.root = world, models, run, run / "checkpoints"
         self.every, self.keep, self.texts = every, keep, dict(texts)

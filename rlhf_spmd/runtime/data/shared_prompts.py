@@ -64,7 +64,7 @@ def _map(about: Mapping) -> PromptSet | None:
     try:
         numbers = range(4 + 2 * len(about["keys"]))
         arrays = [np.asarray(npy.open_memmap(f"{about['path']}/{number}.npy", mode="r")) for number in numbers]
-    except OSError:
+    except (OSError, ValueError):  # not there, or not yet whole
         return None
     rows = list(zip(arrays[::2], arrays[1::2], strict=True))
     responses = {key: TokenRows(*pair) for key, pair in zip(about["keys"], rows[2:], strict=True)}

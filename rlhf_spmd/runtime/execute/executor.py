@@ -128,7 +128,7 @@ class Executor:
         return [json.loads(numbers) | {"rows": np.frombuffer(rows, ROW)} for numbers, _, rows in said]
 
     def _pass(self, step: Run, call: Call, layout: Layout, data: Iteration, state: RunState) -> None:
-        """A Run with stages: executes its body for the number of micro-batches."""
+        """A Run with stages: executes its body for the number of micro-batches that its ranks agree on."""
         about = {"epoch": step.epoch, "mini_batch": step.mini_batch}
         with self.recorder.span(step.call, "compute", **about):
             passes = self.calls.passes(step, data, state)

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from rlhf_spmd.errors import UserError
 
@@ -20,21 +21,29 @@ ABORT_S = 2.0  # time for the launcher to end this process
 
 def num_launched(environment: Mapping[str, str]) -> int:
     """How many processes the innermost launcher started; 1 without a launcher."""
-    return _launched(environment)[1]
+    return _launched(environment).num
 
 
 def rank_launched(environment: Mapping[str, str]) -> int:
     """The rank that the innermost launcher gave this process; 0 without a launcher."""
-    return _launched(environment)[2]
+    return _launched(environment).rank
 
 
-def _launched(environment: Mapping[str, str]) -> tuple[str, int, int]:
-    """Of the innermost launcher: the variable with the number of processes, this number, and the rank."""
+class Launched(NamedTuple):
+    """What a launcher told a process: how many there are, by which variable, and the rank of this one."""
+
+    variable: str = ""
+    num: int = 1
+    rank: int = 0
+
+
+def _launched(environment: Mapping[str, str]) -> Launched:
+    """By the innermost launcher."""
     known = dict(environment)
     if "SLURM_STEP_ID" in known and "SLURM_NTASKS" in known:  # outside a step SLURM_NTASKS belongs to the batch script
         known.setdefault("SLURM_STEP_NUM_TASKS", known["SLURM_NTASKS"])
     present = (names for names in LAUNCHERS if names[0] in known and names[1] in known)
-    return next(((count, int(known[count]), int(known[rank])) for count, rank, _ in present), ("", 1, 0))
+    return next((Launched(count, int(known[count]), int(known[rank])) for count, rank, _ in present), Launched())
 
 
 def check_world_size(size: int, environment: Mapping[str, str]) -> None:

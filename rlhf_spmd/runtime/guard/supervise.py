@@ -114,7 +114,7 @@ class Supervisor:
 
     def _open_board(self) -> None:
         """Opens the node's shared memory, in which ranks agree who reports; it is unlinked, so opened via /proc."""
-        descriptor = parse(self.memory).board
+        descriptor = flight_recorder.WHO.unpack_from(self.memory, 0)[6]
         if descriptor > 0:
             with suppress(OSError):
                 self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -92,6 +92,7 @@ class Flight:
     def describe(self, **facts: int | str) -> None:
         """Sets facts of this rank, by their names in Record. With `run`, the absolute path of the run folder, the
         supervisor also writes the record there."""
+        assert facts.keys() <= vars(self).keys(), facts
         vars(self).update(facts)
         names = self.host.encode()[:64], self.run.encode()[:512]
         who = (MAGIC, self.rank, self.size, os.getpid(), *names, self.board, self.num_instructions)

@@ -77,11 +77,15 @@ class OutputFile(AbstractContextManager):
             raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
 
     def __exit__(self, kind: type | None, *_) -> None:
-        if self._begun and kind is None:
-            self.part.replace(self.path)
-        elif self._begun:
-            with suppress(OSError):
-                self.part.unlink()
+        try:
+            if self._begun and kind is None:
+                self.part.replace(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror or error}") from error
+        finally:
+            if self._begun:
+                with suppress(OSError):
+                    self.part.unlink()
 
 
 class Bar(AbstractContextManager):

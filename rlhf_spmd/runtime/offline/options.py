@@ -53,7 +53,8 @@ def load_options(words: Iterable[str]) -> GenerateOptions:
         known = types()
         if key not in known:
             raise UserError(f"unknown key {key!r}{suggest_option(key, (), known)}; known: {', '.join(known)}")
-        value, (group, _, name) = configs.parse_value(known[key], text, key), key.rpartition(".")
+        value = configs.parse_value(known[key], text, key)
+        group, _, name = key.rpartition(".")
         part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
         options = dataclasses.replace(options, **{group or name: part})
     return options

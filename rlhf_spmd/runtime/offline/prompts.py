@@ -49,8 +49,9 @@ def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = N
 def _samplings(path: Path, generation: OfflineGeneration, num: int) -> list[Sampling]:
     """The sampling parameters of every entry of a prompt file that load_prompts has accepted. Raises UserError naming
     file and line."""
+    common = sampling_of(generation)  # its errors are about options, not about a line
     if path.suffix.lower() != ".jsonl":
-        return [sampling_of(generation)] * num
+        return [common] * num
     lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n\t ").split(b"\n")
     assert len(lines) == num, (len(lines), num)
     samplings = []

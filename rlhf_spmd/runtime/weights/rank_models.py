@@ -164,7 +164,8 @@ class RankModels:
             holder, model = self.engines[call.model], self.engines[call.model].model
         else:
             holder, model = self.sharded.get(key) or self.offloaded.get(key), self.copies[key]
-        with torch.no_grad(), holder.gathered() if holder is not None else nullcontext():
+        whole = nullcontext() if holder is None else holder.gathered()
+        with torch.no_grad(), whole:
             yield model
 
     def offloaded_copies(self, name: str) -> list[OffloadedCopy]:

@@ -74,7 +74,7 @@ def add_function(
     context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None
 ) -> Tensor:
     """scores_B: the reward model's, if there is one, plus the reward function's. The function runs on one rank for each
-    row, because it may be random or slow."""
+    row: it may be random or slow, and all ranks with a row must use the same score."""
     scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
     if context.scorer.function is None:
         return scores_B
