@@ -53,7 +53,7 @@ class Optimizer:
 
     lr: Mapping[str, PositiveFloat] = field(
         default_factory=dict
-    )  # learning rate of each trained model; default: ROLES of the page
+    )  # learning rate of each trained model; default: that of the algorithm
     warmup_steps: NonNegativeInt = 0  # optimizer steps in which the learning rate rises from zero
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # learning rate after the warm-up
     beta1: BelowOne = 0.9  # decay of AdamW's first moment
