@@ -99,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train on the ranks of this MPI world (mpirun -n N ...)")
     text = "placement of the calls (default: flattening); auto: plan one"
     train.add_argument("--strategy", metavar="NAME|FILE.py", help=text)
-    train.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint")
+    train.add_argument(
+        "--resume", metavar="RUN", type=_given, help="continue the run in this folder from its newest checkpoint"
+    )
     train.add_argument("--calibration", metavar="NAME|FILE.json", help=CALIBRATION_HELP)
     train.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
     train.add_argument("--runs", metavar="FOLDER", help="parent of the run folder (default: runs)")
@@ -133,9 +135,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _given(text: str) -> str:
+    """A word of the command line that must not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty (a variable that is not set?)")
+    return text
+
+
 def _add_config(verb: argparse.ArgumentParser) -> None:
     """The options that name a configuration."""
-    verb.add_argument("--algorithm", metavar="NAME|FILE.py", help="name or file of the algorithm (default: ppo)")
+    verb.add_argument(
+        "--algorithm", metavar="NAME|FILE.py", type=_given, help="name or file of the algorithm (default: ppo)"
+    )
     verb.add_argument("--preset", help="named configuration (default: tiny, or with --model one for real models)")
     verb.add_argument("--model", metavar="FOLDER", help="Hugging Face folder of the first role (PPO: the actor)")
     verb.epilog = "KEY=VALUE words override the preset, e.g. iterations=3 ppo.kl_coef=0.02 strategy.zero=1"
@@ -143,7 +154,7 @@ def _add_config(verb: argparse.ArgumentParser) -> None:
 
 def _add_devices(verb: argparse.ArgumentParser, *, calibration: bool = False) -> None:
     """The options that describe a cluster; calibration: and its measured constants."""
-    verb.add_argument("--layout", metavar="NxG", help="N nodes of G devices (default: 1x4)")
+    verb.add_argument("--layout", metavar="NxG", type=_given, help="N nodes of G devices (default: 1x4)")
     verb.add_argument("--cluster", metavar="FILE.toml", help="nodes of several device types, instead of --layout")
     default = "the calibration's, if it has one, or the preset's" if calibration else "the preset's"
     verb.add_argument("--device-type", help=f"device type (default: {default})")

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,17 @@ from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
 from rlhf_spmd.user_module import load_module, modules_in
 
-FUNCTIONS = ("advantages", "losses")  # modules in which a call's function is looked up after the page
-NO_PAGES = ("page", "training_order", "masks", "logprob_parity", "controllers", *FUNCTIONS)  # modules beside the pages
+# modules in which a call's function is looked up after the page
+FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates")
+NO_PAGES = (  # modules beside the pages
+    "page",
+    "policy_gradient",
+    "training_order",
+    "masks",
+    "logprob_parity",
+    "controllers",
+    *FUNCTIONS,
+)
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
@@ -72,9 +82,21 @@ class Algorithm:
         places = ", ".join(f"{module}.py" for module in FUNCTIONS)
         raise UserError(f"algorithm {self.name}: no function {name} is in the page or in {places}; write it there")
 
+    @property
+    def samples(self) -> int:
+        """Its default number of responses to a prompt."""
+        return getattr(self.module, "SAMPLES_PER_PROMPT", 1)
+
     def refused(self, options: page.Options, *, can_end: bool) -> str:
         """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
         return self.module.refused(options, can_end=can_end) if hasattr(self.module, "refused") else ""
+
+    def problem(self, options: page.Options, **run: int) -> str:
+        """What the page says against its options in a run of these sizes; empty if nothing. run: options of the run by
+        name, of which the page asks for those that matter."""
+        if not hasattr(self.module, "problem"):
+            return ""
+        return self.module.problem(**bound(self.module.problem, {"options": options} | run))
 
     def companion(self, name: str, suffix: str) -> Callable | None:
         """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
@@ -230,8 +252,16 @@ def _problem(module: ModuleType) -> str:
     if without:
         return f"the option {without[0]} has no default"
     for name in ("ROLES", "DATA", "METRICS"):
-        if not isinstance(getattr(module, name), Mapping):
+        found = getattr(module, name)
+        if not isinstance(found, Mapping):
             return f"{name} is no dict"
+        odd = [key for key in found if not isinstance(key, str) or (name != "METRICS" and not key.isidentifier())]
+        if odd:
+            return f"{name} has the key {odd[0]!r}; a key is a word of letters, digits and underscores"
+    if not isinstance(module.TITLE, str) or not module.TITLE.strip() or not module.TITLE.isprintable():
+        return f"TITLE is {module.TITLE!r}, not a line of text"
+    if odd := [name for name, metric in module.METRICS.items() if not isinstance(metric, page.Metric)]:
+        return f"METRICS does not give {odd[0]} a page.Metric"
     if PROMPTS not in module.DATA:
         return f"DATA has no {PROMPTS}"
     stateful = [name for name in STATEFUL if hasattr(module, name)]
@@ -239,6 +269,12 @@ def _problem(module: ModuleType) -> str:
         return f"it has {', '.join(stateful)} and not all of {', '.join(STATEFUL)}"
     if not module.ROLES or not all(isinstance(role, Role) for role in module.ROLES.values()):
         return "ROLES does not give each model a Role"
+    for name, role in module.ROLES.items():
+        if role.head not in ("lm", "scalar"):
+            return f"the role {name} has head {role.head!r}; choose lm or scalar"
+        is_number = isinstance(role.lr, int | float) and not isinstance(role.lr, bool)
+        if role.lr is not None and not (is_number and 0 < role.lr < math.inf):
+            return f"the role {name} has lr={role.lr!r}; give a positive number, or None if it never trains"
     unknown = [
         (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
     ]

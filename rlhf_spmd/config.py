@@ -29,6 +29,7 @@ LR = "_lr"  # optimizer.ROLE_lr
 class DataOptions:
     prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
+    chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     max_prompt: PositiveInt = 128  # most tokens of a prompt
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
 
@@ -89,7 +90,8 @@ class Config:
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     mini_batch: PositiveInt = 32  # sequences per optimizer step, over all ranks
     micro_batch: PositiveInt = 32  # sequences per forward on one data-parallel shard
-    reward_function: str = ""  # a Python function: module:function or file.py:function
+    reward_function: str = ""  # a Python function: module:function or file.py:function; several with commas
+    reward_weights: tuple[float, ...] = ()  # of several reward functions; empty: 1 for each
     reward_function_mode: Literal["replace", "add"] = "replace"  # replace the reward model, or add to its score
     parity_tolerance: NonNegative | None = None  # most nats for one token; none: 1e-4 in float32, 2 in bfloat16
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
@@ -128,6 +130,17 @@ class Config:
         """The folder of a role; empty if a reward function replaces the role, or if no folder is known."""
         roles = self.algorithm.roles
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles)
+
+
+def split_functions(text: str) -> list[str]:
+    """The reward functions that an option names."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def function_labels(config: Config) -> list[str]:
+    """The names of several reward functions in the log: without their modules; none for one function."""
+    found = [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
+    return found if len(found) > 1 else []
 
 
 def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
@@ -254,6 +267,21 @@ def check_sizes(config: Config) -> None:
             f"generation.min_new_tokens={generation.min_new_tokens} is larger than "
             f"generation.max_new_tokens={generation.max_new_tokens}"
         )
+    if len(set(labels := function_labels(config))) < len(labels):
+        raise UserError(f"reward_function={config.reward_function}: two functions have one name in the log; rename one")
+    if type(config.options.epochs) is not int or config.options.epochs < 1:
+        name = config.algorithm.name
+        raise UserError(f"{name}.epochs={config.options.epochs}: give a whole number of at least 1")
+    functions = split_functions(config.reward_function)
+    if config.reward_weights and len(config.reward_weights) != len(functions):
+        raise UserError(
+            f"reward_weights has {len(config.reward_weights)} numbers for {len(functions)} reward functions "
+            f"({', '.join(functions) or 'reward_function is empty'}); give one for each"
+        )
+    sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
+    sizes["max_new_tokens"] = generation.max_new_tokens
+    if problem := config.algorithm.problem(config.options, **sizes):
+        raise UserError(f"algorithm {config.algorithm.name}: {problem}")
     if config.shape and config.shape not in SHAPES:
         hint = did_you_mean(config.shape, SHAPES)
         raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")

@@ -104,6 +104,14 @@ def _rates(algorithm: Algorithm, **by_head: float) -> dict[str, float]:
     return {name: by_head[role.head] for name, role in algorithm.roles.items()}
 
 
+def _with_samples(config: Config) -> Config:
+    """As many responses to a prompt as the algorithm needs, to fewer prompts: the preset's number of sequences."""
+    samples = config.algorithm.samples
+    return dataclasses.replace(
+        config, samples_per_prompt=samples, rollout_batch=max(1, config.rollout_batch // samples)
+    )
+
+
 PRESETS = {"tiny": tiny, "model": for_model, "smollm2": smollm2} | {name: partial(_of_shape, name) for name in SHAPES}
 
 
@@ -125,7 +133,7 @@ def load(
         raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
     loaded = load_algorithm(algorithm or "ppo")
     before = for_model(loaded, model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset](loaded)
-    config = before
+    config = before = _with_samples(before)
     if model:
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})

@@ -1,8 +1,91 @@
-"""Reward functions that come with the package, used as `rlhf_spmd.rewards:vader_positive`."""
+"""Reward functions that come with the package, used as `rlhf_spmd.rewards:numeric_answer`, and makers of some.
+
+`answer` is a column of the data set. Functions that execute code are not among them: docs/data_and_rewards.md says how
+to call a sandbox.
+"""
 
 import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
 
 from rlhf_spmd.errors import UserError
+
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+GIVEN = "####"  # what stands before the answer in GSM8K
+
+
+def exact_answer(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
+    """1 if the response, without space around it, is the answer; else 0."""
+    return [float(response.strip() == str(right).strip()) for response, right in zip(responses, answer, strict=True)]
+
+
+def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float]:
+    """1 if the last number of the response is the last number of the answer; else 0.
+
+    Numbers may have thousands separators, a sign and an exponent. An answer that holds no number never matches; text
+    after `####` counts alone, as in GSM8K.
+    """
+    return [
+        float((number := last_number(response)) is not None and number == last_number(str(right)))
+        for response, right in zip(responses, answer, strict=True)
+    ]
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, after `####` if there is one; None if there is no number."""
+    found = NUMBER.findall(text.rpartition(GIVEN)[2])
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def boxed_answer(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
+    r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0.
+
+    Equality is that of math-verify (symbolic, by SymPy). The answer is LaTeX or plain text, with or without \boxed{}.
+    Expressions that take SymPy long have no time limit here, because that of math-verify uses SIGALRM, which works in
+    the main thread only.
+    """
+    parse, verify = _math_verify()
+    scores = []
+    for response, right in zip(responses, answer, strict=True):
+        found = last_boxed(response)
+        if found is None:
+            scores.append(0.0)
+            continue
+        wanted = last_boxed(str(right)) or str(right)
+        sides = [parse(f"${text}$", parsing_timeout=None) for text in (wanted, found)]
+        scores.append(float(wanted.strip() == found.strip() or verify(*sides, timeout_seconds=None)))
+    return scores
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{} of a text holds, braces counted; None if there is none that ends."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, first = 1, start + len("\\boxed{")
+    for place in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[first:place]
+    return None
+
+
+def matches(pattern: str) -> Callable[[list[str], list[str]], list[float]]:
+    """A reward function: 1 if the whole response, without space around it, matches a regular expression, in which a dot
+    stands for line breaks, too; else 0."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def matches_pattern(prompts: list[str], responses: list[str]) -> list[float]:
+        return [float(compiled.fullmatch(response.strip()) is not None) for response in responses]
+
+    return matches_pattern
+
+
+def num_words(prompts: list[str], responses: list[str]) -> list[float]:
+    """The number of words of each response; with a negative weight a penalty for length."""
+    return [float(len(response.split())) for response in responses]
 
 
 def vader_positive(prompts: list[str], responses: list[str]) -> list[float]:
@@ -22,3 +105,15 @@ def _vader():
     except ImportError:
         raise UserError("the reward rlhf_spmd.rewards:vader_positive needs VADER: pip install vaderSentiment") from None
     return SentimentIntensityAnalyzer()
+
+
+@functools.cache
+def _math_verify() -> tuple[Callable, Callable]:
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise UserError(
+            "the reward rlhf_spmd.rewards:boxed_answer needs math-verify: pip install math-verify"
+        ) from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+    return parse, verify

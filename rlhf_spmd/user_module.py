@@ -6,14 +6,19 @@ the newest version is read even if a file was written twice within a second.
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
+import traceback
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
+
+PACKAGE = str(Path(__file__).parent)  # its own lines say nothing about an error in a user's code
 
 
 class _Loader(SourceFileLoader):
@@ -49,6 +54,7 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
         if not path.is_file():
             raise UserError(f"{kind} file {name} does not exist")
         try:
+            importlib.util.decode_source(path.read_bytes())  # as the run folder keeps it
             module = import_file(path, f"_{kind}_{path.stem}")
         except (Exception, SystemExit) as error:
             raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {error}") from error
@@ -58,3 +64,19 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
         hint = did_you_mean(name, known)
         raise UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}, or give a file path/to/mine.py")
     return module, importlib.util.decode_source(Path(module.__file__).read_bytes())
+
+
+def described(error: BaseException, function: Callable | None) -> str:
+    """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
+    message = " ".join(str(error).split())[:300]
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
+    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    for frame in reversed(own or frames):
+        line = f": {frame.line}" if frame.line else ""
+        return f"{text} ({frame.filename}, line {frame.lineno}{line})"
+    return text

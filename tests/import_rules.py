@@ -26,7 +26,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "model_folders", "model", "plan"),
-    "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
+    "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
     "checkpoint": ("algorithm", "config", "model", "plan"),
     "profile": ("config", "model", "plan"),
     "run": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
@@ -52,17 +52,19 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
     }
 
 
-TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", "advantages", "losses", "masks", "logprob_parity"))
+MATH = ("advantages", "group_advantages", "losses", "masks", "logprob_parity", "surrogates")
+PAGES = ("plan", "algorithms.page", "algorithms.controllers", "algorithms.policy_gradient")
+TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 # module or package -> what of ours it may import (beside errors); the longest matching name counts.
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
     "rlhf_spmd.algorithm": ("plan", "algorithms.page", "user_module"),  # it finds the others by name
-    "rlhf_spmd.algorithms": ("plan", "algorithms.page", "algorithms.controllers"),  # the pages
+    "rlhf_spmd.algorithms": PAGES,
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.training_order": (),
-    **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in ("advantages", "losses", "masks", "logprob_parity")},
+    **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
     "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "model_folders", "option_suggestions"),
@@ -100,7 +102,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.algorithms": ("pydantic",),  # of the pages, too: what reads them starts without torch
     "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.training_order": ("numpy",),
-    **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in ("advantages", "losses", "masks", "logprob_parity")},
+    **{f"rlhf_spmd.algorithms.{name}": ("torch",) for name in MATH},
     "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),
@@ -108,7 +110,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.plan": ("numpy",),
-    "rlhf_spmd.rewards": ("vaderSentiment",),
+    "rlhf_spmd.rewards": ("vaderSentiment", "math_verify"),
     "rlhf_spmd.runtime": None,
 }
 FENCES = {

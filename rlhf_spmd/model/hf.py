@@ -146,6 +146,45 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer.from_transformers(slow, folder)
 
 
+class ChatTemplate:
+    """Makes the text of a conversation, as transformers does. Importing transformers takes seconds, so this waits for
+    the first conversation."""
+
+    def __init__(self, folder: str | Path, file: str = ""):
+        """folder: of the tokenizer, whose template is used unless `file` holds another one."""
+        self.folder, self.file = Path(folder), file
+        self._tokenizer: Any = None
+        self._template: str | None = None
+
+    def render(self, where: str, messages: list[dict[str, str]]) -> str:
+        """The text of a conversation up to the beginning of the assistant's answer. where: file and place. Raises
+        UserError."""
+        if self._tokenizer is None:
+            self._load(where)
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self._template
+            )
+        except Exception as error:  # templates raise exceptions of their own for roles that they do not know
+            raise UserError(f"{where}: the chat template does not take this conversation: {error}") from None
+
+    def _load(self, where: str) -> None:
+        from transformers import AutoTokenizer
+
+        if self.file:
+            try:
+                self._template = Path(self.file).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"data.chat_template={self.file} can't be read: {error}") from None
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        if not self.file and not tokenizer.chat_template:
+            raise UserError(
+                f"{where}: the prompt is a list of messages, and the tokenizer in {self.folder} has no chat template; "
+                "give data.chat_template=FILE, or write the prompts as text"
+            )
+        self._tokenizer = tokenizer
+
+
 def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
     """Converts a GGUF file of a supported family into a Hugging Face folder, dequantised, with its tokenizer.
 

@@ -6,12 +6,14 @@ A *call*, a node of this graph, is one use of a model (`generate`, `infer`, `tra
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from math import inf
+from typing import Literal, get_args
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import READOUTS, Shape, generated_keys
 
 Scope = Literal["row", "group", "mini_batch", "batch"]
+STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
 MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pair
 
 
@@ -51,10 +53,10 @@ class Call:
     inputs, outputs: all keys that it reads and makes. tokens: the inputs that a model's sequences consist of: prompts,
     then one or two keys of responses. arguments: parameter of the function -> key. scope: the rows that a compute must
     see at once to make one of them. sums: whether a compute ends with sums over the whole batch. drawn: the key of the
-    generator's logprobs, which training compares with its own. kept: the key of the sampling supports. divisor: the
-    loss of a mini-batch is divided by its response tokens, responses or rows. stop: (name of a mean, limit); beyond it
-    the model's remaining steps of the iteration are skipped. entropy: whether the loss reads it. temperature: of
-    generation, if not that of the options.
+    generator's logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of
+    numbers that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response
+    tokens, responses or rows. stop: (name of a mean, limit); beyond it the model's remaining steps of the iteration are
+    skipped. entropy: whether the loss reads it. temperature: of generation, if not that of the options.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Call:
     sums: bool = False
     drawn: str = ""
     kept: str = ""
+    only: str = ""
     divisor: str = "tokens"
     stop: tuple[str, float] | None = None
     entropy: bool = False
@@ -172,6 +175,14 @@ class Recorder:
             raise UserError(f"the workflow uses the model {name!r}; ROLES has {', '.join(self.roles)}")
         return Model(name, self)
 
+    def expect(self, call: str, prompts: Data, *responses: Data) -> None:
+        """Raises UserError unless these are prompts and responses."""
+        for value, shape in ((prompts, "prompt"), *((one, "response") for one in responses)):
+            found = self.shapes.get(value.key) if isinstance(value, Data) else None
+            if found != shape:
+                what = value.key if isinstance(value, Data) else f"{value!r:.40}"
+                raise UserError(f"{call}: {what} is no {shape}; the order is prompts, then responses")
+
     def record(self, call: Call, shapes: Mapping[str, Shape]) -> None:
         """Adds a call, renamed if its name is taken, and the shapes of its outputs. Raises UserError if no name is free
         or an output exists already."""
@@ -196,6 +207,9 @@ class Recorder:
         in `FUNCTION_finish`, which gets the sums of `FUNCTION_sums` over the batch.
         """
         keys = tuple((name, _data(function, name, value).key) for name, value in arguments.items())
+        _one_of(f"{function}(scope={scope!r})", scope, get_args(Scope))
+        for key, shape in makes.items():
+            _one_of(f"{function}(makes={{{key!r}: {shape!r}}})", shape, ("token", "token+1", "row"))
         inputs = tuple(dict.fromkeys(key for _, key in keys))
         call = Call(function, None, "compute", function, inputs, tuple(makes), arguments=keys, scope=scope, sums=sums)
         self.record(call, makes)
@@ -213,6 +227,10 @@ class Model:
     def generate(self, prompts: Data, *, name: str = "", temperature: float | None = None) -> tuple[Data, Data]:
         """Samples responses; returns them and the logprobs of their tokens. name: prefix of the keys of a second
         generate call. temperature: replaces generation.temperature; 0 is greedy."""
+        self.recorder.expect(f"{self.name}.generate", prompts)
+        is_number = isinstance(temperature, int | float) and 0 <= temperature < inf
+        if temperature is not None and not is_number:
+            raise UserError(f"{self.name}.generate(temperature={temperature!r}): give a number of at least 0, or None")
         made, tokens = generated_keys(name, replay=self.recorder.replay), (prompts.key,)
         outputs, wish = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
         call = Call(wish, self.name, "generate", "sample", tokens, outputs, tokens, temperature=temperature)
@@ -230,6 +248,7 @@ class Model:
             raise UserError(f"{self.name}.infer({function!r}): a model with head {own!r} can infer {known}")
         if len(responses) != 1:
             raise UserError(f"{self.name}.infer({function!r}) reads prompts and one key of responses")
+        self.recorder.expect(f"{self.name}.infer", prompts, *responses)
         kept = responses[0].kept if function == "logprobs" else ""
         tokens, key = (prompts.key, responses[0].key), output or function
         inputs = (*tokens, kept) if kept else tokens
@@ -245,12 +264,18 @@ class Model:
         divisor: Literal["tokens", "responses", "rows"] = "tokens",
         stop: tuple[str, float] | None = None,
         entropy: bool = False,
+        only: Data | None = None,
         **arguments: Data,
     ) -> None:
         """Optimizer steps on the loss named `function`, over all epochs and mini-batches; see Call for the options.
-        arguments: parameter of the loss -> data."""
+        only: a number of each row; rows where it is 0 are neither read by the model nor counted in the divisor, and
+        their places in the mini-batches stay empty. arguments: parameter of the loss -> data."""
         if not 1 <= len(responses) <= MAX_RESPONSES:
             raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
+        self.recorder.expect(f"{self.name}.train", prompts, *responses)
+        _one_of(f"{self.name}.train(divisor={divisor!r})", divisor, ("tokens", "responses", "rows"))
+        if stop is not None and not (isinstance(stop, tuple) and [type(one) for one in stop] in STOP_TYPES):
+            raise UserError(f"{self.name}.train(stop={stop!r}): give the name of a logged sum and a limit, or None")
         is_lm = self.recorder.roles[self.name].head == "lm"
         if self.recorder.roles[self.name].lr is None:
             raise UserError(f"the workflow trains {self.name}, whose Role has no learning rate; give it lr=")
@@ -258,10 +283,20 @@ class Model:
         tokens = (prompts.key, *(one.key for one in responses))
         sampled = responses[0] if is_lm and len(responses) == 1 else Data("")
         drawn, kept = sampled.logprobs if sampled.model == self.name else "", sampled.kept
-        inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *filter(None, (drawn, kept)))))
-        options = {"drawn": drawn, "kept": kept, "divisor": divisor, "stop": stop, "entropy": entropy}
+        chosen = _data(function, "only", only).key if only is not None else ""
+        if chosen and self.recorder.shapes[chosen] != "row":
+            raise UserError(f"{self.name}.train({function!r}, only={chosen}): it must be one number for each row")
+        others = filter(None, (drawn, kept, chosen))
+        inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
+        options = {"drawn": drawn, "kept": kept, "divisor": divisor, "stop": stop, "entropy": entropy, "only": chosen}
         call = Call(f"{self.name}_train", self.name, "train", function, inputs, (), tokens, keys, **options)
         self.recorder.record(call, {})
+
+
+def _one_of(where: str, word: object, known: Sequence[str]) -> None:
+    """Raises UserError unless a word is one of the known ones."""
+    if word not in known:
+        raise UserError(f"{where}: choose one of {', '.join(known)}")
 
 
 def _data(function: str, name: str, value: object) -> Data:
@@ -300,6 +335,9 @@ def _refuse(workflow: Workflow) -> None:
         raise UserError(
             f"the workflow trains {', '.join(sorted(twice))} in two calls; put both losses into one function"
         )
+    unread = [call.name for call in workflow.calls if call.kind == "compute" and not workflow.consumers(call.outputs)]
+    if unread:
+        raise UserError(f"nothing reads the results of {', '.join(unread)}; use them in a later call, or drop the call")
     late = [call.name for call in workflow.calls[workflow.calls.index(trains[0]) :] if call.kind != "train"]
     if late:
         raise UserError(f"{', '.join(late)} stands behind training; everything else comes before it")

@@ -118,15 +118,18 @@ class Workload:
 
     def needs_batch(self, call: Call) -> bool:
         """Whether a compute needs all rows of the iteration, because no mini-batch holds its scope."""
-        splits_groups = call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
-        return call.sums or call.scope == "batch" or splits_groups
+        return call.sums or call.scope == "batch" or self._splits_groups(call)
+
+    def _splits_groups(self, call: Call) -> bool:
+        """Whether a call reads groups that begin in one mini-batch and end in the next."""
+        return call.scope == "group" and self.mini_batch % self.samples_per_prompt > 0
 
     def columns_seen(self, call: Call, columns: range) -> range:
         """The columns that a call must see to make some columns: more than these if its scope is larger than a row. The
         samples of a prompt are neighbours."""
         if call.scope == "row" or not columns:
             return columns
-        if call.scope != "group" or self.needs_batch(call):
+        if call.scope != "group" or self._splits_groups(call):
             return range(self.mini_batch)
         group = self.samples_per_prompt
         return range(columns.start // group * group, -(-columns.stop // group) * group)

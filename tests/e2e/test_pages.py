@@ -9,22 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from tests.folders import WORDS, write_model
-from tests.run_mpi import mpi_command, mpi_environment, run_limited
+from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
+from tests.run_mpi import run_limited
 
 PAGES = Path(__file__).parents[1] / "toy_pages"
-LIMIT_S = 120.0
 LR = {"given_responses": ("student",), "pairs": ("policy",), "group": ("actor",)}
 SIZES = {
     "given_responses": ("rollout_batch=8", "mini_batch=4"),
     "pairs": ("rollout_batch=8", "mini_batch=4"),
     "group": ("rollout_batch=4", "samples_per_prompt=16", "mini_batch=32"),
 }
-REALLOCATION = ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.training_pp=2")
 PLACEMENTS = {"3 ranks": (3, ()), "4 ranks": (4, ()), "tp 2 and pp 2": (4, REALLOCATION)}
-TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
 
 
 @pytest.fixture(scope="module")
@@ -40,63 +37,33 @@ def options(tmp_path_factory) -> list[str]:
     write_model(folder / "lm", seed=1)
     write_model(folder / "judge", head="scalar", seed=2)
     shared = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
-    return [*shared, "iterations=2", "micro_batch=3", "deadline_s=100", "--runs", str(folder / "runs"), "--model"] + [
-        str(folder / "lm")
-    ]
+    return [*shared, "iterations=2", "micro_batch=3", "deadline_s=100", "--model", str(folder / "lm")]
 
 
-def trained(page: str, num_ranks: int, more: tuple[str, ...], options: list[str], name: str) -> Path:
-    """The run folder of a page on this number of ranks."""
-    folder = Path(options[-1]).parent
-    judge = [f"models.judge={folder / 'judge'}"] if page == "group" else []
+def of_page(page: str, options: list[str], *more: str) -> list[str]:
+    """The command line of a page."""
+    judge = [f"models.judge={Path(options[-1]).parent / 'judge'}"] if page == "group" else []
     rates = [f"optimizer.{role}_lr=1e-3" for role in LR[page]]
-    launcher = mpi_command(num_ranks) if num_ranks > 1 else []
-    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", "--algorithm", str(PAGES / f"{page}.py")]
-    command += [*SIZES[page], *rates, *judge, *options, "--name", name, *more]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
-    assert status == 0, stdout + stderr
-    return folder / "runs" / name
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(run: Path) -> dict[str, list]:
-    """Every float32 master of the last checkpoint that one rank has, sorted: their order differs between layouts."""
-    last, found = max((run / "checkpoints").glob("iteration-*")), []
-    for path in last.glob("rank-*.safetensors"):
-        with safe_open(path, "np") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                if "master" in name:
-                    found += file.get_tensor(name).flatten().tolist()
-    return sorted(found)
+    return ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *rates, *judge, *options, *more]
 
 
 @pytest.mark.parametrize("page", SIZES)
-def test_a_page_trains_to_the_same_numbers_anywhere(page, options):
-    one = trained(page, 1, (), options, f"{page}-1")
+def test_a_page_trains_to_the_same_numbers_anywhere(page, options, tmp_path):
+    one = trained(of_page(page, options), 1, tmp_path / "one")
     assert (one / "algorithm.py").read_text() == (PAGES / f"{page}.py").read_text()
-    expected, masters = metrics(one), weights(one)
-    assert len(expected) == 2 and masters and expected[0] != expected[1]
+    rows = metrics(one)
+    assert len(rows) == 2 and weights(one) and rows[0] != rows[1]
     for name, (num_ranks, more) in PLACEMENTS.items():
-        run = trained(page, num_ranks, more, options, f"{page}-{name.replace(' ', '-')}")
-        for mine, other in zip(metrics(run), expected, strict=True):
-            assert mine.get("tokens_sha256") == other.get("tokens_sha256"), name
-            for key in other.keys() - {*TIMED, "tokens_sha256", "moved_bytes", "moved_messages", "parity_max_abs"}:
-                assert mine[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), (name, key)
-        assert weights(run) == pytest.approx(masters, rel=1e-4, abs=2e-5), name
+        run = trained(of_page(page, options, *more), num_ranks, tmp_path / name.replace(" ", "-"))
+        assert_same(run, one, name)
 
 
-def test_a_page_is_resumed_from_its_run_folder(options):
+def test_a_page_is_resumed_from_its_run_folder(options, tmp_path):
     """The page is read from the run folder, even if the user's file is gone."""
-    whole = trained("group", 1, (), options, "whole")
-    half = trained("group", 1, ("iterations=1",), options, "half")
-    command = [sys.executable, "-m", "rlhf_spmd", "train", "--resume", str(half), "iterations=2"]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
-    assert status == 0, stdout + stderr
-    timeless = [[{k: v for k, v in row.items() if k not in TIMED} for row in metrics(run)] for run in (whole, half)]
-    assert timeless[0] == timeless[1]
+    whole = trained(of_page("group", options), 1, tmp_path / "whole")
+    half = trained(of_page("group", options, "iterations=1"), 1, tmp_path / "half")
+    resume(half, 1, "iterations=2")
+    assert timeless(whole) == timeless(half)
     assert weights(whole) == weights(half)
 
 

@@ -88,9 +88,8 @@ def test_the_verb_lists_them(capsys):
     *text, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert found["ok"] and set(found["algorithms"]) == set(algorithm_names()) and "ppo" in algorithm_names()
-    assert text[0] == (
-        "ppo: PPO; actor (lm head), reference (lm head), reward (scalar head), critic (scalar head); data prompt"
-    )
+    heads = "actor (lm head), reference (lm head), reward (scalar head), critic (scalar head)"
+    assert f"ppo: PPO; {heads}; data prompt" in text
     assert any("compute(estimate_advantages)" in line and line.endswith("-> advantages, returns") for line in text)
 
 
@@ -165,9 +164,42 @@ WRONG = {
         (LOSS, "def surrogate(logprobs_BG, mask_BG):\n"),
         ["surrogate() does not take weights", "give it such a parameter, or leave it out"],
     ),
+    "a role that is no name": (('"judge": Role', '"../judge": Role'), ["ROLES has the key '../judge'", "letters"]),
+    "a negative learning rate": (("lr=1e-3", "lr=-1.0"), ["the role policy has lr=-1.0", "positive number"]),
+    "a metric that is none": (
+        ('"surrogate": page.Metric("policy", "loss", "{:+8.4f}")', '"surrogate": "loss"'),
+        ["METRICS does not give surrogate a page.Metric"],
+    ),
+    "an unknown scope": (
+        ('makes={"weights": "token"})', 'makes={"weights": "token"}, scope="all")'),
+        ["token_weights(scope='all')", "row, group, mini_batch, batch"],
+    ),
+    "an unknown shape": (
+        ('makes={"weights": "token"})', 'makes={"weights": "rows"})'),
+        ["choose one of token, token+1, row"],
+    ),
+    "an unknown divisor": (
+        ("responses, weights=weights)", "responses, weights=weights, divisor='samples')"),
+        ["policy.train(divisor='samples')", "tokens, responses, rows"],
+    ),
+    "responses in the place of prompts": (
+        ('policy.train("surrogate", prompts, responses', 'policy.train("surrogate", responses, prompts'),
+        ["policy.train: responses is no prompt", "prompts, then responses"],
+    ),
+    "a result that nothing reads": (
+        (
+            "    policy.train(",
+            '    compute("token_weights", responses=responses, scores=scores, makes={"x": "token"})\n    policy.train(',
+        ),
+        ["nothing reads the results of token_weights_token_weights", "drop the call"],
+    ),
+    "a limit without a name": (
+        ("responses, weights=weights)", "responses, weights=weights, stop=0.1)"),
+        ["policy.train(stop=0.1)", "name of a logged sum and a limit"],
+    ),
     "no such function": (
         ("def surrogate(", "def surrogates("),
-        ["no function surrogate is in the page or in advantages.py, losses.py; write it there"],
+        ["no function surrogate is in the page or in advantages.py, group_advantages.py, losses.py, surrogates.py"],
     ),
     "sums without the functions of it": (
         ('makes={"weights": "token"})', 'makes={"weights": "token"}, sums=True)'),
@@ -340,3 +372,24 @@ def test_options_of_a_page_are_typed(tmp_path):
             presets.load("tiny", [override], algorithm=path)
         assert all(word in str(error.value) for word in words), str(error.value)
         assert override.startswith("ppo.") or "ppo." not in str(error.value), "options of another algorithm are no help"
+
+
+def test_no_epoch_is_refused_even_where_a_page_takes_any_number(tmp_path):
+    path = write_page(tmp_path, ("    scale: float = 1.0\n", "    scale: float = 1.0\n    epochs: int = 1\n"))
+    with pytest.raises(UserError, match=r"mine.epochs=0: give a whole number of at least 1"):
+        presets.load("tiny", ["mine.epochs=0"], algorithm=str(path))
+
+
+def test_a_page_that_is_not_utf_8_is_told(tmp_path):
+    path = write_page(tmp_path)
+    path.write_bytes(path.read_bytes() + "# f\u00fcr\n".encode("latin-1"))
+    assert "mine.py cannot be imported" in refused(path)
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--resume", ""], ["check", "flattening", "--layout", ""], ["train", "--algorithm", ""]]
+)
+def test_an_empty_word_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and "it is empty (a variable that is not set?)" in capsys.readouterr().err

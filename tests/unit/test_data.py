@@ -19,8 +19,9 @@ class Words:
     def __init__(self, bos=None):
         self.bos_token_id = bos
 
-    def encode(self, text):
-        return ([] if self.bos_token_id is None else [self.bos_token_id]) + [len(word) for word in text.split()]
+    def encode(self, text, *, special=True):
+        first = [] if self.bos_token_id is None or not special else [self.bos_token_id]
+        return first + [len(word) for word in text.split()]
 
     def decode(self, ids):
         return " ".join("x" * number for number in ids)
@@ -80,7 +81,11 @@ def test_a_json_string_may_hold_line_breaks(tmp_path):
         ('{"prompt": 3}', ["line 2", "a number", "not a string"]),
         ('{"prompt": null}', ["line 2", "null", "not a string"]),
         ('{"prompt": true}', ["line 2", "a boolean"]),
-        ('{"prompt": [{"role": "user"}]}', ["line 2", "a list"]),
+        ('{"prompt": [{"role": "user"}]}', ["line 2", "message 1 of 'prompt'", '{"role": "...", "content": "..."}']),
+        ('{"prompt": []}', ["line 2", "'prompt' has no message"]),
+        ('{"messages": "a"}', ["line 2", "'messages' is a string", "not a list of messages"]),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', ["line 2", "no message before the assistant's"]),
+        ('{"messages": [{"role": "user", "content": "a"}]}', ["line 2", "only a string can be read here"]),
         ('{"prompt": " \\n"}', ["line 2", "the prompt is empty"]),
         ('{"prompt": "a\\ud83d"}', ["line 2", "surrogate", "character 2"]),
         ("", ["line 2", "blank"]),
@@ -102,8 +107,27 @@ def test_files_that_cannot_be_used(tmp_path):
     assert "does not exist" in refusal(tmp_path / "absent.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     assert "is a folder" in refusal(tmp_path / "folder.jsonl")
-    mute = type("Mute", (Words,), {"encode": lambda *_: []})()
+    mute = type("Mute", (Words,), {"encode": lambda *_, **__: []})()
     assert "line 1" in refusal(write(tmp_path, "p.txt", "a"), tokenizer=mute)
+
+
+def test_conversations_are_rendered_without_the_last_answer_and_further_columns_are_kept(tmp_path):
+    user, answer = {"role": "user", "content": "hello you"}, {"role": "assistant", "content": "four"}
+    rows = [
+        {"prompt": [user], "answer": "4", "extra_info": {"index": 3}},
+        {"messages": [user, answer], "answer": "5"},
+        {"prompt": "a b"},
+    ]
+    path = write(tmp_path, "p.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+    def render(where, messages):
+        return "|".join(f"{one['role']} {one['content']}" for one in messages) + "| assistant"
+
+    found = load(path, tokenizer=Words(bos=9), render=render)
+    assert list(found.texts) == ["user hello you| assistant"] * 2 + ["a b"]
+    assert list(found.prompts) == [[4, 5, 4, 9]] * 2 + [[9, 1, 1]]  # a template begins the sequence itself
+    assert found.records([2, 0]) == [{}, rows[0]] and found.records([1]) == [rows[1]]
+    assert load(write(tmp_path, "q.jsonl", b'{"prompt": "a"}\n')).columns is None
 
 
 def test_parquet_refusals(tmp_path, monkeypatch):
@@ -115,7 +139,7 @@ def test_parquet_refusals(tmp_path, monkeypatch):
     assert "row 2" in refusal(path) and "null" in refusal(path)
     assert "'prompt'" in refusal(path, key="question")
     parquet.write_table(pyarrow.table({"prompt": [[1], [2]]}), path)
-    assert "row 1" in refusal(path) and "not a string" in refusal(path)
+    assert "row 1" in refusal(path) and "message 1 of 'prompt' is a number" in refusal(path)
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
     assert "is empty" in refusal(path)
     path.write_bytes(b"PAR1 but no more")

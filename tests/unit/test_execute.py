@@ -12,7 +12,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Agree, Post, Program, Run, Wait
-from rlhf_spmd.runtime.execute import executor as executor_module
+from rlhf_spmd.runtime.execute import post_and_wait
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration, Store
@@ -66,7 +66,7 @@ def executors(program: Program, board: Board) -> list[Executor]:
     made = []
     for rank in program.cluster.ranks:
         executor = Executor(program, RankOf(rank, board), None, SimpleNamespace(run=lambda *_: None), Tracer())
-        executor._post = executor._wait = lambda *_: None
+        executor.transfers.post = executor.transfers.wait = lambda *_: None
         executor._digests = lambda *_: np.empty(0, ROW)
         made.append(executor)
     return made
@@ -171,11 +171,11 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
     """Both ends list the same tags and sizes in the same order, whatever is under way between them."""
     program = place_calls(make_workload(mini_batch=7, num_mini_batches=2), "1x4", **ranks)
     monkeypatch.setattr(
-        executor_module.dist, "P2POp", lambda call, tensor, peer, tag: (call.__name__, tensor.nbytes, peer, tag)
+        post_and_wait.dist, "P2POp", lambda call, tensor, peer, tag: (call.__name__, tensor.nbytes, peer, tag)
     )
     listed: dict[int, list] = {}
     monkeypatch.setattr(
-        executor_module.dist, "batch_isend_irecv", lambda operations: listed[rank].extend(operations) or []
+        post_and_wait.dist, "batch_isend_irecv", lambda operations: listed[rank].extend(operations) or []
     )
     num_bytes = 0
     for rank in program.cluster.ranks:
@@ -184,8 +184,8 @@ def test_no_two_messages_of_a_pair_share_a_tag(ranks, monkeypatch):
         executor = Executor(program, RankOf(rank, Board(4)), None, None, Tracer())
         for step in program.instructions[rank]:
             if isinstance(step, Post) and not program.transfers[step.transfer].model:
-                executor._post(step.transfer, data)
-        num_bytes += executor.num_bytes_sent
+                executor.transfers.post(step.transfer, data)
+        num_bytes += executor.transfers.num_bytes_sent
     assert num_bytes == sum(transfer.num_bytes for transfer in program.transfers if not transfer.model) > 0
     for one, other in itertools.permutations(range(4), 2):
         sent = [(size, tag) for call, size, peer, tag in listed[one] if call == "isend" and peer == other]

@@ -31,8 +31,52 @@ def test_a_run_of_a_page(tmp_path):
 def test_a_compute_that_returns_too_little_is_told(tmp_path):
     path = write_page(tmp_path, ("    return mask_BG * weights_B[:, None], {", "    return {"))
     run = run_of(path, write_all(tmp_path))
-    with pytest.raises(UserError, match=r"token_weights\(\) returned 0 results, but .* mine makes weights"):
+    with pytest.raises(UserError, match=r"algorithm mine: token_weights\(\) returned 0 results, but .* makes weights"):
         run.iteration()
+
+
+RESULT = "    return mask_BG * weights_B[:, None], {"
+LOSS = '    return loss, {"surrogate": (loss.detach().double(), mask_BG.sum())}'
+MISTAKES = {
+    "too short": (
+        (RESULT, "    return mask_BG[:, :1] * weights_B[:, None], {"),
+        r"token_weights\(\) returned weights of shape",
+    ),
+    "no tensor": (
+        (RESULT, "    return (mask_BG * weights_B[:, None]).tolist(), {"),
+        r"returned a list for weights; return a tensor",
+    ),
+    "complex": ((RESULT, "    return mask_BG * weights_B[:, None] * 1j, {"), r"returned complex numbers for weights"),
+    "a function that raises": (
+        ("    weights_B = scale", "    [][3]\n    weights_B = scale"),
+        r"token_weights\(\) raised IndexError: .*mine.py, line \d+: \[\]\[3\]\); fix the page",
+    ),
+    "a loss of each token": (
+        (LOSS, "    return -(logprobs_BG * weights_BG)"),
+        r"surrogate\(\) returned a tensor of shape",
+    ),
+    "a loss without gradient": ((LOSS, "    return loss.detach()"), r"returned a number without gradient"),
+    "a loss that is none": ((LOSS, "    return None"), r"surrogate\(\) returned a NoneType; return the sum"),
+    "no weight": ((LOSS, '    return loss, {"surrogate": 1.0}'), r"the sum surrogate as 1.0; return \(sum, weight\)"),
+    "a list of sums": ((LOSS, '    return loss, ["surrogate"]'), r"returned a list after the loss; return a dict"),
+    "a name that is taken": (
+        (LOSS, '    return loss, {"iteration": (1.0, 1)}'),
+        r"named 'iteration' .* is taken; rename it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_functions_return_is_checked(name, tmp_path):
+    change, message = MISTAKES[name]
+    run = run_of(write_page(tmp_path, change), write_all(tmp_path))
+    with pytest.raises(UserError, match=message):
+        run.iteration()
+
+
+def test_a_loss_needs_no_sums(tmp_path):
+    run = run_of(write_page(tmp_path, (LOSS, "    return loss")), write_all(tmp_path))
+    assert "surrogate" not in run.iteration()
 
 
 def test_a_stop_by_what_nobody_counts_is_told(tmp_path):

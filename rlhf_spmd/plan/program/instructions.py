@@ -291,9 +291,10 @@ def communicators(
 
 
 def keys_read(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:
-    """The data keys that a call reads on a rank: a stage before the last one needs the tokens only."""
+    """The data keys that a call reads on a rank: a stage before the last one needs the tokens, and which rows
+    are trained on."""
     last = call.kind == "compute" or layout.place(rank)[1] == layout.pp - 1
-    return call.inputs if last else tuple(key for key in call.inputs if key in call.tokens)
+    return call.inputs if last else tuple(key for key in call.inputs if key in (*call.tokens, call.only))
 
 
 def keys_made(call: Call, layout: Layout, rank: int) -> tuple[str, ...]:

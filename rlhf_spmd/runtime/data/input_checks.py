@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
@@ -33,6 +34,7 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         columns={key: column for key, column in config.algorithm.data.items() if key != PROMPTS},
         max_response_tokens=config.generation.max_new_tokens,
         eos_id=eos_ids[0] if eos_ids else None,
+        render=ChatTemplate(config.main_folder, config.data.chat_template).render,
     )
     for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():
         unknown = rows.first_above(num_known - 1)

@@ -8,9 +8,10 @@ First runs fail most often because of a bad prompt file, so every error names th
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,13 +21,14 @@ import numpy as np
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.runtime.data.readers import read_texts
+from rlhf_spmd.runtime.data.readers import INSTEAD, Record, messages_of, read_records, text_of
 
 if TYPE_CHECKING:
     import torch
 
     from rlhf_spmd.model.tokenizer import Tokenizer
 
+Render = Callable[[str, list[dict[str, str]]], str]  # where (for messages), a conversation -> its text
 HASHED_AT_ONCE = 10_000  # prompts
 PADDING = -1  # never a token id, so it cannot be confused with an end of sequence that a tokenizer uses for padding
 
@@ -124,6 +126,7 @@ class PromptSet:
     num_truncated: int = 0
     num_dropped: int = 0
     responses: Mapping[str, TokenRows] = field(default_factory=dict)  # by key, where the set has some for each prompt
+    columns: TextRows | None = None  # all other columns, a JSON object for each prompt; None: there are none
     _epoch: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
     _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -138,6 +141,10 @@ class PromptSet:
     def rows(self, key: str) -> TokenRows:
         """The tokens of a key that the data set has."""
         return self.prompts if key == PROMPTS else self.responses[key]
+
+    def records(self, index_B: Sequence[int]) -> list[Record]:
+        """The other columns of these prompts."""
+        return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration).
@@ -217,13 +224,15 @@ def load_prompts(
     columns: Mapping[str, str] = {},
     max_response_tokens: int = 0,
     eos_id: int | None = None,
+    render: Render | None = None,
 ) -> PromptSet:
-    """Reads .jsonl (an object per line), .parquet (a column) or .txt (a prompt per line, taken literally).
+    """Reads .jsonl (an object per line), .parquet (a row) or .txt (a prompt per line, taken literally).
 
     Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
     an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
     columns: of responses to the prompts, by their keys. A response ends with eos_id; one of more than
-    max_response_tokens tokens is an error, is cut, or its whole row is left out, as long_prompts says, too.
+    max_response_tokens tokens is an error, is cut, or its whole row is left out, as long_prompts says, too. render:
+    makes the text of a prompt that is a conversation. Further columns are kept for reward functions.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
     path = Path(path)
@@ -231,11 +240,13 @@ def load_prompts(
     texts: list[str] = []
     too_long: list[tuple[str, int]] = []
     num_long = 0  # rows with a response that is too long
-    others = {name: [text for _, text in read_texts(path, column)] for name, column in columns.items()}
     answers: dict[str, list[list[int]]] = {name: [] for name in columns}
-    for row, (place, text) in enumerate(read_texts(path, key)):
-        _check_text(f"{path}, {place}", text)
-        given = {name: _response(tokenizer, texts_of[row], eos_id) for name, texts_of in others.items()}
+    kept: list[str] = []
+    for place, record in read_records(path, key):
+        where = f"{path}, {place}"
+        text, is_rendered = _prompt(where, record, key, render)
+        _check_text(where, text)
+        given = {name: _response(tokenizer, text_of(where, record, of), eos_id) for name, of in columns.items()}
         longest = max(map(len, given.values()), default=0)
         if longest > max_response_tokens:
             if long_prompts == "error":
@@ -247,7 +258,7 @@ def load_prompts(
             if long_prompts == "drop":
                 continue
             given = {name: tokens[:max_response_tokens] for name, tokens in given.items()}
-        tokens = tokenizer.encode(text)
+        tokens = tokenizer.encode(text, special=not is_rendered)
         if not tokens:
             raise UserError(
                 f"{path}, {place}: the tokenizer makes no token from the prompt {text!r}: remove the {place}"
@@ -262,6 +273,7 @@ def load_prompts(
         all_tokens.extend(tokens)
         ends.append(len(all_tokens))
         texts.append(text)
+        kept.append(_other_columns(record, besides=(*columns.values(), *(() if is_rendered else (key,)))))
     if too_long and (long_prompts == "error" or not texts):
         raise UserError(_too_long_message(path, too_long, max_prompt_tokens, dropped_all=long_prompts == "drop"))
     if not texts:
@@ -270,7 +282,27 @@ def load_prompts(
     truncated, dropped = (num_long, 0) if long_prompts == "truncate" else (0, num_long)
     prompts = TokenRows(np.frombuffer(all_tokens, np.int32), np.array(ends, dtype=np.int64))
     responses = {name: TokenRows.of(rows) for name, rows in answers.items()}
-    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped, responses)
+    others = TextRows.of(kept) if any(one != "{}" for one in kept) else None
+    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped, responses, others)
+
+
+def _prompt(where: str, record: Record, key: str, render: Render | None) -> tuple[str, bool]:
+    """The text of a prompt, and whether it was rendered from a conversation, whose last answer is left out."""
+    if key in record and not isinstance(record[key], list):
+        return text_of(where, record, key), False
+    messages = messages_of(where, record, key if key in record else INSTEAD[key])
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
+    if render is None:
+        raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
+    return render(where, messages), True
+
+
+def _other_columns(record: Record, besides: tuple[str, ...]) -> str:
+    """The other columns of a row as a JSON object. What JSON has no type for (a date) becomes a string."""
+    return json.dumps({name: value for name, value in record.items() if name not in besides}, default=str)
 
 
 def _response(tokenizer: Tokenizer, text: str, eos_id: int | None) -> list[int]:

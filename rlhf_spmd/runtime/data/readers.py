@@ -1,15 +1,20 @@
-"""Reads texts from files: a column of JSON lines or of Parquet, or the lines of a text file, each with its place."""
+"""Reads the entries of data files (JSON lines, Parquet, text), each with its place for messages."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 
+INSTEAD = {"prompt": "messages"}  # the column that is read where this one is missing
+Record = dict[str, Any]  # column -> value
 
-def read_texts(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    """(place, prompt) of every entry; place is `line 7` or `row 7`, counted from 1."""
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": lambda path, key: _lines(path)}
+
+def read_records(path: Path, key: str) -> list[tuple[str, Record]]:
+    """(place, columns) of every entry, which all have the column `key` or that of INSTEAD; place is `line 7` or
+    `row 7`, counted from 1. Raises UserError naming file and place."""
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_lines}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
@@ -17,9 +22,38 @@ def read_texts(path: Path, key: str) -> Iterator[tuple[str, str]]:
         what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
         raise UserError(f"prompt file {path} {what}")
     try:
-        return iter(list(reader(path, key)))
+        return list(reader(path, key))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def text_of(where: str, record: Record, key: str) -> str:
+    """A column that must be a string. where: file and place."""
+    if key not in record:
+        raise UserError(f"{where}: no key {key!r} (keys there: {', '.join(map(repr, record))}): add it")
+    if not isinstance(record.get(key), str):
+        raise UserError(f"{where}: the value of {key!r} is {kind_of(record.get(key))}, not a string")
+    return record[key]
+
+
+def messages_of(where: str, record: Record, key: str) -> list[dict[str, str]]:
+    """A column that must be a conversation: messages with `role` and `content`. Raises UserError."""
+    if not isinstance(record[key], list):
+        raise UserError(f"{where}: the value of {key!r} is {kind_of(record[key])}, not a list of messages")
+    for number, message in enumerate(record[key], start=1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
+            raise UserError(
+                f'{where}: message {number} of {key!r} is {kind_of(message)}, not {{"role": "...", "content": "..."}} '
+                "with two strings"
+            )
+    if not record[key]:
+        raise UserError(f"{where}: {key!r} has no message")
+    return record[key]
+
+
+def _read_lines(path: Path, key: str) -> Iterator[tuple[str, Record]]:
+    for place, line in _lines(path):
+        yield place, {key: line}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -34,7 +68,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             ) from None
 
 
-def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
+def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Record]]:
     for place, line in _lines(path):
         where = f"{path}, {place}"
         if not line.strip():
@@ -48,16 +82,14 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, str]]:
                 f'{where}: not valid JSON{column} ({message}): each line is one object such as {{"{key}": "..."}}'
             ) from None
         if not isinstance(record, dict):
-            raise UserError(f'{where}: {_kind(record)}, not an object: write {{"{key}": "..."}}')
-        if key not in record:
+            raise UserError(f'{where}: {kind_of(record)}, not an object: write {{"{key}": "..."}}')
+        if key not in record and INSTEAD.get(key) not in record:
             found = ", ".join(map(repr, record)) or "none"
             raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or set data.key")
-        if not isinstance(record[key], str):
-            raise UserError(f"{where}: the value of {key!r} is {_kind(record[key])}, not a string")
-        yield place, record[key]
+        yield place, record
 
 
-def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
+def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -66,22 +98,18 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if key not in names:
+            if key not in names and INSTEAD.get(key) not in names:
                 raise UserError(
                     f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
                 )
-            kind = file.schema_arrow.field(key).type
-            values = file.read(columns=[key]).column(key).to_pylist()
+            records = file.read().to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    for number, value in enumerate(values, start=1):
-        if not isinstance(value, str):
-            what = "empty (null)" if value is None else f"of type {kind}, not a string"
-            raise UserError(f"{path}, row {number}: the value of {key!r} is {what}")
-        yield f"row {number}", value
+    for number, record in enumerate(records, start=1):
+        yield f"row {number}", record
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """The type of a JSON value, with its article."""
     if isinstance(value, bool):
         return "a boolean"

@@ -1,7 +1,8 @@
-"""Reward functions: Python callables `reward(prompts, responses) -> list of numbers`, named in the config.
+"""Reward functions: Python callables such as `reward(prompts, responses) -> list of numbers`, named in the config.
 
-A bad score would corrupt training silently, so every result is checked. An error in the user's code is reported in one
-message with the function, the prompt, the exception and its line.
+reward_styles.py calls them with the parameters that they were written for. A bad score would corrupt training silently,
+so every result is checked. An error in the user's code is reported in one message with the function, the prompt, the
+exception and its line.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import math
 import numbers
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from types import ModuleType
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.option_suggestions import did_you_mean
-from rlhf_spmd.user_module import import_file
+from rlhf_spmd.runtime.data.reward_styles import Scored, call, check_columns, needs, style_of
+from rlhf_spmd.user_module import described, import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
 SEARCH_S = 2.0  # how long to search for the prompt on which a reward function raises
@@ -30,30 +31,50 @@ SEARCH_S = 2.0  # how long to search for the prompt on which a reward function r
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A loaded reward function. Calling it gives one finite float per response or raises UserError."""
+    """A loaded reward function. Calling it gives one finite float per response, None where it does not apply, or raises
+    UserError."""
 
     name: str  # as the user wrote it
-    function: Callable[[list[str], list[str]], Sequence[float]]
+    function: Callable
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        assert len(prompts) == len(responses), (len(prompts), len(responses))
-        if not prompts:
-            return []  # a rank without data does not call the user's code
+    @property
+    def label(self) -> str:
+        """Its name in the log: without the module."""
+        return self.name.rpartition(":")[2]
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
+        """Scores of rows without further columns."""
+        return self.score(Scored(prompts, responses))[0]
+
+    def score(self, rows: Scored) -> tuple[list[float | None], dict[str, list[float | None]]]:
+        """The scores of rows, and further numbers for the log."""
+        assert len(rows.prompts) == len(rows.responses), (len(rows.prompts), len(rows.responses))
+        if not len(rows):
+            return [], {}  # a rank without data does not call the user's code
         try:
-            scores = self.function(list(prompts), list(responses))
-        except UserError:
-            raise  # it already states the fix, e.g. a package to install
+            result = call(self.function, rows)
+        except UserError as error:  # it already states the fix, e.g. a package to install
+            text = str(error)
+            named = f"reward function {self.name} {text.removeprefix('it ')}"
+            raise UserError(named if text.startswith("it ") else text) from error
         except (Exception, SystemExit) as error:
-            raise UserError(self._raised(error, prompts, responses)) from error
-        scores = self._as_list(scores, len(prompts))
-        return [self._as_float(index, score, prompts[index]) for index, score in enumerate(scores)]
+            raise UserError(self._raised(error, rows)) from error
+        scores = self._as_list(result.scores, len(rows))
+        found = [self._as_float(index, score, rows.prompts[index]) for index, score in enumerate(scores)]
+        logs = {f"{self.label}_{name}": self._logged(values, rows) for name, values in result.logs.items()}
+        return found, {name: values for name, values in logs.items() if any(one is not None for one in values)}
+
+    def _logged(self, values: Sequence[object], rows: Scored) -> list[float | None]:
+        """Numbers for the log; None for texts and whatever else is no finite number."""
+        numeric = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
+        good = [float(one) if isinstance(one, numbers.Real) and math.isfinite(one) else None for one in numeric]
+        return (good + [None] * len(rows))[: len(rows)]
 
     def _as_list(self, scores: object, num_responses: int) -> list[object]:
         if hasattr(scores, "tolist"):  # a numpy array or a torch tensor
             scores = scores.tolist()
         if not isinstance(scores, list | tuple):
             hint = ": finish it with list(...)" if inspect.isgenerator(scores) else ""
-            hint = ": it must not be async" if inspect.iscoroutine(scores) else hint
             raise UserError(
                 f"reward function {self.name} returned a {type(scores).__name__}, "
                 f"not a list with one number per response{hint}"
@@ -65,7 +86,9 @@ class RewardFunction:
             )
         return list(scores)
 
-    def _as_float(self, index: int, score: object, prompt: str) -> float:
+    def _as_float(self, index: int, score: object, prompt: str) -> float | None:
+        if score is None:
+            return None
         value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
         where = f"reward function {self.name} returned {_shorten(score)} for response {index}"
         where += f" (prompt {_shorten(prompt)})"
@@ -80,22 +103,22 @@ class RewardFunction:
             raise UserError(f"{where}, which {why}: return a finite float, also for an empty response")
         return value
 
-    def _raised(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> str:
-        index = self._find_response(error, prompts, responses)
-        where = f"on a batch of {len(prompts)} responses"
+    def _raised(self, error: BaseException, rows: Scored) -> str:
+        index = self._find_response(error, rows)
+        where = f"on a batch of {len(rows)} responses"
         if index is not None:
-            where = f"on response {index} {_shorten(responses[index])} (prompt {_shorten(prompts[index])})"
+            where = f"on response {index} {_shorten(rows.responses[index])} (prompt {_shorten(rows.prompts[index])})"
         return (
-            f"reward function {self.name} raised {_describe(error, self.function)} {where}: "
+            f"reward function {self.name} raised {described(error, self.function)} {where}: "
             "fix the function, or return a score for such a response"
         )
 
-    def _find_response(self, error: BaseException, prompts: Sequence[str], responses: Sequence[str]) -> int | None:
+    def _find_response(self, error: BaseException, rows: Scored) -> int | None:
         """The first response that alone raises the same type of error; None if none does within SEARCH_S."""
         deadline = time.perf_counter() + SEARCH_S
-        for index in range(len(prompts)):
+        for index in range(len(rows)):
             try:
-                self.function([prompts[index]], [responses[index]])
+                call(self.function, rows.one(index))
             except (Exception, SystemExit) as again:
                 if type(again) is type(error):
                     return index
@@ -104,17 +127,18 @@ class RewardFunction:
         return None
 
 
-def load_reward_function(spec: str) -> RewardFunction:
-    """Loads `module:function` or `file.py:function`. Raises UserError naming the wrong part and the fix.
+def load_reward_function(spec: str, columns: Sequence[str] = ()) -> RewardFunction:
+    """Loads `module:function` or `file.py:function`. Raises UserError naming the wrong part and the fix, also if the
+    function asks for something that is no column of the data set.
 
     The file's folder (for a module: the working folder) is appended to the import path, so the function can import
     modules there.
     """
     with naming(f"reward function {spec!r}"):
-        return RewardFunction(spec, _load(spec))
+        return RewardFunction(spec, _load(spec, columns))
 
 
-def _load(spec: str) -> Callable:
+def _load(spec: str, columns: Sequence[str]) -> Callable:
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
         raise UserError("write it as module:function or file.py:function")
@@ -125,15 +149,16 @@ def _load(spec: str) -> Callable:
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{name} is {_shorten(function)}, not a function")
-    if inspect.iscoroutinefunction(function):
-        raise UserError("it is async: define it with plain def")
-    try:
-        inspect.signature(function).bind([], [])
-    except TypeError as error:
-        fix = "take two lists of strings and return a list of numbers"
-        raise UserError(f"it can't be called as {name}(prompts, responses) ({error}): {fix}") from None
-    except ValueError:
-        pass  # a builtin without a signature: errors show when it is called
+    if style_of(function) == "own":
+        needed = dict.fromkeys(needs(function))
+        try:
+            inspect.signature(function).bind([], [], **needed)
+        except TypeError as error:
+            fix = "take two lists of strings and return a list of numbers"
+            raise UserError(f"it can't be called as {name}(prompts, responses) ({error}): {fix}") from None
+        except ValueError:
+            pass  # a builtin without a signature: errors show when it is called
+    check_columns(function, columns)
     return function
 
 
@@ -186,29 +211,13 @@ def _extend_import_path(folder: Path) -> None:
 def _import_message(what: str, error: BaseException) -> str:
     missing = isinstance(error, ModuleNotFoundError)
     fix = f"install {error.name} in this environment" if missing else "fix the file"
-    return f"importing {what} raised {_describe(error, None)}: {fix}"
+    return f"importing {what} raised {described(error, None)}: {fix}"
 
 
 def _suggestion(module: ModuleType, name: str) -> str:
     own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
     there = f": it has {', '.join(sorted(own)[:10])}" if own else ": it defines no function"
     return did_you_mean(name, own) or there
-
-
-def _describe(error: BaseException, function: Callable | None) -> str:
-    """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
-    message = " ".join(str(error).split())[:300]
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
-    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    for frame in reversed(own or frames):
-        line = f": {frame.line}" if frame.line else ""
-        return f"{text} ({frame.filename}, line {frame.lineno}{line})"
-    return text
 
 
 def _shorten(value: object) -> str:

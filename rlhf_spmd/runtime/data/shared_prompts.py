@@ -42,7 +42,7 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
 def _write(prompts: PromptSet) -> tuple[str, Mapping]:
     """Writes the arrays of a set to a new folder -> its path ("" if no disk has room) and the facts to map it."""
     arrays = [prompts.prompts.items, prompts.prompts.ends, prompts.texts.items, prompts.texts.ends]
-    for rows in prompts.responses.values():
+    for rows in (*prompts.responses.values(), *filter(None, (prompts.columns,))):
         arrays += [rows.items, rows.ends]
     for parent in (tempfile.gettempdir(), SHARED_MEMORY):
         path = ""
@@ -55,18 +55,20 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             facts = {name: getattr(prompts, name) for name in FACTS}
-            return path, {"keys": list(prompts.responses), "fingerprint": prompts.fingerprint(), "facts": facts}
+            keys, has_columns = list(prompts.responses), prompts.columns is not None
+            return path, {"keys": keys, "columns": has_columns, "fingerprint": prompts.fingerprint(), "facts": facts}
     return "", {}
 
 
 def _map(about: Mapping) -> PromptSet | None:
     """The set that another rank has written; None if this rank does not see its files."""
     try:
-        numbers = range(4 + 2 * len(about["keys"]))
+        numbers = range(4 + 2 * len(about["keys"]) + 2 * about["columns"])
         arrays = [np.asarray(npy.open_memmap(f"{about['path']}/{number}.npy", mode="r")) for number in numbers]
     except (OSError, ValueError):  # not there, or not yet whole
         return None
     rows = list(zip(arrays[::2], arrays[1::2], strict=True))
+    columns = TextRows(*rows.pop()) if about["columns"] else None
     responses = {key: TokenRows(*pair) for key, pair in zip(about["keys"], rows[2:], strict=True)}
-    prompts, texts = TokenRows(*rows[0]), TextRows(*rows[1])
-    return PromptSet(prompts, texts, responses=responses, **about["facts"], _hash=[about["fingerprint"]])
+    prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), [about["fingerprint"]]
+    return PromptSet(prompts, texts, responses=responses, columns=columns, **about["facts"], _hash=known)

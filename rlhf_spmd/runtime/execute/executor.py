@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from rlhf_spmd.errors import UserError
@@ -17,12 +16,10 @@ from rlhf_spmd.plan.program.instructions import (
     Agree,
     Instruction,
     Load,
-    Message,
     Offload,
     Post,
     Program,
     Run,
-    Transfer,
     Wait,
 )
 from rlhf_spmd.plan.program.pipeline import body, is_pipelined
@@ -31,6 +28,7 @@ from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passage
+from rlhf_spmd.runtime.execute.post_and_wait import Transfers
 from rlhf_spmd.runtime.execute.response_hashes import ROW, digests
 from rlhf_spmd.runtime.generation.kv_cache import release_unused
 from rlhf_spmd.runtime.guard.failures import PeerError, is_lost, is_peer_error
@@ -38,13 +36,9 @@ from rlhf_spmd.runtime.guard.signals import Asked
 from rlhf_spmd.runtime.guard.wait_graph import needs_of, places_of, text_of
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.weights.rank_models import RankModels
-from rlhf_spmd.runtime.weights.weight_mover import Mover
-from rlhf_spmd.runtime.weights.weight_sync import mover_of
 from rlhf_spmd.runtime.world.world import World
 
-MAX_TENSORS = 100_000  # of one message: keeps the tags of different transfers apart
 MAX_SAMPLES = 1_000_000  # of a prompt
-MAX_TRANSFERS = 20_000  # under way at once; a tag is a 32-bit number
 
 
 class Executor:
@@ -65,15 +59,12 @@ class Executor:
         self.instructions = program.instructions[world.rank]
         self.texts = [text_of(program, step) for step in self.instructions]
         world.will_execute(program)
-        # transfer -> its operations, and the buffers that rows arrive in
-        self.pending: dict[int, tuple[list[dist.Work], list[tuple[Message, torch.Tensor]]]] = {}
-        self.movers: dict[int, Mover] = {}  # transfer of weights -> this rank's part of it
-        self.num_bytes_sent, self.num_messages_sent = 0, 0
+        self.transfers = Transfers(program, world, models)
 
     def iteration(self, data: Iteration, state: RunState) -> list[dict]:
         """One pass over the list -> the messages of all ranks at the closing Agree."""
         self.recorder.iteration = data.number
-        self.num_bytes_sent, self.num_messages_sent = 0, 0
+        self.transfers.num_bytes_sent, self.transfers.num_messages_sent = 0, 0
         answers: list[dict] = []
         last = len(self.instructions) - 1
         for position, step in enumerate(self.instructions):
@@ -102,11 +93,11 @@ class Executor:
         elif isinstance(step, Post):
             what = self.program.transfers[step.transfer].what
             with self.recorder.span(f"post {what}", "transfer", transfer=step.transfer):
-                self._post(step.transfer, data)
+                self.transfers.post(step.transfer, data)
         elif isinstance(step, Wait):
             what = self.program.transfers[step.transfer].what
             with self.recorder.span(f"wait {what}", "wait", transfer=step.transfer):
-                self._wait(step.transfer, data)
+                self.transfers.wait(step.transfer, data)
         elif isinstance(step, Load):
             with self.recorder.span(f"load {step.model}", "transfer"):
                 for copy in self.models.offloaded_copies(step.model):
@@ -149,7 +140,7 @@ class Executor:
 
     def _message(self, data: Iteration) -> dict:
         """This rank's numbers."""
-        sent = {"bytes": self.num_bytes_sent, "messages": self.num_messages_sent}
+        sent = {"bytes": self.transfers.num_bytes_sent, "messages": self.transfers.num_messages_sent}
         return data.meter.to_message() | {"sent": sent, "signals": self.asked.take()}
 
     def _digests(self, data: Iteration) -> np.ndarray:
@@ -163,63 +154,6 @@ class Executor:
                 samples_MC = data.sample_MC[:, columns] + number * MAX_SAMPLES
                 made.append(digests(data.prompt_MC[:, columns], samples_MC, responses_MCG))
         return np.concatenate(made)
-
-    # ---- transfers --------------------------------------------------------------------------------------------------
-
-    def _post(self, number: int, data: Iteration) -> None:
-        """Starts all sends and receives of this rank at once; both ends list them in the transfer's order."""
-        transfer, rank = self.program.transfers[number], self.world.rank
-        tag = number % MAX_TRANSFERS * MAX_TENSORS  # a pair may exchange several messages
-        if transfer.model is not None:
-            self.movers[number] = mover_of(transfer, self.models, tag_base=tag)
-            self.movers[number].start()
-            return
-        operations, arriving = [], []
-        for place, message in enumerate(transfer.messages):
-            if rank == message.source:
-                words = self._packed(transfer, message, data)
-                self.num_bytes_sent += words.nbytes
-                self.num_messages_sent += 1
-                operations.append(dist.P2POp(dist.isend, words, message.destination, tag=tag + place))
-                assert words.nbytes == message.num_bytes, (transfer.what, message)
-            elif rank == message.destination:
-                words = torch.empty(message.num_bytes // 4, dtype=torch.int32, device=self.world.device)
-                arriving.append((message, words))
-                operations.append(dist.P2POp(dist.irecv, words, message.source, tag=tag + place))
-        self.pending[number] = (dist.batch_isend_irecv(operations), arriving)
-
-    def _packed(self, transfer: Transfer, message: Message, data: Iteration) -> torch.Tensor:
-        """The rows of a message as one buffer of 4-byte words, key after key. Contiguous rows of a single key are sent
-        from the store itself, because a row never changes once it is made."""
-        place = self._rows(transfer, message)
-        words = [data.store.at(key, place).contiguous().view(torch.int32).flatten() for key in message.keys]
-        return words[0] if len(words) == 1 else torch.cat(words)
-
-    def _rows(self, transfer: Transfer, message: Message) -> tuple[slice, slice]:
-        rows = self.program.mini_batches_of(transfer)
-        return slice(rows.start, rows.stop), slice(message.columns.start, message.columns.stop)
-
-    def _wait(self, number: int, data: Iteration) -> None:
-        transfer = self.program.transfers[number]
-        if transfer.model is not None:
-            mover = self.movers.pop(number)
-            mover.finish()
-            self.num_bytes_sent += mover.num_bytes_sent
-            self.num_messages_sent += mover.num_messages_sent
-            return
-        works, arriving = self.pending.pop(number)
-        for work in works:
-            work.wait()
-        for message, words in arriving:
-            self._unpack(transfer, message, words, data)
-
-    def _unpack(self, transfer: Transfer, message: Message, words: torch.Tensor, data: Iteration) -> None:
-        start = 0
-        for key in message.keys:
-            place = data.store.at(key, self._rows(transfer, message))
-            piece = words[start : start + place.numel()].view(place.shape)
-            place.copy_(piece.view(place.dtype))
-            start += place.numel()
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """One optimizer step of one model on one global mini-batch, whole or pass by pass through the stages of a pipeline.
 
 A step begins with one sum over all ranks of the call: counts and moments of the mini-batch, to which each row
-contributes once, however many ranks hold it. If a budget of tokens cuts the rows, the ranks then agree on the largest
-number of micro-batches; ranks with fewer add blank ones, whose loss is 0. They agree over torch, in the call's own
-group: a control message among all ranks would make the ranks that generate wait for those that train.
+contributes once, however many ranks hold it. If a budget of tokens cuts the rows, or if only some are trained on, the
+ranks then agree on the largest number of micro-batches; ranks with fewer add blank ones, whose loss is 0. They agree
+over torch, in the call's own group: a control message among all ranks would make the ranks that generate wait for those
+that train.
 """
 
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.algorithm import bound, mask_words, readout_words, word_of
+from rlhf_spmd.algorithm import mask_words, readout_words, word_of
 from rlhf_spmd.algorithms.logprob_parity import parity
 from rlhf_spmd.algorithms.masks import response_mask
 from rlhf_spmd.config import Config
@@ -38,6 +39,7 @@ from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
+from rlhf_spmd.runtime.execute.page_functions import called, loss_of
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 Rows = dict[str, Tensor]  # data key -> [B, ...]
@@ -93,17 +95,21 @@ class Training:
         """rows: this rank's part of the mini-batch. numbers: options and state of the algorithm. micro_batch: rows,
         if there is no budget of tokens. mini_batch: rows of all ranks. group: of the layout; None: one rank."""
         reports, algorithm = layout.reports(self.rank), self.config.algorithm
+        if call.only:
+            is_used_B = rows[call.only] != 0
+            rows = {key: value[is_used_B] for key, value in rows.items()}
         count = algorithm.companion(call.function, "_sums")
         counted_rows = rows if reports else self._no_rows(call, rows[call.prompts].device)
         counted = [divisor_of(call, counted_rows)[None]]
         if count is not None:
-            counted.append(count(**bound(count, self._arguments(call, counted_rows) | numbers)))
+            given = self._arguments(call, counted_rows) | numbers
+            counted.append(called(algorithm, f"{call.function}_sums", count, given))
         sums = summed(torch.cat(counted), group=group)
         prepared: dict[str, Tensor] = {}
         prepare = algorithm.companion(call.function, "_prepare")
         if prepare is not None and all(key in rows for key in call.inputs):  # only the last stage has all of them
             given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
-            prepared = prepare(**bound(prepare, given))
+            prepared = called(algorithm, f"{call.function}_prepare", prepare, given)
         micro_batches, prepared_parts = self._micro_batches(
             call, rows, prepared, layout, micro_batch, mini_batch, group
         )
@@ -152,7 +158,7 @@ class Training:
         chunks, made = (
             [{key: value[part] for key, value in all_.items()} for part in parts] for all_ in (rows, prepared)
         )
-        if layout.tokens is None:  # every rank knows the number of the rank with most rows
+        if layout.tokens is None and not call.only:  # every rank knows the number of the rank with most rows
             most_rows = math.ceil(mini_batch / layout.dp)
             num = math.ceil(most_rows / micro_batch)
         else:
@@ -251,8 +257,9 @@ class Training:
             self._parity_gate(
                 rows[call.drawn], outputs[LOGPROBS].detach(), mask_BG, rows[call.responses[0]], step.meter
             )
-        total, *sums = loss(**bound(loss, step.numbers | given))
-        step.stats.append(sums[0] if sums else {})
+        algorithm = self.config.algorithm
+        total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
+        step.stats.append(sums)
         return total / max(step.divisor, 1.0)
 
     def _outputs(

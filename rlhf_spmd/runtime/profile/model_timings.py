@@ -101,7 +101,7 @@ class TimedModel:
                 kept_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
                 rows[key] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
             elif key not in rows:
-                rows[key] = torch.zeros(shapes[kind], device=device)
+                rows[key] = torch.full(shapes[kind], float(key == self.call.only), device=device)
         return rows
 
     def _masks(self, words: dict[str, tuple[str, str]], rows: dict[str, Tensor]) -> dict[str, Tensor]:

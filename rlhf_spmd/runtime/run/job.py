@@ -60,7 +60,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
             for call in program.workload.workflow.placed_calls
             if config.algorithm.roles[call.model].judge and world.rank in program.placement.layouts[call.name].ranks
         }
-        scorer = Scorer(config, judges.pop(), tokenizer) if judges else None
+        scorer = Scorer(config, judges.pop(), tokenizer, prompts) if judges else None
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
     calls = Calls(CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))

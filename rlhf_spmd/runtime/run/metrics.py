@@ -27,14 +27,15 @@ SPEED = {
 }
 
 
-def metrics_of(algorithm: Algorithm, workflow: Workflow) -> dict[str, Metric]:
-    """Name -> metric, in the order of the console's columns."""
+def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str] = ()) -> dict[str, Metric]:
+    """Name -> metric, in the order of the console's columns. functions: names of the reward functions, if several."""
     own = algorithm.metrics
     found = {name: metric for name, metric in own.items() if metric.headline is not None} | GENERATION | dict(own)
     for call in workflow.placed_calls:
         if call.function == SCORES and algorithm.roles[call.model].judge:
             name = call.outputs[0].removesuffix("s")  # mean of the judge's scores
-            found |= {name: Metric(call.model), f"{name}_std": Metric(call.model)}
+            for judge in (name, *(f"{name}_{function}" for function in functions)):
+                found |= {judge: Metric(call.model), f"{judge}_std": Metric(call.model)}
     for model in workflow.trained_models:
         advice = f"lower optimizer.{model}_lr, or look at the data"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice)  # before clipping

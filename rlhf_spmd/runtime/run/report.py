@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import Config, function_labels, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.layout import format_ranks
@@ -49,7 +49,7 @@ def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
     """Global metrics of one iteration, the same on every rank. state: of the algorithm when the iteration began; its
     numbers are metrics, too. A sum NAME_sq beside NAME becomes the standard deviation NAME_std."""
     metrics, weights = combine(answers)
-    known = metrics_of(job.config.algorithm, job.program.workload.workflow)
+    known = metrics_of(job.config.algorithm, job.program.workload.workflow, function_labels(job.config))
     for name in [name for name in metrics if f"{name}_sq" in metrics and f"{name}_sq" not in known]:
         square = metrics.pop(f"{name}_sq")
         if f"{name}_std" in known:
@@ -124,8 +124,7 @@ def inputs(job: Job) -> dict[str, str]:
     """Fingerprints of the files that a run reads, by name."""
     config = job.config
     found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    path = source_file(config.reward_function) if config.reward_function else None
-    if path is not None:
+    for path in filter(None, map(source_file, split_functions(config.reward_function))):
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
     return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
@@ -185,7 +184,8 @@ def next_commands(command: Command | None, ranks: int, folder: RunFolder, config
     if command.strategy == "auto":  # the planned strategy can be checked and run again
         command = replace(command, strategy=str(folder.path / "strategy.py"))
     check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
-    train = ["train", "--strategy", command.strategy, *command.model, *command.overrides, "iterations=3"]
+    others = [word for word in command.overrides if not word.startswith("iterations=")]
+    train = ["train", "--strategy", command.strategy, *command.model, *others, "iterations=3"]
     return go_on | {
         "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",
         "change an option": f"mpirun -n {ranks} python -m rlhf_spmd {shlex.join(train)}",
@@ -224,7 +224,7 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
         responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
-        found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine])
+        found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
         scores = [] if found_B is None else found_B.tolist()
     everyone = job.world.allgather(scores, "the samples' scores")
     scores = next((found for found in everyone if found), [math.nan] * num)

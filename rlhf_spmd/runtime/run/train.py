@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rlhf_spmd.config import Config, resolved
+from rlhf_spmd.config import Config, function_labels, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -67,7 +67,7 @@ def train(
     recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
     job = prepare(config, program, world)
     folder = open_folder(job, origin)
-    known = metrics_of(config.algorithm, program.workload.workflow)
+    known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     console = Console(known, enabled=world.rank == 0)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     title = f"{origin.strategy} on {ranks}"

@@ -2,18 +2,16 @@
 
 # M mini-batches, C columns, B rows, N groups, S samples of a prompt
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.algorithm import bound, mask_words
-from rlhf_spmd.errors import UserError
+from rlhf_spmd.algorithm import mask_words
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration
+from rlhf_spmd.runtime.execute.page_functions import called, results_of
 
 
 def compute(context: CallContext, call: Call, step: Run, data: Iteration, state: RunState) -> None:
@@ -27,28 +25,22 @@ def compute(context: CallContext, call: Call, step: Run, data: Iteration, state:
     given = {name: tensor.unflatten(0, leading) for name, tensor in given.items()}
     numbers = algorithm.numbers(context.config.options, state.of_algorithm)
     function = algorithm.function(call.function)
-    made = function(**bound(function, numbers | given))
-    made = made if isinstance(made, tuple) else (made,)
-    log = made[-1] if isinstance(made[-1], Mapping) else {}
-    num_made = len(made) - isinstance(made[-1], Mapping)
-    if num_made != len(call.outputs):
-        raise UserError(
-            f"{call.function}() returned {num_made} results, but the workflow of {algorithm.name} makes "
-            f"{', '.join(call.outputs)} of them; return as many, and sums for the log after them"
-        )
-    results = dict(zip(call.outputs, made, strict=False))
+    made = called(algorithm, call.function, function, numbers | given)
+    shapes = {key: (*leading, *context.workload.row_shape(key)) for key in call.outputs}
+    results, log = results_of(algorithm, call.function, made, shapes)
     layout = context.program.layout_of(step)
-    reports = layout.reports(context.world.rank)
-    if call.sums:
-        results = _finished(context, call, step, numbers | given, results, reports)
     own = slice(place[1].start - seen[1].start, place[1].stop - seen[1].start)
+    reports = layout.reports(context.world.rank)
+    # of ranks that all see the same rows, one counts
+    counts = reports and (call.scope not in ("mini_batch", "batch") or layout.dp_index(context.world.rank) == 0)
+    if call.sums:
+        groups = _own_samples(shape_of(seen), leading, own)[:, 0] if call.scope == "group" else None
+        results = _finished(context, call, step, numbers | given, results, counts=counts, groups=groups)
     for key in call.outputs:
         whole = results[key].flatten(0, len(leading) - 1).unflatten(0, shape_of(seen))
         data.store.at(key, place)[:] = whole[:, own]
     first_site = context.program.placement.sites(call, workflow)[0]
-    # of ranks that all see the same rows, one counts
-    counts = call.scope not in ("mini_batch", "batch") or layout.dp_index(context.world.rank) == 0
-    if reports and counts and step.consumer == first_site:
+    if counts and step.consumer == first_site:
         for name, (total, weight) in log.items():
             data.meter.add(name, *_own_part(total, weight, leading, shape_of(seen), own))
 
@@ -63,17 +55,37 @@ def _leading(context: CallContext, call: Call, shape: tuple[int, int]) -> tuple[
 
 
 def _finished(
-    context: CallContext, call: Call, step: Run, given: dict, results: dict[str, Tensor], reports: bool
+    context: CallContext,
+    call: Call,
+    step: Run,
+    given: dict,
+    results: dict[str, Tensor],
+    *,
+    counts: bool,
+    groups: Tensor | None,
 ) -> dict[str, Tensor]:
-    """The results of a compute that ends with sums over the batch. Collective over the Run's group."""
+    """The results of a compute that ends with sums over the batch. Collective over the Run's group. counts: whether
+    this rank counts what it sees. groups: bool [N], which of the groups it counts; None: all rows."""
     algorithm = context.config.algorithm
     count, finish = (algorithm.companion(call.function, suffix) for suffix in ("_sums", "_finish"))
-    sums = count(**bound(count, given | results))
-    sums = sums if reports else torch.zeros_like(sums)
+    counted = given | results
+    if groups is not None:
+        counted = {name: x[groups] if isinstance(x, Tensor) else x for name, x in counted.items()}
+    sums = called(algorithm, f"{call.function}_sums", count, counted)
+    sums = sums if counts else torch.zeros_like(sums)
     if (group := context.group(step)) is not None:
         dist.all_reduce(sums, group=group)
-    made = finish(**bound(finish, given | results | {"sums": sums}))
-    return dict(zip(call.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+    made = called(algorithm, f"{call.function}_finish", finish, given | results | {"sums": sums})
+    shapes = {key: tuple(result.shape) for key, result in results.items()}
+    return results_of(algorithm, f"{call.function}_finish", made, shapes)[0]
+
+
+def _own_samples(shape: tuple[int, int], leading: tuple[int, ...], own: slice) -> Tensor:
+    """Which of the rows that this rank sees are in its own columns: bool, with the leading dims of arguments. A group
+    is counted by the rank that owns its first sample."""
+    mine = torch.zeros(shape, dtype=torch.bool)
+    mine[:, own] = True
+    return mine.flatten().unflatten(0, leading)
 
 
 def _own_part(
@@ -84,8 +96,6 @@ def _own_part(
     if not isinstance(total, Tensor) or not total.dim():
         return total, weight
     weight = torch.ones_like(total, dtype=torch.float64) if not isinstance(weight, Tensor) else weight
-    mine = torch.zeros(shape, dtype=torch.bool, device=total.device)
-    mine[:, own] = True
-    mine = mine.flatten().unflatten(0, leading)
+    mine = _own_samples(shape, leading, own).to(total.device)
     mine = mine if total.shape == mine.shape else mine[:, 0]
     return total[mine].double().sum(), weight[mine].double().sum()

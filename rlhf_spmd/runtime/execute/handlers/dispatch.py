@@ -1,5 +1,7 @@
 """Runs the calls of a program on this rank, each kind by its handler."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from rlhf_spmd.plan.program.instructions import Run
@@ -50,6 +52,6 @@ class Calls:
         with context.models.weights(call) as model:  # without ZeRO 3, which has no stages, they stay
             return infer.inference(context, call, step, data, model)
 
-    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
+    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Tensor | None:
         """Scores [B] of whole responses outside an iteration, as infer.scores."""
-        return infer.scores(self.context, call, prompts_BP, responses_BG)
+        return infer.scores(self.context, call, prompts_BP, responses_BG, index_B)

@@ -2,10 +2,13 @@
 
 # B sequences, P prompt tokens, G response tokens
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.config import function_labels
 from rlhf_spmd.model.sequences import Sequences, forward, lengths_of, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut, group_name
@@ -62,34 +65,47 @@ def judges(context: CallContext, call: Call) -> bool:
 def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place, of_model_B: Tensor | None) -> None:
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
     prompts, responses = (context.held(data, key, place).flatten(0, 1) for key in call.tokens)
-    scores_B = add_function(context, call, prompts, responses, of_model_B)
+    index_B = data.prompt_MC[place].flatten().tolist()
+    scores_B, logs = add_functions(context, call, prompts, responses, index_B, of_model_B)
     data.store.at(call.outputs[0], place)[:] = scores_B.unflatten(0, shape_of(place))
-    wide_B, name = scores_B.double(), call.outputs[0].removesuffix("s")
-    meter = context.meter(call, data)
-    meter.add(name, wide_B.sum(), len(wide_B))
-    meter.add(f"{name}_sq", wide_B.square().sum(), len(wide_B))
+    name, meter = call.outputs[0].removesuffix("s"), context.meter(call, data)
+    for label, values in ({"": scores_B.tolist()} | logs).items():
+        found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
+        meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
+        if not label or label in function_labels(context.config):
+            meter.add(f"{name}_{label}_sq" if label else f"{name}_sq", found.square().sum(), len(found))
 
 
-def add_function(
-    context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor, of_model_B: Tensor | None
-) -> Tensor:
-    """scores_B: the reward model's, if there is one, plus the reward function's. The function runs on one rank for each
-    row: it may be random or slow, and all ranks with a row must use the same score."""
+def add_functions(
+    context: CallContext,
+    call: Call,
+    prompts_BP: Tensor,
+    responses_BG: Tensor,
+    index_B: Sequence[int],
+    of_model_B: Tensor | None,
+) -> tuple[Tensor, dict[str, list[float | None]]]:
+    """scores_B: the reward model's, if there is one, plus those of the reward functions; and numbers of rows for the
+    log. A function runs on one rank for each row, which counts it for the log: it may be random or slow, and all ranks
+    with a row must use the same score. index_B: of the prompts in the data set."""
+    logs: dict[str, list[float | None]] = {}
     scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
-    if context.scorer.function is None:
-        return scores_B
+    if not context.scorer.functions:
+        return scores_B, logs
     rank = context.world.rank
     slices = context.layout(call).tensor_ranks(rank)
     if rank == slices[0] and len(prompts_BP):
-        scores_B = scores_B + context.scorer.of_function(prompts_BP, responses_BG)
+        of_functions_B, logs = context.scorer.of_functions(prompts_BP, responses_BG, index_B)
+        scores_B = scores_B + of_functions_B
     if len(slices) > 1:
         dist.broadcast(scores_B, src=slices[0], group=context.world.group(group_name(slices)))
-    return scores_B
+    return scores_B, logs
 
 
-def scores(context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor) -> Tensor | None:
+def scores(
+    context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]
+) -> Tensor | None:
     """Scores [B] of whole responses outside an iteration; collective where ranks share the reward model. None on the
-    ranks of a stage before the last one."""
+    ranks of a stage before the last one. index_B: of the prompts in the data set."""
     of_model_B = None
     if context.workload.models[call.model] is not None:
         with torch.no_grad(), context.models.weights(call) as model:
@@ -99,4 +115,4 @@ def scores(context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: T
                 of_model_B = sequence_scores(model, batch, output) if model.parallel.is_last else None
             if not model.parallel.is_last:
                 return None
-    return add_function(context, call, prompts_BP, responses_BG, of_model_B)
+    return add_functions(context, call, prompts_BP, responses_BG, index_B, of_model_B)[0]

@@ -1,0 +1,240 @@
+"""Advantages without a critic: from the other samples of a prompt, from a greedy response, or from the whole batch.
+
+Pure functions that the pages grpo, rloo, remax and reinforce_plus_plus name. All sums over the batch are sums over
+rows, added over all ranks, so results do not depend on the number of ranks.
+
+Legend: N groups (prompts), S samples of a prompt, G response tokens; G is generation.max_new_tokens.
+ scores_NS     the score of each response
+ mask_NSG      bool, True on response tokens; elsewhere other [N, S, G] tensors may hold anything, even NaN
+Where a function has scope "row", N and S are one dimension B.
+
+Sources: [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu et al. 2025, arXiv
+2503.14476; [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [REMAX] Li et al. 2023, arXiv 2310.10505; [R++] Hu et al.
+2025, arXiv 2501.03262.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.advantages import Sums, moments, token_kl, token_rewards, whitened
+from rlhf_spmd.errors import UserError
+
+EQUAL = 1e-6  # rewards whose range is at most this are equal
+
+
+# ---- GRPO and its variants ------------------------------------------------------------------------------------------
+
+
+def group_advantages(
+    scores_NS: Tensor,
+    mask_NSG: Tensor,
+    ended_NS: Tensor,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    scale_eps: float = 1e-4,
+    overlong: Literal["keep", "shape", "mask"] = "keep",
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+    drop_equal_groups: bool = False,
+) -> tuple[Tensor, Tensor, Sums]:
+    """A = (r - mean of the group) / (std of the group + scale_eps) ([GRPO] section 4.1.2): advantages_NS, used_NS,
+    sums.
+
+    The standard deviation is the unbiased one (divided by S - 1). scale "none" leaves the division out ([DR]); "batch"
+    divides by the standard deviation of the whole batch, in `group_advantages_finish`. used_NS is 1.0 where a response
+    is trained on and 0.0 where it is left out: groups with equal rewards under drop_equal_groups (dynamic sampling,
+    [DAPO] section 3.2), truncated responses under overlong "mask" ([DAPO] section 3.4).
+    """
+    rewards_NS = overlong_rewards(
+        scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
+    )
+    wide_NS = rewards_NS.double()
+    is_equal_N = wide_NS.amax(1) - wide_NS.amin(1) <= EQUAL
+    centred_NS = wide_NS - wide_NS.mean(1, keepdim=True)
+    std_N1 = (centred_NS.square().sum(1, keepdim=True) / (scores_NS.shape[1] - 1)).sqrt()
+    advantages_NS = centred_NS / (std_N1 + scale_eps) if scale == "group" else centred_NS
+    advantages_NS = torch.where(is_equal_N[:, None], 0.0, advantages_NS)  # not the rounding of a mean
+    used_NS = torch.ones_like(scores_NS, dtype=torch.bool)
+    if drop_equal_groups:
+        used_NS &= ~is_equal_N[:, None]
+    if overlong == "mask":
+        used_NS &= ended_NS
+    ones_NS, is_equal_N = torch.ones_like(wide_NS), is_equal_N.double()
+    sums = {
+        "reward": (wide_NS, ones_NS),
+        "reward_sq": (wide_NS.square(), ones_NS),
+        "group_std": (std_N1[:, 0], ones_NS[:, 0]),
+        "equal_groups": (is_equal_N, ones_NS[:, 0]),
+        "used": (used_NS.double(), ones_NS),
+    }
+    return advantages_NS.to(scores_NS.dtype), used_NS.to(scores_NS.dtype), sums
+
+
+def overlong_rewards(
+    scores_NS: Tensor,
+    mask_NSG: Tensor,
+    *,
+    overlong: Literal["keep", "shape", "mask"],
+    overlong_buffer: int,
+    overlong_penalty: float,
+) -> Tensor:
+    """The scores; under "shape" minus a penalty that grows from 0 to overlong_penalty over the last overlong_buffer
+    tokens before the limit ([DAPO] eq. 13)."""
+    if overlong != "shape":
+        return scores_NS
+    begin = mask_NSG.shape[-1] - overlong_buffer
+    beyond_NS = (mask_NSG.sum(-1) - begin).clamp(min=0) / overlong_buffer
+    return scores_NS - overlong_penalty * beyond_NS
+
+
+def group_advantages_sums(
+    scores_NS: Tensor,
+    mask_NSG: Tensor,
+    used_NS: Tensor,
+    *,
+    overlong: Literal["keep", "shape", "mask"] = "keep",
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+) -> Tensor:
+    """Over the batch: groups with a response that is trained on, and count, sum and sum of squares of the rewards of
+    those responses: float64 [4]."""
+    rewards_NS = overlong_rewards(
+        scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
+    )
+    is_used_NS = used_NS > 0
+    return torch.cat((is_used_NS.any(1).sum().double()[None], moments(rewards_NS, is_used_NS)))
+
+
+def group_advantages_finish(
+    advantages_NS: Tensor,
+    used_NS: Tensor,
+    sums: Tensor,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    scale_eps: float = 1e-4,
+    min_groups: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Advantages, divided by the batch's standard deviation under scale "batch", and unchanged used_NS. Raises
+    UserError if fewer than min_groups groups are left."""
+    num_groups, count, total, squares = sums.tolist()
+    if num_groups < min_groups:
+        raise UserError(
+            f"{num_groups:.0f} groups of this iteration are left to train on, and grpo.min_groups is {min_groups}: the "
+            "others have equal rewards or only truncated responses; raise rollout_batch, lower grpo.min_groups, or use "
+            "prompts that are neither always nor never answered rightly"
+        )
+    if scale == "batch":
+        variance = (squares - total * total / max(count, 1.0)) / max(count - 1.0, 1.0)
+        advantages_NS = advantages_NS / (max(variance, 0.0) ** 0.5 + scale_eps)
+    return advantages_NS, used_NS
+
+
+# ---- RLOO -----------------------------------------------------------------------------------------------------------
+
+
+def leave_one_out_advantages(
+    scores_NS: Tensor,
+    mask_NSG: Tensor,
+    logprobs_NSG: Tensor | None = None,
+    ref_logprobs_NSG: Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> tuple[Tensor, Sums]:
+    """A = r - mean of the other samples' r = S/(S-1) (r - mean), with r the score minus kl_coef times the sum over the
+    response of log pi_actor - log pi_reference ([RLOO] eq. 9): advantages_NS and sums."""
+    wide_NS, sums = scores_NS.double(), {}
+    if ref_logprobs_NSG is not None:
+        kl_NS = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double().sum(-1)
+        wide_NS = wide_NS - kl_coef * kl_NS
+        sums = _kl_sums(kl_NS, mask_NSG)
+    samples = scores_NS.shape[1]
+    advantages_NS = (wide_NS - wide_NS.mean(1, keepdim=True)) * (samples / (samples - 1))
+    return advantages_NS.to(scores_NS.dtype), _reward_sums(scores_NS) | sums
+
+
+# ---- ReMax ----------------------------------------------------------------------------------------------------------
+
+
+def greedy_baseline_advantages(
+    scores_B: Tensor,
+    greedy_scores_B: Tensor,
+    mask_BG: Tensor,
+    logprobs_BG: Tensor | None = None,
+    ref_logprobs_BG: Tensor | None = None,
+    *,
+    kl_coef: float = 0.0,
+) -> tuple[Tensor, Sums]:
+    """A_t = sum over t' >= t of r_t' - score of the greedy response ([REMAX] eq. 7): advantages_BG and sums. r_t is
+    -kl_coef times the log-ratio to the reference, plus the score at the last token."""
+    kl_BG, sums = torch.zeros_like(mask_BG, dtype=torch.float64), {}
+    if ref_logprobs_BG is not None:
+        kl_BG = token_kl(logprobs_BG, ref_logprobs_BG, mask_BG).double()
+        sums = _kl_sums(kl_BG.sum(1), mask_BG)
+    returns_BG = rewards_to_go(token_rewards(scores_B.double(), kl_BG, mask_BG, kl_coef))
+    advantages_BG = torch.where(mask_BG, returns_BG - greedy_scores_B.double()[:, None], 0.0)
+    greedy = greedy_scores_B.double().sum(), len(greedy_scores_B)
+    return advantages_BG.to(scores_B.dtype), _reward_sums(scores_B) | sums | {"greedy_reward": greedy}
+
+
+def rewards_to_go(rewards_BG: Tensor) -> Tensor:
+    """The sum of a token's reward and of all later ones, without discount: [..., G]."""
+    return rewards_BG.flip(-1).cumsum(-1).flip(-1)
+
+
+# ---- REINFORCE++ ----------------------------------------------------------------------------------------------------
+
+
+def batch_advantages(
+    scores_NS: Tensor,
+    mask_NSG: Tensor,
+    logprobs_NSG: Tensor | None = None,
+    ref_logprobs_NSG: Tensor | None = None,
+    *,
+    baseline: Literal["none", "group"] = "none",
+    kl_in: Literal["reward", "loss"] = "reward",
+    kl_coef: float = 0.0,
+) -> tuple[Tensor, Sums]:
+    """Rewards to go ([R++] section 3): advantages_NSG before whitening over the batch, and sums. Token t's reward is
+    -kl_coef times the log-ratio to the reference (kl_in "reward"), plus the score at the last token. baseline "group"
+    first subtracts the group's mean from the scores."""
+    wide_NS, sums = scores_NS.double(), _reward_sums(scores_NS)
+    kl_NSG = torch.zeros_like(mask_NSG, dtype=torch.float64)
+    if ref_logprobs_NSG is not None and kl_in == "reward":
+        kl_NSG = token_kl(logprobs_NSG, ref_logprobs_NSG, mask_NSG).double()
+        sums |= _kl_sums(kl_NSG.sum(-1), mask_NSG)
+    if baseline == "group":
+        wide_NS = wide_NS - wide_NS.mean(1, keepdim=True)
+    flat = token_rewards(wide_NS.flatten(), kl_NSG.flatten(0, -2), mask_NSG.flatten(0, -2), kl_coef)
+    returns_NSG = rewards_to_go(flat).view_as(mask_NSG)
+    return torch.where(mask_NSG, returns_NSG, 0.0).to(scores_NS.dtype), sums
+
+
+def batch_advantages_sums(advantages_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
+    """Count, sum and sum of squares over all tokens of the batch, float64 [3]."""
+    return moments(advantages_NSG, mask_NSG)
+
+
+def batch_advantages_finish(advantages_NSG: Tensor, mask_NSG: Tensor, sums: Tensor) -> Tensor:
+    """Advantages whitened over all tokens of the batch."""
+    return whitened(advantages_NSG, mask_NSG, sums)
+
+
+# ---- sums for the log -----------------------------------------------------------------------------------------------
+
+
+def _reward_sums(scores: Tensor) -> Sums:
+    """Sums of scores and of their squares, by sample, so that each rank counts its own."""
+    wide = scores.double()
+    if wide.dim() == 1:
+        return {"reward": (wide.sum(), len(wide)), "reward_sq": (wide.square().sum(), len(wide))}
+    return {"reward": (wide, torch.ones_like(wide)), "reward_sq": (wide.square(), torch.ones_like(wide))}
+
+
+def _kl_sums(kl: Tensor, mask: Tensor) -> Sums:
+    """Nats per response and per token, from the sums over responses: [B] or [N, S]."""
+    num_tokens = mask.sum(-1).double()
+    if kl.dim() == 1:
+        return {"kl": (kl.sum(), len(kl)), "kl_per_token": (kl.sum(), num_tokens.sum())}
+    return {"kl": (kl, torch.ones_like(kl)), "kl_per_token": (kl, num_tokens)}

@@ -1,0 +1,91 @@
+"""GRPO and its variants: a response is compared with the other samples of its prompt. No torch, no ranks.
+
+Shao et al. 2024 (arXiv 2402.03300). Options make it one of
+
+    Dr.GRPO   scale=none aggregation=seq-mean-token-sum-norm                    Liu et al. 2025, arXiv 2503.20783
+    DAPO      clip_high=0.28 drop_equal_groups=true overlong=shape              Yu et al. 2025, arXiv 2503.14476
+    GSPO      ratio_level=sequence aggregation=seq-mean-token-mean clip_low=3e-4 clip_high=4e-4    arXiv 2507.18071
+    CISPO     surrogate=cispo clip_low=1 clip_high=4                            MiniMax 2025, arXiv 2506.13585
+
+and aggregation=seq-mean-token-mean is the paper's own. The tensor math is in group_advantages.py and surrogates.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat
+
+from rlhf_spmd.algorithms import policy_gradient
+from rlhf_spmd.algorithms.page import Metric, NonNegative
+from rlhf_spmd.algorithms.policy_gradient import KLEstimator
+
+TITLE = "GRPO"
+DATA = {"prompts": "prompt"}
+ROLES = policy_gradient.ROLES
+SAMPLES_PER_PROMPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options(policy_gradient.Options):
+    """Options of GRPO. The KL divergence is a term of the loss."""
+
+    kl_estimator: KLEstimator = "k3"  # with d = logprob - reference logprob: d, d^2/2, exp(-d) + d - 1
+    scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the standard deviation of rewards
+    scale_eps: PositiveFloat = 1e-4  # added to that standard deviation
+    overlong: Literal["keep", "shape", "mask"] = "keep"  # shape: long responses lose reward; mask: truncated ones out
+    overlong_buffer: NonNegativeInt = 0  # tokens before the limit over which the loss of reward grows
+    overlong_penalty: NonNegative = 1.0  # reward lost at the limit
+    drop_equal_groups: bool = False  # groups whose rewards are all equal are left out of the loss
+    min_groups: NonNegativeInt = 0  # groups that must be left in an iteration; fewer end the run; > 0: no streaming
+
+
+def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+    """One iteration."""
+    responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
+    advantages, used = compute(
+        "group_advantages",
+        responses=responses,
+        scores=scores,
+        makes={"advantages": "row", "used": "row"},
+        scope="group",
+        sums=options.scale == "batch" or options.min_groups > 0,
+    )
+    if kl:
+        loss["ref_logprobs"] = kl["ref_logprobs"]
+    leaves_out = options.drop_equal_groups or options.overlong == "mask"
+    model("actor").train(
+        "surrogate_loss",
+        prompts,
+        responses,
+        advantages=advantages,
+        only=used if leaves_out else None,
+        divisor=policy_gradient.divisor(options),
+        entropy=True,
+        **loss,
+    )
+
+
+def problem(options: Options, *, samples_per_prompt: int, max_new_tokens: int) -> str:
+    """Why these options make no sense together or with those of the run; empty if they do."""
+    if samples_per_prompt < 2:
+        return "a response is compared with the others of its prompt: set samples_per_prompt=8, or at least 2"
+    if (options.overlong == "shape") != (options.overlong_buffer > 0):
+        return "overlong=shape and overlong_buffer=TOKENS belong together; give both, or none"
+    if options.overlong_buffer > max_new_tokens:
+        return f"overlong_buffer={options.overlong_buffer} is more than generation.max_new_tokens={max_new_tokens}"
+    return policy_gradient.loss_problem(options)
+
+
+def refused(options: Options, *, can_end: bool) -> str:
+    """Why these options make no sense for a model whose responses cannot end early; empty if they do."""
+    if can_end or options.overlong == "keep":
+        return ""
+    return "every response would be truncated: choose grpo.overlong=keep"
+
+
+METRICS = policy_gradient.METRICS | {
+    "group_std": Metric("reward"),  # mean over groups of the standard deviation of their rewards
+    "equal_groups": Metric("reward", "equal", "{:7.1%}"),  # share of the groups whose rewards are all equal
+    "used": Metric("reward"),  # share of the responses that are trained on
+}

@@ -1,0 +1,116 @@
+"""What the pages of the algorithms without a critic share: options of the loss, roles and metrics. No torch, no ranks.
+
+The loss is `surrogate_loss` (surrogates.py). grpo.py, rloo.py, remax.py and reinforce_plus_plus.py differ in their
+advantages (group_advantages.py) and in their defaults.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import PositiveFloat
+
+from rlhf_spmd.algorithms import page
+from rlhf_spmd.algorithms.page import Metric, NonNegative
+from rlhf_spmd.plan.workflow import Role
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3"]
+ROLES = {
+    "actor": Role("lm", lr=1e-6, saved=True),
+    "reference": Role("lm", starts_from=("actor",)),
+    "reward": Role("scalar", judge=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options(page.Options):
+    """Options of the policy loss."""
+
+    kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: there is no reference
+    ratio_level: Literal["token", "sequence"] = "token"  # probability ratios; sequence: geometric mean over a response
+    surrogate: Literal["clip", "cispo"] = "clip"  # cispo: clipped ratios are weights, and every token has a gradient
+    clip_low: NonNegative = 0.2  # ratios are clipped at 1 - clip_low
+    clip_high: NonNegative = 0.2  # ratios are clipped at 1 + clip_high
+    dual_clip: PositiveFloat | None = None  # where an advantage A is negative, the loss is at most -dual_clip * A
+    aggregation: Aggregation = "token-mean"  # how tokens' losses become one; norm: by generation.max_new_tokens
+    entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
+    old_logprobs: Literal["generator", "recompute"] = "generator"  # recompute: another forward pass of the actor
+    importance_weights: Literal["none", "token", "sequence"] = "none"  # of old logprobs over the generator's
+    importance_cap: PositiveFloat = 2.0  # largest importance weight
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none"  # what importance weights leave out
+    rejection_range: tuple[PositiveFloat, PositiveFloat] | None = None  # weights that stay; none: usual for rejection
+
+
+def rollout(options: Options, model: Callable, prompts: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """Responses; their scores; arguments of advantages that need a KL divergence; arguments of the loss."""
+    actor = model("actor")
+    responses, logprobs = actor.generate(prompts)
+    old = logprobs
+    loss: dict[str, Any] = {}
+    if options.old_logprobs == "recompute":
+        old = actor.infer("logprobs", prompts, responses, output="old_logprobs")
+        if corrects(options):
+            loss["generator_logprobs"] = logprobs
+    loss["old_logprobs"] = old
+    kl: dict[str, Any] = {}
+    if options.kl_coef > 0:
+        kl = {"logprobs": old}
+        kl["ref_logprobs"] = model("reference").infer("logprobs", prompts, responses, output="ref_logprobs")
+    scores = model("reward").infer("scores", prompts, responses)
+    return responses, scores, kl, loss
+
+
+def divisor(options: Options) -> Literal["tokens", "responses"]:
+    """What the sum of the loss over a mini-batch is divided by."""
+    return "tokens" if options.aggregation == "token-mean" else "responses"
+
+
+def corrects(options: Options) -> bool:
+    """Whether the loss is corrected for differences between the generator and the training weights."""
+    return options.importance_weights != "none" or options.rejection != "none"
+
+
+def loss_problem(options: Options) -> str:
+    """Why options of the loss contradict each other; empty if they do not."""
+    if corrects(options) and options.old_logprobs != "recompute":
+        return (
+            "importance_weights and rejection compare old logprobs with the generator's, and old_logprobs=generator "
+            "makes them the same; set old_logprobs=recompute"
+        )
+    if options.rejection_range and options.rejection == "none":
+        return "rejection_range is given, but rejection=none; choose rejection=token, sequence or geometric"
+    if options.rejection_range and options.rejection_range[0] >= options.rejection_range[1]:
+        return f"rejection_range={options.rejection_range}: the first number must be smaller than the second"
+    if options.dual_clip is not None and options.dual_clip <= 1:
+        return f"dual_clip={options.dual_clip}: it must be larger than 1, e.g. 3"
+    if options.dual_clip is not None and options.surrogate == "cispo":
+        return "dual_clip belongs to surrogate=clip, and surrogate=cispo has no use for it; leave one of them out"
+    if options.surrogate == "clip" and options.clip_low > 1:
+        return f"clip_low={options.clip_low}: ratios are positive, so it is at most 1"
+    return ""
+
+
+# ---- the log --------------------------------------------------------------------------------------------------------
+
+ACTOR_LR, TOO_FAR = "lower optimizer.actor_lr", "lower optimizer.actor_lr or the number of epochs"
+METRICS = {
+    "reward": Metric("reward", "reward", "{:+8.4f}", headline=""),  # mean per response
+    "reward_std": Metric("reward", std_of="reward"),  # over the responses of the iteration
+    # sum over a response of log pi_actor - log pi_reference, mean over responses, nats; with kl_coef
+    "kl": Metric(
+        "reward", "kl", floor=2.0, advice="the actor leaves the reference: raise kl_coef or lower optimizer.actor_lr"
+    ),
+    "kl_per_token": Metric("reward"),
+    "kl_loss": Metric("policy"),  # mean per token of the KL estimate in the loss
+    "policy_loss": Metric("policy", "policy", "{:+8.4f}", floor=1.0, advice=f"{ACTOR_LR}, or look at the rewards"),
+    "clip_fraction_low": Metric("policy"),  # tokens with a ratio below 1 - clip_low whose loss that changes
+    "clip_fraction_high": Metric("policy", "clipped", "{:7.1%}"),  # the same above 1 + clip_high
+    "entropy": Metric("policy", "entropy"),  # mean per token, nats, of the distribution sampled from
+    # mean of pi_new / pi_old, which is 1 while the two are close
+    "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
+    # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
+    "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
+    "importance_weight": Metric("policy"),  # mean over tokens of the factor that corrects the loss
+    "rejected": Metric("policy"),  # share of the tokens that rejection leaves out
+}

@@ -1,0 +1,55 @@
+"""REINFORCE++: rewards to go, whitened over all tokens of the batch, with PPO's clip. No torch, no ranks.
+
+Hu et al. 2025 (arXiv 2501.03262). baseline=group first subtracts the mean of a prompt's samples; the paper then advises
+kl_in=loss kl_estimator=k2. The tensor math is in group_advantages.py and surrogates.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_spmd.algorithms import policy_gradient
+from rlhf_spmd.algorithms.page import NonNegative
+from rlhf_spmd.algorithms.policy_gradient import KLEstimator
+
+TITLE = "REINFORCE++"
+DATA = {"prompts": "prompt"}
+ROLES = policy_gradient.ROLES
+METRICS = policy_gradient.METRICS
+
+
+@dataclass(frozen=True, slots=True)
+class Options(policy_gradient.Options):
+    """Options of REINFORCE++."""
+
+    kl_coef: NonNegative = 0.01  # weight of the KL divergence from the reference; 0: there is no reference
+    kl_in: Literal["reward", "loss"] = "reward"  # whether it comes off each token's reward or is a term of the loss
+    kl_estimator: KLEstimator = "k2"  # in the loss, d = logprob - reference logprob: d, d^2/2, exp(-d) + d - 1
+    baseline: Literal["none", "group"] = "none"  # group: the mean of a prompt's samples comes off their scores
+
+
+def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+    """One iteration. Whitening needs the whole batch, so nothing streams."""
+    responses, scores, kl, loss = policy_gradient.rollout(options, model, prompts)
+    advantages = compute(
+        "batch_advantages",
+        responses=responses,
+        scores=scores,
+        makes={"advantages": "token"},
+        scope="group" if options.baseline == "group" else "row",
+        sums=True,
+        **(kl if options.kl_in == "reward" else {}),
+    )
+    if kl and options.kl_in == "loss":
+        loss["ref_logprobs"] = kl["ref_logprobs"]
+    divisor = policy_gradient.divisor(options)
+    model("actor").train(
+        "surrogate_loss", prompts, responses, advantages=advantages, divisor=divisor, entropy=True, **loss
+    )
+
+
+def problem(options: Options, *, samples_per_prompt: int) -> str:
+    """Why these options make no sense together or with those of the run; empty if they do."""
+    if options.baseline == "group" and samples_per_prompt < 2:
+        return "baseline=group is the mean of a prompt's samples: set samples_per_prompt=4, or at least 2"
+    return policy_gradient.loss_problem(options)

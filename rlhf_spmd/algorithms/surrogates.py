@@ -1,0 +1,195 @@
+"""The policy loss of the algorithms without a critic, from its parts: ratio, clip, KL term, weights, aggregation.
+
+Pure functions of tensors. Losses are *sums* over the mask; the caller divides by a count of the global mini-batch (its
+response tokens, or its responses), so results do not depend on ranks or micro-batches.
+
+Legend: B sequences, G response tokens; G is generation.max_new_tokens. mask_BG bool, True on the tokens that are
+trained on; elsewhere other [B, G] tensors may hold anything, even NaN.
+
+Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et
+al. 2020, arXiv 1912.09729; [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu
+et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.advantages import Sums
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Level = Literal["token", "sequence"]
+MAX_LOG_RATIO = 20.0  # nats: a log-ratio beyond it overflows nothing and means nothing
+REJECTED = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}  # default ranges of weights
+
+
+def surrogate_loss(
+    logprobs_BG: Tensor,
+    old_logprobs_BG: Tensor,
+    advantages: Tensor,
+    mask_BG: Tensor,
+    entropy_BG: Tensor | None = None,
+    ref_logprobs_BG: Tensor | None = None,
+    generator_logprobs_BG: Tensor | None = None,
+    *,
+    ratio_level: Level = "token",
+    surrogate: Literal["clip", "cispo"] = "clip",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    aggregation: Aggregation = "token-mean",
+    kl_coef: float = 0.0,
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    entropy_coef: float = 0.0,
+    importance_weights: Literal["none", "token", "sequence"] = "none",
+    importance_cap: float = 2.0,
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none",
+    rejection_range: tuple[float, float] | None = None,
+) -> tuple[Tensor, Sums]:
+    """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
+
+    ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7).
+    generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training weights.
+    """
+    advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
+    advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
+    log_ratio_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
+    d_BG = log_ratio_BG.detach().double()
+    if ratio_level == "sequence":
+        log_ratio_BG = sequence_mean(log_ratio_BG, mask_BG)
+    ratio_BG = log_ratio_BG.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    below_BG, above_BG = ratio_BG < 1.0 - clip_low, ratio_BG > 1.0 + clip_high
+    if surrogate == "cispo":
+        loss_BG = cispo(logprobs_BG, ratio_BG, advantages_BG, mask_BG, clip_low=clip_low, clip_high=clip_high)
+    else:
+        loss_BG = clipped(ratio_BG, advantages_BG, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+        below_BG, above_BG = below_BG & (advantages_BG < 0), above_BG & (advantages_BG > 0)
+    num_tokens, num_responses = mask_BG.sum().double(), mask_BG.any(1).sum().double()
+    sums: Sums = {
+        "clip_fraction_low": ((below_BG & mask_BG).sum().double(), num_tokens),
+        "clip_fraction_high": ((above_BG & mask_BG).sum().double(), num_tokens),
+        "ratio": (torch.where(mask_BG, ratio_BG.detach().double(), 0.0).sum(), num_tokens),
+        "approx_kl": ((d_BG.expm1() - d_BG).sum(), num_tokens),
+    }
+    if generator_logprobs_BG is not None:
+        weights_BG, counted = off_policy_weights(
+            old_logprobs_BG,
+            generator_logprobs_BG,
+            mask_BG,
+            importance_weights=importance_weights,
+            importance_cap=importance_cap,
+            rejection=rejection,
+            rejection_range=rejection_range,
+        )
+        loss_BG = loss_BG * weights_BG
+        sums |= counted
+    if ref_logprobs_BG is not None:
+        difference_BG = torch.where(mask_BG, logprobs_BG - ref_logprobs_BG, 0.0)
+        penalty_BG = kl_estimate(difference_BG, kl_estimator)
+        loss_BG = loss_BG + kl_coef * penalty_BG
+        kl = difference_BG.detach().double().sum()
+        sums |= {"kl": (kl, num_responses), "kl_per_token": (kl, num_tokens)}
+        sums["kl_loss"] = penalty_BG.detach().double().sum(), num_tokens
+    if entropy_BG is not None:
+        loss_BG = loss_BG - entropy_coef * entropy_BG
+        sums["entropy"] = torch.where(mask_BG, entropy_BG, 0.0).detach().double().sum(), num_tokens
+    loss_sum = aggregated(loss_BG, mask_BG, aggregation)
+    num = num_tokens if aggregation == "token-mean" else num_responses
+    return loss_sum, sums | {"policy_loss": (loss_sum.detach().double(), num)}
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def clipped(
+    ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) ([PPO] eq. 7; two bounds: [DAPO] eq. 10). dual_clip c:
+    where A < 0 the loss is at most -c A ([DUAL] eq. 5)."""
+    free_BG = -advantages_BG * ratio_BG
+    loss_BG = torch.maximum(free_BG, -advantages_BG * ratio_BG.clamp(1.0 - clip_low, 1.0 + clip_high))
+    if dual_clip is not None:
+        loss_BG = torch.where(advantages_BG < 0, torch.minimum(loss_BG, -dual_clip * advantages_BG), loss_BG)
+    return loss_BG
+
+
+def cispo(
+    logprobs_BG: Tensor,
+    ratio_BG: Tensor,
+    advantages_BG: Tensor,
+    mask_BG: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """-clip(ratio, 1 - clip_low, 1 + clip_high) A logprob with a constant first factor ([CISPO] eq. 4): no token loses
+    its gradient. clip_low=1 sets no lower bound."""
+    weight_BG = ratio_BG.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight_BG * advantages_BG * torch.where(mask_BG, logprobs_BG, 0.0)
+
+
+def kl_estimate(difference_BG: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """An estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2 / 2, or
+    exp(-d) - 1 + d. As a term of the loss, only k2 has the gradient of the KL on samples of the actor itself."""
+    if estimator == "k1":
+        return difference_BG
+    if estimator == "k2":
+        return 0.5 * difference_BG.square()
+    return torch.expm1(-difference_BG.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + difference_BG
+
+
+def aggregated(loss_BG: Tensor, mask_BG: Tensor, aggregation: Aggregation) -> Tensor:
+    """The sum of a loss over sequences: of its tokens (`token-mean`, to be divided by tokens; [DAPO] eq. 12), of
+    its mean per token (`seq-mean-token-mean`, by the sequences; [GRPO] eq. 3) or of its sum over tokens divided by G,
+    the limit of a response (`seq-mean-token-sum-norm`, by the sequences; [DR] section 3.2)."""
+    loss_BG = torch.where(mask_BG, loss_BG, 0.0)
+    if aggregation == "token-mean":
+        return loss_BG.sum()
+    if aggregation == "seq-mean-token-mean":
+        return (loss_BG.sum(1) / mask_BG.sum(1).clamp(min=1)).sum()
+    return loss_BG.sum() / mask_BG.shape[1]
+
+
+def sequence_mean(x_BG: Tensor, mask_BG: Tensor) -> Tensor:
+    """The mean over a response's tokens, for each of them: [B, G]."""
+    mean_B = torch.where(mask_BG, x_BG, 0.0).sum(1) / mask_BG.sum(1).clamp(min=1)
+    return torch.where(mask_BG, mean_B[:, None], 0.0)
+
+
+# ---- corrections where the generator is not quite the policy that trains --------------------------------------------
+
+
+def off_policy_weights(
+    old_logprobs_BG: Tensor,
+    generator_logprobs_BG: Tensor,
+    mask_BG: Tensor,
+    *,
+    importance_weights: Literal["none", "token", "sequence"] = "none",
+    importance_cap: float = 2.0,
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none",
+    rejection_range: tuple[float, float] | None = None,
+) -> tuple[Tensor, Sums]:
+    """Factors of the loss of each token, from w = exp(old logprob - generator's logprob): factors_BG and sums.
+
+    importance_weights: min(w, cap), of the token or of the product over the response. rejection: factor 0 where w (of
+    the token; product or geometric mean over the response) is outside the range. Rejected tokens stay in the
+    denominator.
+    """
+    log_w_BG = torch.where(mask_BG, old_logprobs_BG - generator_logprobs_BG, 0.0).detach().double()
+    sequence_B1 = log_w_BG.sum(1, keepdim=True)
+    logs = {"token": log_w_BG, "sequence": sequence_B1, "geometric": sequence_mean(log_w_BG, mask_BG)}
+    w = {name: log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() for name, log in logs.items()}
+    factors_BG = torch.ones_like(log_w_BG)
+    if importance_weights != "none":
+        factors_BG = factors_BG * w[importance_weights].clamp(max=importance_cap)
+    is_rejected_BG = torch.zeros_like(mask_BG)
+    if rejection != "none":
+        low, high = rejection_range or REJECTED[rejection]
+        is_rejected_BG = is_rejected_BG | (w[rejection] < low) | (w[rejection] > high)
+    num_tokens = mask_BG.sum().double()
+    sums = {
+        "importance_weight": (torch.where(mask_BG, factors_BG, 0.0).sum(), num_tokens),
+        "rejected": ((is_rejected_BG & mask_BG).sum().double(), num_tokens),
+    }
+    return torch.where(is_rejected_BG, 0.0, factors_BG).to(old_logprobs_BG.dtype), sums

@@ -1,0 +1,121 @@
+"""GRPO, RLOO, ReMax and REINFORCE++ trained as a user would: the same numbers on any ranks, and under any strategy."""
+
+import json
+import sys
+
+import pytest
+
+from tests.folders import WORDS, write_model
+from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
+from tests.run_mpi import mpi_environment, run_limited
+
+SEPARATION = ("--strategy", "separation")
+DAPO = ("grpo.drop_equal_groups=true", "grpo.clip_high=0.28", "grpo.overlong=shape", "grpo.overlong_buffer=4")
+CORRECTED = ("old_logprobs=recompute", "importance_weights=token", "rejection=sequence")
+CASES = {  # page, options, ranks, placement
+    "grpo on 3": ("grpo", ("grpo.kl_coef=0.04",), 3, ()),
+    "grpo, separation": ("grpo", DAPO, 4, SEPARATION),
+    "grpo, tp and pp": ("grpo", DAPO, 4, REALLOCATION),
+    "grpo, batch scale": ("grpo", ("grpo.scale=batch", "grpo.drop_equal_groups=true"), 3, ()),
+    "grpo, corrections": ("grpo", tuple(f"grpo.{word}" for word in CORRECTED), 4, SEPARATION),
+    "gspo": ("grpo", ("grpo.ratio_level=sequence", "grpo.aggregation=seq-mean-token-mean"), 3, ()),
+    "rloo": ("rloo", (), 4, SEPARATION),
+    "rloo on 3": ("rloo", (), 3, ()),
+    "remax": ("remax", (), 4, REALLOCATION),
+    "remax on 3": ("remax", (), 3, ()),
+    "reinforce++": ("reinforce_plus_plus", (), 4, REALLOCATION),
+    "reinforce++ with baseline": ("reinforce_plus_plus", ("reinforce_plus_plus.baseline=group",), 3, ()),
+}
+FAST = ("grpo, separation", "grpo, tp and pp", "remax on 3")
+REWARD = """
+def few(prompts, responses):
+    return [float(len(response.split()) > 4) + 0.5 * float("ba" in response) for response in responses]
+
+
+def many(prompts, responses):
+    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    """A model, prompts, and reward functions: one with few values, so that some groups have equal rewards."""
+    folder = tmp_path_factory.mktemp("models")
+    rows = [
+        {"prompt": " ".join(WORDS[(7 * index + place) % 60] for place in range(1 + index % 5))} for index in range(24)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    write_model(folder / "lm", seed=1)
+    data = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
+    sizes = ["rollout_batch=8", "samples_per_prompt=3", "mini_batch=12", "micro_batch=3", "iterations=2"]
+    words = [
+        *data,
+        *sizes,
+        "deadline_s=100",
+        "optimizer.actor_lr=1e-3",
+        f"reward_function={folder / 'reward.py'}:many",
+    ]
+    return [*words, "--model", str(folder / "lm")]
+
+
+def of_case(name: str, options: list[str]) -> list[str]:
+    page, more, _, _ = CASES[name]
+    drops = "grpo.drop_equal_groups=true" in more
+    words = [word.replace(":many", ":few") if drops else word for word in options]
+    return ["--algorithm", page, *words, f"{page}.epochs=2", *more]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])
+def test_the_same_numbers_anywhere(name, options, tmp_path):
+    _, _, num_ranks, placement = CASES[name]
+    one = trained(of_case(name, options), 1, tmp_path / "one")
+    rows = metrics(one)
+    assert len(rows) == 2 and rows[0] != rows[1] and rows[0]["actor_grad_norm"] > 0
+    if "grpo.drop_equal_groups=true" in of_case(name, options):
+        assert 0 < rows[0]["used"] < 1
+    assert_same(trained([*of_case(name, options), *placement], num_ranks, tmp_path / "placed"), one, name)
+
+
+def test_columns_and_weighted_functions(options, tmp_path):
+    """On two ranks, each row's column belongs to its prompt; the weighted sum and each function are logged."""
+    source = """
+def of_column(prompts, responses, first):
+    return [1.0 if prompt.split()[0] == word else -9.0 for prompt, word in zip(prompts, first)]
+
+def length(completions, **columns):
+    return [None if not text else len(text.split()) for text in completions]
+"""
+    (tmp_path / "two.py").write_text(source)
+    rows = [{"prompt": f"{word} {WORDS[place]}", "first": word} for place, word in enumerate(reversed(WORDS))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    functions = f"reward_function={tmp_path / 'two.py'}:of_column,{tmp_path / 'two.py'}:length"
+    words = [*of_case("grpo on 3", options), f"data.prompts={tmp_path / 'rows.jsonl'}", functions]
+    row = metrics(trained([*words, "reward_weights=1,0.5", "iterations=1"], 2, tmp_path / "run"))[0]
+    assert row["score_of_column"] == 1.0 and row["score_of_column_std"] == 0.0
+    assert row["score"] == pytest.approx(1.0 + 0.5 * row["score_length"], rel=1e-6)
+
+
+def test_a_resume_is_exact(options, tmp_path):
+    words = of_case("grpo, separation", options)
+    whole = trained([*words, *SEPARATION], 2, tmp_path / "whole")
+    half = trained([*words, *SEPARATION, "iterations=1"], 2, tmp_path / "half")
+    resume(half, 2, "iterations=2")
+    assert timeless(whole) == timeless(half) and weights(whole) == weights(half)
+
+
+@pytest.mark.parametrize("page", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
+def test_every_strategy_places_it_or_says_why_not(page, options):
+    base = ["--algorithm", page, *options, f"{page}.kl_coef=0.1"]
+    for strategy in ("flattening", "interleaving1", "interleaving2", "separation", "reallocation"):
+        command = [sys.executable, "-m", "rlhf_spmd", "check", strategy, "--layout", "1x4", *base]
+        status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+        last = json.loads(stdout.splitlines()[-1])
+        assert (status == 0 and last["errors"] == 0) or "there is nothing to " in stderr, strategy + stdout + stderr
+
+
+def test_a_group_of_one(options):
+    command = [sys.executable, "-m", "rlhf_spmd", "train", "--algorithm", "grpo", *options]
+    command += ["samples_per_prompt=1", "rollout_batch=12"]
+    status, _, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment())
+    assert status == 2 and "set samples_per_prompt=8, or at least 2" in stderr and "Traceback" not in stderr

@@ -1,0 +1,60 @@
+"""Runs of a page as a user starts them, and what two runs must have in common."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LIMIT_S = 120.0
+REALLOCATION = ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.training_pp=2")
+TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")
+PLACED = ("moved_bytes", "moved_messages", "parity_max_abs")  # what depends on the placement
+
+
+def trained(words: list[str], num_ranks: int, run: Path) -> Path:
+    """The run folder of a training with these words of the command line."""
+    _train([*words, "--runs", str(run.parent), "--name", run.name], num_ranks)
+    return run
+
+
+def resume(run: Path, num_ranks: int, *words: str) -> None:
+    _train(["--resume", str(run), *words], num_ranks)
+
+
+def _train(words: list[str], num_ranks: int) -> None:
+    launcher = mpi_command(num_ranks) if num_ranks > 1 else []
+    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *words]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
+    assert status == 0, stdout + stderr
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run: Path) -> list[dict]:
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in metrics(run)]
+
+
+def weights(run: Path) -> list[float]:
+    """Every float32 master of the last checkpoint that one rank has, sorted: their order differs between layouts."""
+    last, found = max((run / "checkpoints").glob("iteration-*")), []
+    for path in last.glob("rank-*.safetensors"):
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if "master" in name:
+                    found += file.get_tensor(name).flatten().tolist()
+    return sorted(found)
+
+
+def assert_same(run: Path, other: Path, where: str) -> None:
+    """The same tokens, and numbers within 1e-5, but for what depends on the placement."""
+    for mine, theirs in zip(metrics(run), metrics(other), strict=True):
+        assert mine.get("tokens_sha256") == theirs.get("tokens_sha256"), where
+        for key in theirs.keys() - {*TIMED, *PLACED, "tokens_sha256"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-5), (where, key)
+    assert weights(run) == pytest.approx(weights(other), rel=1e-4, abs=2e-5), where

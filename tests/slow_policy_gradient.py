@@ -1,0 +1,163 @@
+"""A second, slow GRPO family as an oracle: one group, one sequence and one token after the other.
+
+It shares no code with rlhf_spmd (and must not): every rule is written again, as plainly as possible. No padding, no
+masks, no batches, no ranks. A mini-batch is a list of groups, a group a list of samples. Numbers are Python floats but
+for the logprobs of the policy that trains, which carry gradients.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sample:
+    logprobs: list[Tensor]  # of the policy that trains
+    old: list[float]
+    reference: list[float]
+    generator: list[float]
+    score: float
+    ended: bool = True
+    advantages: list[float] = field(default_factory=list)  # of each token
+    used: bool = True
+
+
+@dataclass(frozen=True)
+class Rules:
+    limit: int  # tokens of a response
+    scale: str = "group"
+    scale_eps: float = 1e-4
+    overlong: str = "keep"
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    drop_equal_groups: bool = False
+    ratio_level: str = "token"
+    surrogate: str = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    aggregation: str = "token-mean"
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    importance_weights: str = "none"
+    importance_cap: float = 2.0
+    rejection: str = "none"
+    rejection_range: tuple[float, float] | None = None
+
+
+def reward(sample: Sample, rules: Rules) -> float:
+    if rules.overlong != "shape":
+        return sample.score
+    free, length = rules.limit - rules.overlong_buffer, len(sample.old)
+    if length <= free:
+        return sample.score
+    return sample.score - rules.overlong_penalty * (length - free) / rules.overlong_buffer
+
+
+def grpo_advantages(groups: list[list[Sample]], rules: Rules) -> None:
+    for group in groups:
+        rewards = [reward(one, rules) for one in group]
+        for one in group:
+            one.used = not (rules.overlong == "mask" and not one.ended)
+            if rules.drop_equal_groups and max(rewards) - min(rewards) <= 1e-6:
+                one.used = False
+    used_rewards = [reward(one, rules) for group in groups for one in group if one.used]
+    for group in groups:
+        rewards = [reward(one, rules) for one in group]
+        for one, r in zip(group, rewards, strict=True):
+            a = r - statistics.fmean(rewards)
+            if rules.scale == "group":
+                a /= statistics.stdev(rewards) + rules.scale_eps
+            elif rules.scale == "batch":
+                a /= statistics.stdev(used_rewards) + rules.scale_eps
+            one.advantages = [a] * len(one.old)
+
+
+def rloo_advantages(groups: list[list[Sample]], kl_coef: float) -> None:
+    for group in groups:
+        rewards = [
+            one.score - kl_coef * sum(old - ref for old, ref in zip(one.old, one.reference, strict=True))
+            for one in group
+        ]
+        for index, one in enumerate(group):
+            others = rewards[:index] + rewards[index + 1 :]
+            one.advantages = [rewards[index] - statistics.fmean(others)] * len(one.old)
+
+
+def rewards_to_go(one: Sample, score: float, kl_coef: float) -> list[float]:
+    rewards = [-kl_coef * (old - ref) for old, ref in zip(one.old, one.reference, strict=True)]
+    rewards[-1] += score
+    return [sum(rewards[t:]) for t in range(len(rewards))]
+
+
+def remax_advantages(samples: list[Sample], greedy_scores: list[float], kl_coef: float) -> None:
+    for one, greedy in zip(samples, greedy_scores, strict=True):
+        one.advantages = [x - greedy for x in rewards_to_go(one, one.score, kl_coef)]
+
+
+def reinforce_plus_plus_advantages(groups: list[list[Sample]], kl_coef: float, baseline: str) -> None:
+    for group in groups:
+        base = statistics.fmean(one.score for one in group) if baseline == "group" else 0.0
+        for one in group:
+            one.advantages = rewards_to_go(one, one.score - base, kl_coef)
+    everything = [a for group in groups for one in group for a in one.advantages]
+    mean, std = statistics.fmean(everything), math.sqrt(statistics.pvariance(everything) + 1e-8)
+    for group in groups:
+        for one in group:
+            one.advantages = [(a - mean) / std for a in one.advantages]
+
+
+def weights(one: Sample, rules: Rules) -> list[float]:
+    """What corrects the loss of each token for a generator that is not the policy before training."""
+    logs = [old - drawn for old, drawn in zip(one.old, one.generator, strict=True)]
+    product, geometric = math.exp(sum(logs)), math.exp(statistics.fmean(logs))
+    found = []
+    for log in logs:
+        w = {"token": math.exp(log), "sequence": product, "geometric": geometric}
+        factor = 1.0 if rules.importance_weights == "none" else min(w[rules.importance_weights], rules.importance_cap)
+        if rules.rejection != "none":
+            usual = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
+            low, high = rules.rejection_range or usual[rules.rejection]
+            factor = factor if low <= w[rules.rejection] <= high else 0.0
+        found.append(factor)
+    return found
+
+
+def token_loss(one: Sample, t: int, ratio: Tensor, rules: Rules) -> Tensor:
+    a, low, high = one.advantages[t], 1 - rules.clip_low, 1 + rules.clip_high
+    if rules.surrogate == "cispo":
+        return -min(max(float(ratio.detach()), low), high) * a * one.logprobs[t]
+    loss = -min(ratio * a, torch.clamp(ratio, low, high) * a)
+    if rules.dual_clip is not None and a < 0:
+        loss = min(loss, torch.tensor(-rules.dual_clip * a, dtype=loss.dtype))
+    return loss
+
+
+def divergence(d: Tensor, estimator: str) -> Tensor:
+    return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[estimator]
+
+
+def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
+    """Of a whole mini-batch."""
+    per_sequence = []
+    for one in (one for group in groups for one in group if one.used):
+        logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]
+        if rules.ratio_level == "sequence":
+            logs = [sum(logs) / len(logs)] * len(logs)
+        factors, tokens = weights(one, rules), []
+        for t, log in enumerate(logs):
+            term = factors[t] * token_loss(one, t, torch.exp(log), rules)
+            if rules.kl_coef:
+                term = term + rules.kl_coef * divergence(one.logprobs[t] - one.reference[t], rules.kl_estimator)
+            tokens.append(term)
+        per_sequence.append(tokens)
+    if not per_sequence:
+        return torch.zeros((), dtype=torch.float64)
+    if rules.aggregation == "token-mean":
+        return sum(sum(tokens) for tokens in per_sequence) / sum(len(tokens) for tokens in per_sequence)
+    if rules.aggregation == "seq-mean-token-mean":
+        return sum(sum(tokens) / len(tokens) for tokens in per_sequence) / len(per_sequence)
+    return sum(sum(tokens) / rules.limit for tokens in per_sequence) / len(per_sequence)

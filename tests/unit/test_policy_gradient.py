@@ -1,0 +1,327 @@
+"""The algorithms without a critic against the slow twin (tests/slow_policy_gradient.py) and against closed forms.
+
+The fast side is what a rank does: padded batches with junk in the padding, sums, and a division by a global count.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_spmd.algorithms.advantages import mean_and_variance, moments
+from rlhf_spmd.algorithms.group_advantages import (
+    batch_advantages,
+    batch_advantages_finish,
+    batch_advantages_sums,
+    greedy_baseline_advantages,
+    group_advantages,
+    group_advantages_finish,
+    group_advantages_sums,
+    leave_one_out_advantages,
+)
+from rlhf_spmd.algorithms.surrogates import kl_estimate, surrogate_loss
+from rlhf_spmd.errors import UserError
+from tests import slow_policy_gradient as slow
+from tests.slow_policy_gradient import Rules, Sample
+
+LIMIT, GROUPS, SAMPLES = 9, 4, 4
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+OF_LOSS = (
+    "ratio_level",
+    "surrogate",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "aggregation",
+    "kl_coef",
+    "kl_estimator",
+    "importance_weights",
+    "importance_cap",
+    "rejection",
+    "rejection_range",
+)
+OF_REWARDS = ("overlong", "overlong_buffer", "overlong_penalty")
+
+
+@dataclasses.dataclass
+class Batch:
+    """Groups of samples as padded tensors, [N, S, G]; padding holds NaN."""
+
+    logprobs: Tensor
+    old: Tensor
+    reference: Tensor
+    generator: Tensor
+    mask: Tensor
+    scores: Tensor
+    ended: Tensor
+
+
+def make_groups(*, noise: float = 0.4, seed: int = 0) -> list[list[Sample]]:
+    """Responses of 1 to LIMIT tokens, the longest cut off; one group has equal scores."""
+    rng, groups = np.random.default_rng(seed), []
+    for number in range(GROUPS):
+        group = []
+        for _ in range(SAMPLES):
+            length = int(rng.integers(1, LIMIT + 1))
+            new = [torch.tensor(-x, dtype=torch.float64, requires_grad=True) for x in rng.uniform(0.1, 3.0, length)]
+            old, reference = (
+                [float(x.detach()) + e for x, e in zip(new, noise * rng.standard_normal(length), strict=True)]
+                for _ in range(2)
+            )
+            generator = [x + e for x, e in zip(old, 0.3 * rng.standard_normal(length), strict=True)]
+            score = 1.0 if number == 1 else float(rng.integers(0, 3))
+            group.append(Sample(new, old, reference, generator, score, ended=length < LIMIT))
+        groups.append(group)
+    return groups
+
+
+def padded(groups: list[list[Sample]], name: str) -> Tensor:
+    rows = [
+        [x.detach() if isinstance(x, Tensor) else x for x in getattr(one, name)] for group in groups for one in group
+    ]
+    flat = torch.tensor(
+        [[float(x) for x in row] + [math.nan] * (LIMIT - len(row)) for row in rows], dtype=torch.float64
+    )
+    return flat.view(len(groups), -1, LIMIT)
+
+
+def make_batch(groups: list[list[Sample]]) -> Batch:
+    old = padded(groups, "old")
+    scores, ended = ([[getattr(one, name) for one in group] for group in groups] for name in ("score", "ended"))
+    return Batch(
+        logprobs=padded(groups, "logprobs").requires_grad_(True),
+        old=old,
+        reference=padded(groups, "reference"),
+        generator=padded(groups, "generator"),
+        mask=~old.isnan(),
+        scores=torch.tensor(scores, dtype=torch.float64),
+        ended=torch.tensor(ended),
+    )
+
+
+def chosen(rules: Rules, names: tuple[str, ...]) -> dict:
+    return {name: getattr(rules, name) for name in names}
+
+
+def fast_advantages(batch: Batch, rules: Rules, *, min_groups: int = 0) -> tuple[Tensor, Tensor]:
+    """As the runtime computes them: the sums of two ranks are added."""
+    shaping, scaling = chosen(rules, OF_REWARDS), chosen(rules, ("scale", "scale_eps"))
+    made, sums = [], torch.zeros(4, dtype=torch.float64)
+    for part in (slice(0, 1), slice(1, None)):
+        scores, mask = batch.scores[part], batch.mask[part]
+        advantages, used, _ = group_advantages(
+            scores, mask, batch.ended[part], drop_equal_groups=rules.drop_equal_groups, **scaling, **shaping
+        )
+        sums += group_advantages_sums(scores, mask, used, **shaping)
+        made.append((advantages, used))
+    finished = [group_advantages_finish(*one, sums, min_groups=min_groups, **scaling) for one in made]
+    return tuple(torch.cat(parts) for parts in zip(*finished, strict=True))
+
+
+def fast_loss(batch: Batch, advantages: Tensor, used: Tensor, rules: Rules) -> Tensor:
+    """Rows that are left out are taken away; the others lie in two micro-batches."""
+    rows = used.flatten() > 0
+    names = ("logprobs", "old", "reference", "generator", "mask")
+    tensors = {name: getattr(batch, name).flatten(0, 1)[rows] for name in names}
+    flat = advantages.flatten(0, 1)[rows]
+    count = tensors["mask"].sum() if rules.aggregation == "token-mean" else tensors["mask"].any(1).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for part in (slice(0, 5), slice(5, None)):
+        corrects = rules.importance_weights != "none" or rules.rejection != "none"
+        share, _ = surrogate_loss(
+            tensors["logprobs"][part],
+            tensors["old"][part],
+            flat[part],
+            tensors["mask"][part],
+            ref_logprobs_BG=tensors["reference"][part] if rules.kl_coef else None,
+            generator_logprobs_BG=tensors["generator"][part] if corrects else None,
+            **chosen(rules, OF_LOSS),
+        )
+        total = total + share / count.clamp(min=1)
+    return total
+
+
+def assert_same(groups: list[list[Sample]], batch: Batch, fast: Tensor, expected: Tensor) -> None:
+    """Loss and gradient of every logprob."""
+    torch.testing.assert_close(fast, expected, **CLOSE)
+    (gradient,) = torch.autograd.grad(fast, batch.logprobs)
+    assert gradient.isfinite().all() and not gradient[~batch.mask].any()
+    leaves = [one.logprobs for group in groups for one in group]
+    flat = [x for row in leaves for x in row]
+    wanted = torch.autograd.grad(expected, flat, allow_unused=True)
+    theirs = torch.stack([torch.zeros((), dtype=torch.float64) if x is None else x for x in wanted])
+    torch.testing.assert_close(gradient[batch.mask], theirs, **CLOSE)
+
+
+VARIANTS = [
+    {},
+    {"kl_coef": 0.04},
+    {"kl_coef": 0.04, "kl_estimator": "k1"},
+    {"kl_coef": 0.04, "kl_estimator": "k2", "aggregation": "seq-mean-token-mean"},
+    {"scale": "none", "aggregation": "seq-mean-token-sum-norm"},  # Dr.GRPO
+    {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "shape", "overlong_buffer": 4},  # DAPO
+    {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "mask", "scale": "batch"},
+    {"ratio_level": "sequence", "aggregation": "seq-mean-token-mean", "clip_low": 3e-2, "clip_high": 4e-2},  # GSPO
+    {"ratio_level": "sequence"},
+    {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.4},
+    {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.4, "kl_coef": 0.1},
+    {"dual_clip": 1.5},
+    {"importance_weights": "token", "importance_cap": 1.2},
+    {"importance_weights": "sequence", "rejection": "token", "rejection_range": (0.8, 1.3)},
+    {"rejection": "sequence", "drop_equal_groups": True},
+    {"rejection": "geometric", "rejection_range": (0.9, 1.1), "aggregation": "seq-mean-token-mean"},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: ",".join(map(str, changes.values())) or "defaults")
+def test_grpo_is_what_the_slow_twin_computes(changes):
+    """Loss and gradients, with ratios on both sides of both clips. Dropped groups are really dropped in the twin."""
+    rules, groups = Rules(limit=LIMIT, **changes), make_groups()
+    batch = make_batch(groups)
+    slow.grpo_advantages(groups, rules)
+    advantages, used = fast_advantages(batch, rules)
+    assert used.flatten().tolist() == [float(one.used) for group in groups for one in group]
+    assert_same(groups, batch, fast_loss(batch, advantages, used, rules), slow.loss(groups, rules))
+
+
+def test_rloo_is_what_the_slow_twin_computes():
+    rules, groups = Rules(limit=LIMIT), make_groups()
+    batch = make_batch(groups)
+    slow.rloo_advantages(groups, 0.05)
+    advantages, _ = leave_one_out_advantages(batch.scores, batch.mask, batch.old, batch.reference, kl_coef=0.05)
+    fast = fast_loss(batch, advantages, torch.ones_like(batch.scores), rules)
+    assert_same(groups, batch, fast, slow.loss(groups, rules))
+
+
+def test_remax_is_what_the_slow_twin_computes():
+    rules, groups = Rules(limit=LIMIT), make_groups()
+    batch, samples = make_batch(groups), [one for group in groups for one in group]
+    greedy = [0.3 * index - 1.0 for index in range(len(samples))]
+    slow.remax_advantages(samples, greedy, 0.05)
+    old, reference, mask = (x.flatten(0, 1) for x in (batch.old, batch.reference, batch.mask))
+    advantages, _ = greedy_baseline_advantages(
+        batch.scores.flatten(), torch.tensor(greedy, dtype=torch.float64), mask, old, reference, kl_coef=0.05
+    )
+    fast = fast_loss(batch, advantages.view_as(batch.mask), torch.ones_like(batch.scores), rules)
+    assert_same(groups, batch, fast, slow.loss(groups, rules))
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_reinforce_plus_plus_is_what_the_slow_twin_computes(baseline):
+    rules, groups = Rules(limit=LIMIT), make_groups()
+    batch = make_batch(groups)
+    slow.reinforce_plus_plus_advantages(groups, 0.05, baseline)
+    made, _ = batch_advantages(batch.scores, batch.mask, batch.old, batch.reference, baseline=baseline, kl_coef=0.05)
+    advantages = batch_advantages_finish(made, batch.mask, batch_advantages_sums(made, batch.mask))
+    mean, variance = mean_and_variance(moments(advantages, batch.mask))
+    assert abs(float(mean)) < 1e-12 and float(variance) == pytest.approx(1.0, abs=1e-6)
+    fast = fast_loss(batch, advantages, torch.ones_like(batch.scores), rules)
+    assert_same(groups, batch, fast, slow.loss(groups, rules))
+
+
+# ---- closed forms ---------------------------------------------------------------------------------------------------
+
+
+def advantages_of(scores: list[list[float]], **options) -> Tensor:
+    """GRPO's advantages of groups of responses of one token."""
+    wide = torch.tensor(scores, dtype=torch.float64)
+    mask = torch.ones(*wide.shape, 1, dtype=torch.bool)
+    return group_advantages(wide, mask, torch.ones_like(wide, dtype=torch.bool), **options)[0]
+
+
+def test_the_first_update_has_the_gradient_of_the_advantage_times_the_logprob():
+    """Ratios are 1, whatever the surrogate; sequence ratios agree with token ratios where sequences are averaged."""
+    groups = make_groups(noise=0.0)
+    batch = make_batch(groups)
+    advantages, used = fast_advantages(batch, Rules(limit=LIMIT))
+    num = batch.mask.sum()
+    expected = torch.where(batch.mask, -advantages[..., None] / num, 0.0)
+    for rules in (Rules(LIMIT), Rules(LIMIT, surrogate="cispo", clip_high=4.0), Rules(LIMIT, dual_clip=3.0)):
+        (found,) = torch.autograd.grad(fast_loss(batch, advantages, used, rules), batch.logprobs)
+        torch.testing.assert_close(found, expected, **CLOSE)
+    both = []
+    for level in ("token", "sequence"):
+        rules = Rules(LIMIT, ratio_level=level, aggregation="seq-mean-token-mean")
+        (found,) = torch.autograd.grad(fast_loss(batch, advantages, used, rules), batch.logprobs)
+        both.append(found)
+    torch.testing.assert_close(*both, **CLOSE)
+
+
+def test_advantages_sum_to_zero_in_a_group():
+    scores = np.random.default_rng(1).standard_normal((5, 6)).tolist()
+    for scale in ("group", "none", "batch"):
+        assert advantages_of(scores, scale=scale).sum(1).abs().max() < 1e-12
+
+
+def test_two_samples():
+    assert advantages_of([[3.0, 1.0]], scale_eps=1e-12)[0].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+    scores, mask = torch.tensor([[3.0, 1.0]]), torch.ones(1, 2, 1, dtype=torch.bool)
+    assert leave_one_out_advantages(scores, mask)[0].tolist() == [[2.0, -2.0]]
+
+
+@pytest.mark.parametrize("num_right", [1, 3, 7])
+def test_binary_rewards(num_right):
+    samples = 8
+    p = num_right / samples
+    found = advantages_of([[1.0] * num_right + [0.0] * (samples - num_right)], scale_eps=1e-12)[0]
+    factor = math.sqrt((samples - 1) / samples)
+    assert found[0].item() == pytest.approx(factor * math.sqrt((1 - p) / p))
+    assert found[-1].item() == pytest.approx(-factor * math.sqrt(p / (1 - p)))
+
+
+def test_equal_rewards_give_no_gradient():
+    """Exactly none: the rounding of a mean is not scaled up by a tiny standard deviation."""
+    assert not advantages_of([[0.1] * 7, [1 / 3] * 7], scale_eps=1e-9).any()
+
+
+def test_affine_rewards():
+    scores = np.random.default_rng(2).standard_normal((3, 5))
+    for scale, factor in (("group", 1.0), ("none", 2.5)):
+        first = advantages_of(scores.tolist(), scale=scale, scale_eps=1e-12)
+        second = advantages_of((2.5 * scores - 4).tolist(), scale=scale, scale_eps=1e-12)
+        torch.testing.assert_close(second, factor * first, rtol=1e-9, atol=1e-9)
+
+
+def test_the_divergence_of_equal_models():
+    """k3 and its gradient are zero; so are those of k2; k1 is zero with gradient 1."""
+    for estimator, slope in (("k1", 1.0), ("k2", 0.0), ("k3", 0.0)):
+        d = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        value = kl_estimate(d, estimator)
+        (gradient,) = torch.autograd.grad(value.sum(), d)
+        assert not value.any() and gradient.tolist() == [slope] * 3
+
+
+def test_rloo_is_a_multiple_of_unscaled_grpo():
+    scores = torch.from_numpy(np.random.default_rng(3).standard_normal((3, 5)))
+    mask = torch.ones(3, 5, 1, dtype=torch.bool)
+    found = leave_one_out_advantages(scores, mask)[0]
+    torch.testing.assert_close(found, 5 / 4 * advantages_of(scores.tolist(), scale="none"), **CLOSE)
+
+
+def test_remax_at_temperature_zero():
+    """The sample is the greedy response: no advantage."""
+    scores, mask = torch.tensor([1.0, -2.0]), torch.ones(2, 3, dtype=torch.bool)
+    assert not greedy_baseline_advantages(scores, scores, mask)[0].any()
+
+
+def test_rejected_tokens_stay_in_the_denominator():
+    groups = make_groups()
+    batch, rules = make_batch(groups), Rules(LIMIT, rejection="token", rejection_range=(1e9, 2e9))
+    advantages, used = fast_advantages(batch, rules)
+    assert fast_loss(batch, advantages, used, rules).item() == 0.0
+
+
+def test_all_groups_equal():
+    """Nothing is used, the loss is 0, and min_groups ends the run."""
+    groups = make_groups()
+    for one in itertools.chain(*groups):
+        one.score = 1.0
+    batch, rules = make_batch(groups), Rules(LIMIT, drop_equal_groups=True)
+    advantages, used = fast_advantages(batch, rules)
+    assert not used.any() and fast_loss(batch, advantages, used, rules).item() == 0.0
+    with pytest.raises(UserError, match=r"^0 groups of this iteration are left .* grpo.min_groups is 2"):
+        fast_advantages(batch, rules, min_groups=2)
