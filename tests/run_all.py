@@ -21,6 +21,7 @@ from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")
 LONG = [f"tests/unit/test_{name}.py" for name in ("search", "sample_kernel", "scan", "kernels_compile", "support")]
+SLOW_LIMIT_S = 3600  # for one slow test
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
 
 
@@ -32,7 +33,9 @@ def command(part: str, slow: bool) -> list[str]:
     # A file's tests share fixtures, so a file stays with one worker; the longest files come first. Some tests wait,
     # so there is one worker more than cores.
     workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
-    pytest = [sys.executable, "-m", "pytest", *workers, "-p", "tests.durations"]
+    # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
+    hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
+    pytest = [sys.executable, "-m", "pytest", *workers, *hangs, "-p", "tests.durations"]
     return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit", "tests/gpu"]
 
 

@@ -384,12 +384,3 @@ def test_a_page_that_is_not_utf_8_is_told(tmp_path):
     path = write_page(tmp_path)
     path.write_bytes(path.read_bytes() + "# f\u00fcr\n".encode("latin-1"))
     assert "mine.py cannot be imported" in refused(path)
-
-
-@pytest.mark.parametrize(
-    "words", [["train", "--resume", ""], ["check", "flattening", "--layout", ""], ["train", "--algorithm", ""]]
-)
-def test_an_empty_word_is_refused(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2 and "it is empty (a variable that is not set?)" in capsys.readouterr().err
