@@ -17,7 +17,7 @@ from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model_folders import folder_of, shape_of_folder
-from rlhf_spmd.option_suggestions import did_you_mean, suggest_option
+from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
@@ -70,6 +70,22 @@ class Checkpointing:
 
     every: NonNegativeInt = 10  # iterations between two checkpoints; 0: none while the run goes on
     keep: PositiveInt = 2  # number of newest checkpoints to keep
+    best: str = ""  # metric of the evaluation, e.g. mean@1: the checkpoint with the largest one is kept, too
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Responses to prompts of their own are scored before training, every few iterations and at the end."""
+
+    prompts: str = ""  # file of prompts that are not trained on: .jsonl, .parquet or .txt; empty: no evaluation
+    every: PositiveInt = 10  # iterations between two evaluations
+    num_prompts: NonNegativeInt = 0  # most prompts, from the beginning of the file; 0: all
+    samples_per_prompt: PositiveInt = 1  # responses to each prompt
+    temperature: NonNegative = 0.0  # of these responses; 0: greedy
+    max_new_tokens: NonNegativeInt = 0  # most tokens of these responses; 0: as in training
+    reward_function: str = ""  # scores these responses; empty: as in training
+    right_at: float = 1.0  # a response with at least this score is right, for pass@k
+    patience: NonNegativeInt = 0  # evaluations without a better checkpoint.best that end the run; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,7 @@ class Config:
     generation: Generation = Generation()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpointing = Checkpointing()
+    eval: Evaluation = Evaluation()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
     def __post_init__(self) -> None:
@@ -248,43 +265,20 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
     raise UserError(f"{key}={text}: {detail}")
 
 
-def check_sizes(config: Config) -> None:
-    """Raises UserError if options contradict each other."""
-    sequences = config.rollout_batch * config.samples_per_prompt
-    if sequences % config.mini_batch:
-        raise UserError(
-            f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences} "
-            f"sequences are not a multiple of mini_batch {config.mini_batch}; change one of them"
-        )
-    generation = config.generation
-    if (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k:
-        raise UserError(
-            "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
-            "e.g. generation.top_k=200"
-        )
-    if generation.min_new_tokens > generation.max_new_tokens:
-        raise UserError(
-            f"generation.min_new_tokens={generation.min_new_tokens} is larger than "
-            f"generation.max_new_tokens={generation.max_new_tokens}"
-        )
-    if len(set(labels := function_labels(config))) < len(labels):
-        raise UserError(f"reward_function={config.reward_function}: two functions have one name in the log; rename one")
-    if type(config.options.epochs) is not int or config.options.epochs < 1:
-        name = config.algorithm.name
-        raise UserError(f"{name}.epochs={config.options.epochs}: give a whole number of at least 1")
-    functions = split_functions(config.reward_function)
-    if config.reward_weights and len(config.reward_weights) != len(functions):
-        raise UserError(
-            f"reward_weights has {len(config.reward_weights)} numbers for {len(functions)} reward functions "
-            f"({', '.join(functions) or 'reward_function is empty'}); give one for each"
-        )
-    sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
-    sizes["max_new_tokens"] = generation.max_new_tokens
-    if problem := config.algorithm.problem(config.options, **sizes):
-        raise UserError(f"algorithm {config.algorithm.name}: {problem}")
-    if config.shape and config.shape not in SHAPES:
-        hint = did_you_mean(config.shape, SHAPES)
-        raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")
+def evaluated(config: Config) -> Config:
+    """The options of the evaluation in a run, in the places of those of training."""
+    evaluation, generation = config.eval, config.generation
+    max_new_tokens = evaluation.max_new_tokens or generation.max_new_tokens
+    # the number of prompts is known before they are tokenised, so none is dropped
+    long_prompts = "truncate" if config.data.long_prompts == "drop" else config.data.long_prompts
+    shortest = min(generation.min_new_tokens, max_new_tokens)
+    own: dict[str, Any] = {
+        "data": dataclasses.replace(config.data, prompts=evaluation.prompts, long_prompts=long_prompts),
+        "generation": dataclasses.replace(generation, max_new_tokens=max_new_tokens, min_new_tokens=shortest),
+    }
+    if evaluation.reward_function:
+        own |= {"reward_function": evaluation.reward_function, "reward_function_mode": "replace", "reward_weights": ()}
+    return dataclasses.replace(config, **own)
 
 
 def resolved(config: Config) -> dict[str, Any]:

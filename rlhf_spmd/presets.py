@@ -12,9 +12,10 @@ from typing import Any
 from rlhf_spmd import embedded
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Options
-from rlhf_spmd.config import Config, DataOptions, Generation, Optimizer, check_sizes, keys_of, overridden
+from rlhf_spmd.config import Config, DataOptions, Generation, Optimizer, keys_of, overridden
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.workload import SHAPES
 
@@ -142,7 +143,7 @@ def load(
         if config.shape != before.shape:
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
         config = dataclasses.replace(config, shape="")
-    check_sizes(config)
+    check_options(config)
     return config
 
 

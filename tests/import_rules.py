@@ -27,9 +27,9 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "model_folders", "model", "plan"),
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
-    "checkpoint": ("algorithm", "config", "model", "plan"),
+    "checkpoint": ("algorithm", "config", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
-    "run": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
+    "run": ("algorithm", "algorithms", "config", "evaluation_metrics", "kernels", "model", "plan"),
     "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -74,6 +74,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
+    "rlhf_spmd.evaluation_metrics": (),
+    "rlhf_spmd.option_checks": ("plan.workload", "config", "evaluation_metrics", "option_suggestions"),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
     "rlhf_spmd.presets": (
@@ -83,6 +85,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "config",
         "embedded",
         "model.config",
+        "option_checks",
         "option_suggestions",
     ),
     "rlhf_spmd.runtime": (),

@@ -3,16 +3,20 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import Config, evaluated, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import advice
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
+from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.plan.text.program_listing import show_findings, show_program
 from rlhf_spmd.strategy import load_strategy
 
@@ -25,7 +29,32 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
-    return print_report(program, check(program), strategy.name, title, parsed.rank)
+    findings = check_both(program, evaluation_of(config, program))
+    return print_report(program, findings, strategy.name, title, parsed.rank)
+
+
+def evaluation_of(config: Config, training: Program) -> Program | None:
+    """The program of a run's evaluations; None without eval.prompts. Raises UserError."""
+    evaluation = config.eval
+    if not evaluation.prompts:
+        return None
+    from rlhf_spmd.runtime.data.readers import read_records
+
+    num = len(read_records(Path(evaluation.prompts), config.data.key or config.algorithm.data[PROMPTS]))
+    return evaluation_program(
+        training,
+        num_prompts=min(num, evaluation.num_prompts) if evaluation.num_prompts else num,
+        samples_per_prompt=evaluation.samples_per_prompt,
+        temperature=evaluation.temperature,
+        max_response=evaluated(config).generation.max_new_tokens,
+        by_function=evaluated(config).only_function,
+    )
+
+
+def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
+    """The findings about the program of a run and that of its evaluations."""
+    of_evaluation = check(evaluation, beside=training) if evaluation else []
+    return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
 def read_config_and_cluster(

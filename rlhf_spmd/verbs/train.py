@@ -12,15 +12,14 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import advice
 from rlhf_spmd.plan.cluster import Cluster, Node
-from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.program.instructions import Program, communicators
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.text.program_listing import show_program
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program, type_of
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.check import config_words, load_config, print_report
+from rlhf_spmd.verbs.check import check_both, config_words, evaluation_of, load_config, print_report
 from rlhf_spmd.verbs.plan import auto, calibration_for
 
 RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, workspaces of matrix products
@@ -49,12 +48,15 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         if parsed.strategy == "auto":
             strategy = auto(config, workload, cluster, calibration)
         program = strategy.compile(workload, cluster, config.strategy)
-        findings = check(program)
+        evaluation = evaluation_of(config, program)
+        findings = check_both(program, evaluation)
         if not parsed.dry_run:
             refuse_errors(strategy.name, program, findings)
             check_program(world.computes, program)
     with world.together("comparing the program"):
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
+        if evaluation:
+            world.agree("the start", {"the program of the evaluation": evaluation.fingerprint})
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
@@ -63,7 +65,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
     world.set_deadline(config.deadline_s)
-    world.start_torch(program.groups, program.pairs)
+    world.start_torch(*communicators([program, *filter(None, [evaluation])]))
 
     from rlhf_spmd.runtime.run.report import Command  # torch, which start_torch has prepared for
     from rlhf_spmd.runtime.run.train import Origin, train
@@ -77,6 +79,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         command=None
         if resumed
         else Command(parsed.strategy or "flattening", config_words(parsed, config.preset), parsed.overrides),
+        evaluation=evaluation,
         calibration=calibration,
         asked=asked,
     )

@@ -186,9 +186,11 @@ def sequence_bytes(workload: Workload, call: Call, layout: Layout, rank: int) ->
     return 2 * tokens * layers * heads * shape.head_dim * workload.param_bytes
 
 
-def least_bytes(program: Program, rank: int) -> int:
-    """The least bytes that a rank's device must hold: its peak with the smallest KV cache."""
+def least_bytes(program: Program, rank: int, resident: Program | None = None) -> int:
+    """The least bytes that a rank's device must hold: its peak with the smallest KV cache. resident: the program whose
+    models are in memory all the time; None: this one."""
     workload, layouts = program.workload, program.placement.layouts
     calls = [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]
     least = max((sequence_bytes(workload, call, layouts[call.name], rank) for call in calls), default=0)
-    return peak_bytes(static_bytes(program, rank), working_bytes(program, rank) | {"KV cache": least})
+    static = static_bytes(resident or program, rank)
+    return peak_bytes(static, working_bytes(program, rank) | {"KV cache": least})

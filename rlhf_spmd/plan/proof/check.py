@@ -15,14 +15,19 @@ from rlhf_spmd.plan.proof.memory_check import Finding, memory, waste
 Problem = Hang | tuple[int | None, int | None, str]  # rank, position of the instruction, what is wrong
 
 
-def check(program: Program) -> list[Finding]:
-    """Every finding about a program, errors first. What the later checks rely on is checked first."""
+def check(program: Program, beside: Program | None = None) -> list[Finding]:
+    """Every finding about a program, errors first. What the later checks rely on is checked first.
+
+    beside: the training program of the same run, if this one runs between its iterations, whose weights and optimizer
+    state stay in memory meanwhile.
+    """
     problems = list(_declarations(program)) or list(_structure(program))
     if not problems:
         for find in (_runs, _data, _weights, _offloads, _pipelines, hangs):
             problems += find(program)
     errors = [Finding("error", text, rank, position) for rank, position, text in problems]
-    return sorted([*errors, *memory(program), *waste(program)], key=lambda finding: finding.severity != "error")
+    wasted = waste(program) if beside is None else []
+    return sorted([*errors, *memory(program, beside), *wasted], key=lambda finding: finding.severity != "error")
 
 
 # ---- what the instructions refer to --------------------------------------------------------------------------------

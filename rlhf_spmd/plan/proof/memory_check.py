@@ -22,13 +22,14 @@ class Finding:
         return f"{self.severity}: {where + ': ' if where else ''}{self.message}"
 
 
-def memory(program: Program) -> list[Finding]:
+def memory(program: Program, resident: Program | None = None) -> list[Finding]:
     """Peaks of bytes beyond the device's memory, with one finding for all equal ranks. That is an error, unless a
-    smaller KV cache makes it fit: then generation decodes fewer sequences at the same time."""
+    smaller KV cache makes it fit: then generation decodes fewer sequences at the same time. resident: the program whose
+    models are in memory all the time; None: this one."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank in program.cluster.ranks:
         limit = program.cluster.device_bytes(rank)
-        static, working = static_bytes(program, rank), working_bytes(program, rank)
+        static, working = static_bytes(resident or program, rank), working_bytes(program, rank)
         need = peak_bytes(static, working)
         if limit is None or need <= limit:
             continue
@@ -37,7 +38,7 @@ def memory(program: Program) -> list[Finding]:
             f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}; "
             f"the device has {limit >> 30} GiB"
         )
-        severity = "error" if least_bytes(program, rank) > limit else "warning"
+        severity = "error" if least_bytes(program, rank, resident) > limit else "warning"
         ranks_of.setdefault((severity, text), []).append(rank)
     fixes = {
         "error": "raise the ZeRO stage, tp or pp, split the models, lower micro_batch, or use more devices",

@@ -155,10 +155,11 @@ def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
     return folder
 
 
-def keep_newest(root: Path, num: int) -> None:
-    """Deletes all complete checkpoints but the newest `num`."""
+def keep_newest(root: Path, num: int, best: int | None = None) -> None:
+    """Deletes all complete checkpoints but the newest `num` and the one after `best` iterations."""
     for folder in complete_checkpoints(root)[:-num]:
-        _remove(folder)
+        if best is None or folder != checkpoint_folder(root, best):
+            _remove(folder)
 
 
 def remove_drafts(root: Path) -> None:

@@ -16,6 +16,7 @@ from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
+from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
@@ -31,6 +32,8 @@ MAY_CHANGE = (
     "generation.block_size",
     "generation.cache_fraction",
     "checkpoint.",
+    "eval.every",
+    "eval.patience",
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
@@ -82,7 +85,7 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
         stored = dataclasses.replace(stored, strategy={})
     config = configs.overridden(stored, overrides)
     refuse_changes(made_with, config, folder)
-    configs.check_sizes(config)
+    check_options(config)
     done = checkpoint.iteration if checkpoint else 0
     if config.iterations < done:
         raise UserError(f"iterations={config.iterations}, but {folder} has done {done}; give iterations={done} or more")

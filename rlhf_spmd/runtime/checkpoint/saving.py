@@ -37,16 +37,16 @@ class Saver:
         """Whether a checkpoint is due after this many iterations."""
         return self.every > 0 and iteration % self.every == 0
 
-    def save(self, iteration: int, state: Mapping[str, Any]) -> None:
+    def save(self, iteration: int, state: Mapping[str, Any], best: int | None = None) -> None:
         """Starts a checkpoint after this many iterations: copies this rank's share and returns. First waits until the
-        previous checkpoint is written."""
+        previous checkpoint is written. best: the checkpoint that is kept beside the newest ones."""
         if self._thread is not None:
             self._thread.join()
         self.check()
         tensors, about = collect(self.models)
         self.last = iteration
         self._mine_written.clear()
-        arguments = (iteration, tensors, about, dict(state))
+        arguments = (iteration, tensors, about, dict(state), best)
         self._thread = threading.Thread(target=self._guarded, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -78,7 +78,9 @@ class Saver:
         finally:
             self._mine_written.set()
 
-    def _write(self, iteration: int, tensors: Mapping, about: Mapping[str, str], state: Mapping[str, Any]) -> None:
+    def _write(
+        self, iteration: int, tensors: Mapping, about: Mapping[str, str], state: Mapping[str, Any], best: int | None
+    ) -> None:
         rank, draft = self.world.rank, files.make_draft(self.root, iteration)
         written = {}
         if rank in self.writers:
@@ -100,4 +102,4 @@ class Saver:
             os.fsync(descriptor)
             os.close(descriptor)
         files.commit(self.root, iteration, written)
-        files.keep_newest(self.root, self.keep)
+        files.keep_newest(self.root, self.keep, best)

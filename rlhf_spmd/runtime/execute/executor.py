@@ -58,8 +58,12 @@ class Executor:
         self.asked = asked or Asked()
         self.instructions = program.instructions[world.rank]
         self.texts = [text_of(program, step) for step in self.instructions]
-        world.will_execute(program)
+        self.begin()
         self.transfers = Transfers(program, world, models)
+
+    def begin(self) -> None:
+        """Tells the world that this program is executed from now on; needed again after another one."""
+        self.world.will_execute(self.program)
 
     def iteration(self, data: Iteration, state: RunState) -> list[dict]:
         """One pass over the list -> the messages of all ranks at the closing Agree."""
@@ -68,7 +72,7 @@ class Executor:
         answers: list[dict] = []
         last = len(self.instructions) - 1
         for position, step in enumerate(self.instructions):
-            self.world.progress(f"iteration {data.number}: {self.texts[position]}", data.number, position)
+            self.world.progress(f"{data.title}: {self.texts[position]}", data.number, position)
             try:
                 if position == 0:
                     release_unused(self.world.device)  # while no message is under way
@@ -79,7 +83,7 @@ class Executor:
                 raise
             except (RuntimeError, dist.DistError) as error:
                 raise self._explained(error, step, position, data) from error
-        self.world.progress(f"iteration {data.number}: over", data.number)
+        self.world.progress(f"{data.title}: over", data.number)
         return answers
 
     def _execute(self, step: Instruction, data: Iteration, state: RunState) -> list[dict] | None:
@@ -108,7 +112,7 @@ class Executor:
         else:
             assert isinstance(step, Agree)
             with self.recorder.span(step.what, "control"):
-                return self._agree(data, f"iteration {data.number}: {step.what}")
+                return self._agree(data, f"{data.title}: {step.what}")
         return None
 
     def _agree(self, data: Iteration, what: str) -> list[dict]:
@@ -164,7 +168,7 @@ class Executor:
         world = self.world
         needs = needs_of(self.program, world.rank, step, places_of(self.program))
         late = world.stragglers(needs, data.number)
-        place = f"iteration {data.number}, instruction {position}: {text_of(self.program, step)}"
+        place = f"{data.title}, instruction {position}: {text_of(self.program, step)}"
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
         what = "lost a connection" if is_lost(error) else "gave up waiting"
         return PeerError(

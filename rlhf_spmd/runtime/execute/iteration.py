@@ -70,7 +70,13 @@ class Iteration:
     meter: Meter = field(default_factory=Meter)
     generations: dict[str, Rollout] = field(default_factory=dict)  # engines of calls, while they have anything to do
     generate_s: float = 0.0  # on this rank so far
+    what: str = "iteration"  # the word before the number in messages
     stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"{self.what} {self.number}"
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
         """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: the

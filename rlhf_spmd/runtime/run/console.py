@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TextIO
 
 from rlhf_spmd.algorithms.page import Metric
@@ -42,9 +42,12 @@ class Result:
     wall_s: float
     run_dir: str
     saved: tuple[str, ...] = ()  # roles whose trained models are in the run folder
+    evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # first and last value of its metrics
 
     def to_json(self) -> str:
         values = asdict(self)
+        for name, (first, last) in values.pop("evaluation").items():
+            values |= {f"eval_{name}_first": first, f"eval_{name}_last": last}
         for name, (first, last) in values.pop("headlines").items():
             values |= {f"{name}_first": first, f"{name}_last": last}
         return json.dumps({name: finite(value) for name, value in values.items()})
@@ -65,8 +68,9 @@ class Console:
         self._print_facts(facts)
 
     def note(self, text: str) -> None:
-        """A line between others."""
-        self._print(text)
+        """A line between others, unless it is empty."""
+        if text:
+            self._print(text)
 
     def iteration(self, number: int, total: int, metrics: Mapping[str, float]) -> None:
         """One line of the progress table; the first call also prints the headings."""
@@ -100,6 +104,9 @@ class Console:
         for name, (first, last) in result.headlines.items():
             form, unit = self.metrics[name].form, self.metrics[name].headline
             facts[name] = f"{form.format(first).strip()} -> {form.format(last).strip()} {unit}".rstrip()
+        if result.evaluation:
+            parts = (f"{name} {first:.4g} -> {last:.4g}" for name, (first, last) in result.evaluation.items())
+            facts["evaluation"] = ", ".join(parts)
         generated = math.isfinite(result.gen_tokens_per_s)
         facts["speed"] = f"{result.gen_tokens_per_s:,.0f} tokens/s generated, " if generated else ""
         facts["speed"] += f"{result.wall_s:.1f} s in all"

@@ -1,18 +1,20 @@
 """The state of one rank during a run (options, program, prompts, models, calls), and the data of an iteration."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from rlhf_spmd.algorithm import check_functions
 from rlhf_spmd.algorithms.training_order import epoch_order
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import Config, evaluated
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.input_checks import check_context, check_responses_end, read_prompts
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
@@ -20,6 +22,7 @@ from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.execute.handlers.context import CallContext
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
+from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
@@ -37,10 +40,13 @@ class Job:
     calls: Calls
     eos_ids: tuple[int, ...]
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
+    evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
 
-def prepare(config: Config, program: Program, world: World) -> Job:
-    """Loads prompts, tokenizer and models. Collective; an error on one rank ends all ranks together."""
+def prepare(config: Config, program: Program, world: World, evaluation: Program | None = None) -> Job:
+    """Loads prompts, tokenizer and models. evaluation: the program of the run's evaluations, if there are any.
+    Collective; an error on one rank ends all ranks together."""
+    of_evaluation = evaluated(config)
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not config.data.prompts:
@@ -53,19 +59,40 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         if program.workload.workflow.generate_calls:
             check_responses_end(config, eos_ids)
         check_context(config, model)
+        held_out = None
+        if evaluation is not None:
+            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
+            check_context(of_evaluation, model)
     with world.together("loading models"):
         models = RankModels(program, config, world)
-        judges = {
-            call.model
-            for call in program.workload.workflow.placed_calls
-            if config.algorithm.roles[call.model].judge and world.rank in program.placement.layouts[call.name].ranks
-        }
-        scorer = Scorer(config, judges.pop(), tokenizer, prompts) if judges else None
-    world.agree("the start", {"prompts": prompts.fingerprint()})
+        scorer = _scorer(config, program, world, tokenizer, prompts)
+        if evaluation is not None:
+            scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+    fingerprints = {"prompts": prompts.fingerprint()}
+    world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
     models.start()
-    calls = Calls(CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))
-    columns = program.held(world.rank)
-    return Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns)
+    context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    job = Job(
+        config, program, world, tokenizer, prompts, models, Calls(context), eos_ids, columns=program.held(world.rank)
+    )
+    if evaluation is not None:
+        own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
+        calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))
+        columns = evaluation.held(world.rank)
+        job.evaluation = replace(
+            job, config=of_evaluation, program=evaluation, prompts=held_out, calls=calls, columns=columns
+        )
+    return job
+
+
+def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:
+    """The scorer of the judge that is on this rank, if one is."""
+    judges = {
+        call.model
+        for call in program.workload.workflow.placed_calls
+        if config.algorithm.roles[call.model].judge and world.rank in program.placement.layouts[call.name].ranks
+    }
+    return Scorer(config, judges.pop(), tokenizer, prompts) if judges else None
 
 
 def make_iteration(job: Job, number: int) -> Iteration:
@@ -81,16 +108,27 @@ def make_iteration(job: Job, number: int) -> Iteration:
     home_N = np.empty(workload.num_sequences, dtype=np.int64)  # the mini-batch of a row in epoch 0
     home_N[first] = np.arange(len(first))[:, None]
     prompt_MC, sample_MC = prompt_N[first], sample_N[first]
-    store = Store(workload, job.columns, job.world.device)
-    for key in workload.workflow.given:
-        rows, (width,) = job.prompts.rows(key), workload.row_shape(key)
-        for held in job.columns.get(key, ()):
-            columns = slice(held.start, held.stop)
-            part_MC = prompt_MC[:, columns]
-            tokens_BT = torch.from_numpy(rows.padded(part_MC.flatten(), width))
-            store.at(key, (ALL, columns))[:] = tokens_BT.unflatten(0, part_MC.shape)
+    store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
     source_EMC = torch.from_numpy(np.stack([home_N[order] for order in orders])).to(job.world.device)
     return Iteration(number, config.seed, prompt_MC=prompt_MC, sample_MC=sample_MC, source_EMC=source_EMC, store=store)
+
+
+def given_rows(
+    workload: Workload,
+    prompts: PromptSet,
+    columns: Mapping[str, Sequence[range]],
+    prompt_MC: np.ndarray,
+    device: torch.device,
+) -> Store:
+    """A store with this rank's rows of the data set. columns: that the rank holds of each key."""
+    store = Store(workload, columns, device)
+    for key in workload.workflow.given:
+        rows, (width,) = prompts.rows(key), workload.row_shape(key)
+        for held in columns.get(key, ()):
+            part_MC = prompt_MC[:, held.start : held.stop]
+            tokens_BT = torch.from_numpy(rows.padded(part_MC.flatten(), width))
+            store.at(key, (ALL, slice(held.start, held.stop)))[:] = tokens_BT.unflatten(0, part_MC.shape)
+    return store
 
 
 def occurrences(prompt_N: np.ndarray) -> np.ndarray:

@@ -124,7 +124,11 @@ def inputs(job: Job) -> dict[str, str]:
     """Fingerprints of the files that a run reads, by name."""
     config = job.config
     found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    for path in filter(None, map(source_file, split_functions(config.reward_function))):
+    functions = split_functions(config.reward_function)
+    if job.evaluation is not None:
+        found[f"prompts in {config.eval.prompts}"] = job.evaluation.prompts.fingerprint()
+        functions += split_functions(config.eval.reward_function)
+    for path in filter(None, map(source_file, functions)):
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
     return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}

@@ -7,6 +7,7 @@
     timeline.png    the same as a picture               forecast.json          seconds of calls, forecast and measured
     checkpoints/    for `train --resume`                cluster.toml           if one was given
     algorithm.py    the algorithm's page, if it is the user's
+    evaluations.jsonl one object per evaluation, with eval.prompts; best/ROLE/ the model with the best checkpoint.best
     wandb_id, wandb/ with `wandb=PROJECT`
 
 Only a resumed run writes into an existing folder, and only into its own.
@@ -36,7 +37,7 @@ from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
 
-CONFIG = "config.json"
+CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
 DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
 FIND_S = 10.0  # after which a shared file system shows a new folder on all hosts
@@ -135,6 +136,21 @@ class RunFolder:
                 rows.append(json.loads(line))
         wanted = range(num_iterations)
         return [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
+
+    def evaluations(self, num_iterations: int) -> list[dict[str, Any]]:
+        """The evaluations before or right after the last of so many iterations."""
+        path = self.path / EVALUATIONS
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return [row for row in rows if row["iteration"] <= num_iterations]
+
+    def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces evaluations.jsonl, and adds a point of the last row to each curve."""
+        if rows or (self.path / EVALUATIONS).is_file():
+            self.write(EVALUATIONS, "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
+        if self.writes and rows:
+            values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
+            with writing(self.path / EVENTS):
+                self.curves.add(rows[-1]["iteration"], values)
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""

@@ -3,14 +3,14 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_spmd.config import Config, function_labels, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.runtime.checkpoint.checkpoint_files import remove_drafts
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_older
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
@@ -24,6 +24,7 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.profile.calibration_probe import at_hand
 from rlhf_spmd.runtime.run import forecast_report, report
 from rlhf_spmd.runtime.run.console import Console, Result
+from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
@@ -55,17 +56,19 @@ def train(
     origin: Origin,
     summary: str,
     command: report.Command | None,
+    evaluation: Program | None = None,
     calibration: Calibration | None = None,
     asked: Asked | None = None,
 ) -> Result | None:
     """Runs all iterations and writes the run folder; rank 0 prints. Returns None if SIGTERM ended the run.
 
     summary: the program as `check` prints it; command: how the user started the run, None if it is resumed;
+    evaluation: the program of its evaluations, if there are any;
     calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
     recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
-    job = prepare(config, program, world)
+    job = prepare(config, program, world, evaluation)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     console = Console(known, enabled=world.rank == 0)
@@ -82,8 +85,10 @@ def train(
     about["surroundings"] = report.surroundings(job)
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    saver = Saver(world, job.models, folder.path, **asdict(config.checkpoint), texts=folder.texts())
+    every, keep = config.checkpoint.every, config.checkpoint.keep
+    saver = Saver(world, job.models, folder.path, every=every, keep=keep, texts=folder.texts())
     executor = Executor(program, world, job.models, job.calls, recorder, asked)
+    evaluator = Evaluator(job, executor, folder, len(history))
     world.keep_records(folder.path)
     alarm = Alarm(known, history)
     answers: list[dict] = []
@@ -93,6 +98,9 @@ def train(
     for number in range(len(history), config.iterations):
         if END.name in signals:
             return _ended(world, saver, folder, number, config.iterations)
+        console.note(evaluator.evaluate(number))  # before training, or what an interrupted run has left out
+        if evaluator.why_over:
+            break
         began = time.perf_counter()
         answers = executor.iteration(make_iteration(job, number), state)
         metrics = report.summarize(job, answers, state.of_algorithm)
@@ -105,11 +113,17 @@ def train(
         for text in alarm.notes(metrics):
             console.note(text)
         signals = {name for answer in answers for name in answer["signals"]}
-        if signals or saver.is_due(number + 1) or number + 1 == config.iterations:
+        if END.name not in signals:  # then there is no time, and the resumed run evaluates
+            console.note(evaluator.evaluate(number + 1))
+        is_best, is_last = evaluator.is_best(number + 1), number + 1 == config.iterations or evaluator.why_over
+        if signals or saver.is_due(number + 1) or is_best or is_last:
             with recorder.span("checkpoint", "control"):
-                saver.save(number + 1, about | report.run_state(state))
+                saver.save(number + 1, about | report.run_state(state), evaluator.best_iteration)
+        if is_best:
+            save_models(job, folder, "best")
         saver.check()
         recorder.forget(number + 1 - TIMELINE_ITERATIONS)
+    console.note(evaluator.why_over)
     saver.finish()  # now, so that the run can be resumed whatever fails below
     if before:
         samples = report.join_samples(job, before, report.sample_responses(job))
@@ -119,6 +133,7 @@ def train(
     compared = _write_timeline(job, folder, console, recorder, title, answers, history, calibration)
     folder.close()
     result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared)
+    result = replace(result, evaluation=evaluator.ends())
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
     return result
 
@@ -227,7 +242,7 @@ def _write_timeline(
     forecast (on rank 0). answers: of the last iteration. Collective."""
     if not answers:
         return None
-    recent = range(job.config.iterations - TIMELINE_ITERATIONS, job.config.iterations)
+    recent = range(len(history) - TIMELINE_ITERATIONS, len(history))
     records = job.world.allgather(recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
     if calibration is None:
@@ -251,15 +266,17 @@ def update(state: RunState, config: Config, answers: Sequence[Mapping]) -> None:
     )
 
 
-def save_models(job: Job, folder: RunFolder) -> None:
-    """Writes the trained models that the algorithm keeps as Hugging Face folders, on the first rank of each."""
+def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
+    """Writes the trained models that the algorithm keeps as Hugging Face folders, on the first rank of each. parent:
+    the folder in the run folder; empty: the run folder."""
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     roles = job.config.algorithm.roles
     for role in (name for name in workflow.trained_models if roles[name].saved):
-        train, path = workflow.train_call(role), folder.path / role
+        train, path = workflow.train_call(role), folder.path / parent / role
         with job.world.together(f"saving the {role}"):
             trains = job.world.rank in layouts[train.name].ranks
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
+                    path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
                     config = job.models.engines[role].model.config
                     save_state(state, config, roles[role].head, path, source=job.config.folder(role))

@@ -66,6 +66,7 @@ class World:
     watch: Watch = field(init=False)
     chosen: Sequence[devices.RankDevice] = ()  # the device of every rank, once chosen
     _groups: dict[str, Any] | None = None
+    _wait_graphs: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # program and its graph, by the program's id
     _device_bytes: Callable[[], int] | None = None  # returns the bytes that torch has reserved on the device
 
     def __post_init__(self) -> None:
@@ -338,7 +339,9 @@ class World:
         from rlhf_spmd.runtime.guard.wait_graph import wait_graph_of
 
         self.progress("the beginning of a program")  # iterations of an earlier program may have the same numbers
-        self.watch.graph = wait_graph_of(program)
+        if id(program) not in self._wait_graphs:  # two programs may alternate; each is kept, so no id is used again
+            self._wait_graphs[id(program)] = program, wait_graph_of(program)
+        _, self.watch.graph = self._wait_graphs[id(program)]
         self.flight.describe(num_instructions=len(program.instructions[self.rank]))
 
     def keep_records(self, run: str | Path) -> None:

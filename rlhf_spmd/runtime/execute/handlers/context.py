@@ -38,7 +38,7 @@ class RunState:
 @dataclass(frozen=True, slots=True)
 class CallContext:
     """eos_ids: tokens that end a response. num_known: number of token ids that every model reading them knows. decode:
-    token ids to text, for stop texts."""
+    token ids to text, for stop texts. stream: of random numbers for the generate call; None: each call has its own."""
 
     program: Program
     config: Config
@@ -48,6 +48,7 @@ class CallContext:
     eos_ids: tuple[int, ...]
     num_known: int
     decode: Callable[[Sequence[int]], str] | None = None
+    stream: int | None = None
 
     @property
     def workload(self) -> Workload:

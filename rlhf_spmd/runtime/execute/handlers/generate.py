@@ -54,10 +54,11 @@ def _all_of_iteration(
         # streaming: the first mini-batch must not wait for all others
         places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
     own = {} if call.temperature is None else {"temperature": call.temperature}
+    stream = random_streams.of_call(context.workload.workflow, call) if context.stream is None else context.stream
     return Rollout(
         model,
         data.store.at(call.prompts, (ALL, columns)),
-        data.random_bits(random_streams.of_call(context.workload.workflow, call), columns),
+        data.random_bits(stream, columns),
         max_sequences=max(min(places, num_rows * context.workload.num_mini_batches), 1),
         block_size=generation.block_size,
         free_bytes=generation.cache_fraction * free_bytes(context.world.device, context.world.computes.num_ranks),

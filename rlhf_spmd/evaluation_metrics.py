@@ -1,0 +1,59 @@
+"""Metrics of an evaluation: pure functions of the scores of several responses to each prompt."""
+
+from collections.abc import Mapping, Sequence
+from math import comb, fsum
+
+
+def metric_names(num_samples: int) -> list[str]:
+    """The metrics of an evaluation with so many responses to each prompt."""
+    best = [f"best@{num_samples}"] if num_samples > 1 else []
+    return [f"mean@{num_samples}", *best, *(f"pass@{k}" for k in _numbers(num_samples))]
+
+
+def measure(scores: Sequence[Sequence[float]], right_at: float) -> dict[str, float]:
+    """The metrics of `metric_names` for the scores [prompts][samples]: means over prompts of the mean score, of the
+    best score, and of the chance that one of k responses is right, that is, has at least the score `right_at`."""
+    num_samples = len(scores[0])
+    values = [(fsum(row) / num_samples, max(row), sum(score >= right_at for score in row)) for row in scores]
+    found = {f"mean@{num_samples}": _mean([mean for mean, _, _ in values])}
+    if num_samples > 1:
+        found[f"best@{num_samples}"] = _mean([best for _, best, _ in values])
+    for k in _numbers(num_samples):
+        found[f"pass@{k}"] = _mean([pass_at(k, num_samples, right) for _, _, right in values])
+    return found
+
+
+def measure_by_source(scores: Sequence[Sequence[float]], sources: Sequence[str], right_at: float) -> dict[str, float]:
+    """The same over all prompts and, if they have different sources, over those of each: `mean@1/SOURCE`."""
+    found, groups = measure(scores, right_at), dict[str, list[Sequence[float]]]()
+    for row, source in zip(scores, sources, strict=True):
+        groups.setdefault(source, []).append(row)
+    for source in sorted(groups) if len(groups) > 1 else ():
+        found |= {f"{name}/{source}": value for name, value in measure(groups[source], right_at).items()}
+    return found
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """The chance that at least one of k responses is right, estimated without bias from n of which c are right: 1 -
+    C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374)."""
+    return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
+
+
+def is_better(rows: Sequence[Mapping[str, float]], metric: str) -> bool:
+    """Whether the last row has a larger value of a metric than every earlier one."""
+    return all(rows[-1][metric] > row[metric] for row in rows[:-1])
+
+
+def best_row(rows: Sequence[Mapping[str, float]], metric: str) -> int:
+    """The first of the rows with the largest value of a metric."""
+    return max(range(len(rows)), key=lambda index: (rows[index][metric], -index))
+
+
+def _numbers(num_samples: int) -> list[int]:
+    """The k of pass@k: powers of two up to the number of samples, and that number."""
+    powers = [2**exponent for exponent in range(num_samples.bit_length()) if 2**exponent < num_samples]
+    return [*powers, num_samples]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fsum(values) / len(values)

@@ -1,0 +1,79 @@
+"""Options that contradict each other."""
+
+import dataclasses
+
+from rlhf_spmd.config import Config, Evaluation, function_labels, split_functions
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.evaluation_metrics import metric_names
+from rlhf_spmd.option_suggestions import did_you_mean
+from rlhf_spmd.plan.workload import SHAPES
+
+
+def check_options(config: Config) -> None:
+    """Raises UserError if options contradict each other."""
+    sequences = config.rollout_batch * config.samples_per_prompt
+    if sequences % config.mini_batch:
+        raise UserError(
+            f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences} "
+            f"sequences are not a multiple of mini_batch {config.mini_batch}; change one of them"
+        )
+    generation = config.generation
+    if (generation.top_p < 1 or generation.min_p > 0) and not generation.top_k:
+        raise UserError(
+            "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
+            "e.g. generation.top_k=200"
+        )
+    if generation.min_new_tokens > generation.max_new_tokens:
+        raise UserError(
+            f"generation.min_new_tokens={generation.min_new_tokens} is larger than "
+            f"generation.max_new_tokens={generation.max_new_tokens}"
+        )
+    if len(set(labels := function_labels(config))) < len(labels):
+        raise UserError(f"reward_function={config.reward_function}: two functions have one name in the log; rename one")
+    if type(config.options.epochs) is not int or config.options.epochs < 1:
+        name = config.algorithm.name
+        raise UserError(f"{name}.epochs={config.options.epochs}: give a whole number of at least 1")
+    functions = split_functions(config.reward_function)
+    if config.reward_weights and len(config.reward_weights) != len(functions):
+        raise UserError(
+            f"reward_weights has {len(config.reward_weights)} numbers for {len(functions)} reward functions "
+            f"({', '.join(functions) or 'reward_function is empty'}); give one for each"
+        )
+    _check_evaluation(config)
+    sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
+    sizes["max_new_tokens"] = generation.max_new_tokens
+    if problem := config.algorithm.problem(config.options, **sizes):
+        raise UserError(f"algorithm {config.algorithm.name}: {problem}")
+    if config.shape and config.shape not in SHAPES:
+        hint = did_you_mean(config.shape, SHAPES)
+        raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")
+
+
+def _check_evaluation(config: Config) -> None:
+    """Raises UserError for options of an evaluation that there is not, and for a metric that it does not have."""
+    evaluation, best = config.eval, config.checkpoint.best
+    if not evaluation.prompts:
+        values = {part.name: getattr(evaluation, part.name) for part in dataclasses.fields(Evaluation)}
+        given = [f"eval.{name}={value}" for name, value in values.items() if value != getattr(Evaluation(), name)]
+        given += [f"checkpoint.best={best}"] if best else []
+        if given:
+            raise UserError(
+                f"{given[0]}: there is no evaluation without prompts; give eval.prompts=FILE, or drop the option"
+            )
+        return
+    names = metric_names(evaluation.samples_per_prompt)
+    if best and best.partition("/")[0] not in names:
+        raise UserError(
+            f"checkpoint.best={best}: the metrics of this evaluation are {', '.join(names)}, also of one data source, "
+            f"as in {names[0]}/gsm8k; choose one of them"
+        )
+    if evaluation.patience and not best:
+        raise UserError(
+            f"eval.patience={evaluation.patience}: say which metric has to become better, e.g. "
+            f"checkpoint.best={names[0]}"
+        )
+    if evaluation.samples_per_prompt > 1 and not evaluation.temperature:
+        raise UserError(
+            f"eval.samples_per_prompt={evaluation.samples_per_prompt}: greedy responses to a prompt are all the same; "
+            "give eval.temperature=1, or one sample"
+        )

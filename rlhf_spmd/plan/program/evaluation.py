@@ -1,0 +1,82 @@
+"""The program of an evaluation: generation and scoring as in training, on a set of prompts of its own.
+
+An evaluation runs between two iterations. At the end of an iteration every copy of a model has the new weights, so it
+moves no weights; optimizer state and the other models stay where they are.
+"""
+
+from dataclasses import replace
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement, weights_layout
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.runtime_words import SCORES
+from rlhf_spmd.plan.workflow import Call, Workflow
+from rlhf_spmd.plan.workload import Workload
+
+
+def evaluation_program(
+    training: Program,
+    *,
+    num_prompts: int,
+    samples_per_prompt: int,
+    temperature: float,
+    max_response: int,
+    by_function: bool,
+) -> Program:
+    """The first generate call of a training program and the call that scores its responses, in the same layouts.
+
+    num_prompts: of the evaluation set. temperature: of generation; 0 is greedy. max_response: tokens. by_function: a
+    Python function scores in the place of the model. Raises UserError for a workflow that scores no responses.
+    """
+    workload = training.workload
+    generating, scoring = _calls(workload.workflow)
+    generating = replace(generating, outputs=generating.outputs[:2], temperature=temperature)
+    calls, placement = (generating, scoring), training.placement
+    keys = {key for call in calls for key in (*call.inputs, *call.outputs)}
+    workflow = Workflow(
+        calls,
+        tuple(key for key in workload.workflow.given if key in keys),
+        {key: shape for key, shape in workload.workflow.shapes.items() if key in keys},
+        {call.model: workload.workflow.heads[call.model] for call in calls},
+    )
+    layouts = {call.name: _frozen(call, workload, placement) for call in calls}
+    models = {call.model: workload.models[call.model] for call in calls}
+    if by_function:
+        models[scoring.model] = None
+        layouts[scoring.name] = Layout.data_parallel(layouts[scoring.name].ranks)
+    sizes = {"rollout_batch": num_prompts, "samples_per_prompt": samples_per_prompt, "epochs": 1, "max_kept": 0}
+    evaluated = replace(
+        workload,
+        workflow=workflow,
+        models=models,
+        mini_batch=num_prompts * samples_per_prompt,
+        max_response=max_response,
+        prompt_lengths=(),
+        response_lengths=(),
+        **sizes,
+    )
+    return compile_program(evaluated, Placement(layouts), training.cluster)
+
+
+def _calls(workflow: Workflow) -> tuple[Call, Call]:
+    """The calls that generate and score."""
+    for generating in workflow.generate_calls[:1]:
+        for call in workflow.placed_calls:
+            if call.function == SCORES and call.responses == generating.outputs[:1]:
+                return generating, call
+    raise UserError(
+        "eval.prompts: an evaluation generates responses and scores them, and this algorithm has no call that scores "
+        "generated responses; drop eval.prompts"
+    )
+
+
+def _frozen(call: Call, workload: Workload, placement: Placement) -> Layout:
+    """The layout of a call in a workflow without training. The weights are kept as in training: ZeRO 3 gathers them, a
+    lower stage concerns gradients and optimizer state only."""
+    layout = placement.layouts[call.name]
+    if workload.models[call.model] is None:
+        return layout
+    kept = weights_layout(call, layout.ranks[0], workload, placement)
+    return replace(layout, zero=3 if kept.zero == 3 else 0)

@@ -1,0 +1,162 @@
+"""Evaluations between the iterations of a run: responses to prompts that are not trained on, scored and counted.
+
+All ranks compute the same metrics from the scores of all responses, so they agree on the best checkpoint and on the end
+of the run without a further message. The rows are in evaluations.jsonl; a run without eval.prompts has none.
+"""
+
+# M mini-batches (one), C columns, N prompts
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
+from rlhf_spmd.plan.runtime_words import SCORES
+from rlhf_spmd.runtime.execute.executor import Executor
+from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
+from rlhf_spmd.runtime.observe.metric_sums import combine
+from rlhf_spmd.runtime.observe.trace import Tracer
+from rlhf_spmd.runtime.run.job import Job, given_rows
+from rlhf_spmd.runtime.run.run_folder import RunFolder
+
+SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
+SOURCE = "data_source"  # the column that names where a prompt is from
+
+
+class Evaluator:
+    """The evaluations of one run. All ranks call the same methods after the same iterations."""
+
+    def __init__(self, job: Job, training: Executor, folder: RunFolder, num_done: int):
+        """job: of training. num_done: iterations that an earlier part of this run has done."""
+        self.options, self.last = job.config.eval, job.config.iterations
+        self.best = job.config.checkpoint.best
+        self.job, self.training, self.folder = job.evaluation, training, folder
+        self.rows: list[dict] = []  # of evaluations.jsonl
+        if self.job is None:
+            return
+        with self.job.world.together("reading the evaluations so far"):
+            found = folder.evaluations(num_done) if num_done and folder.writes else []
+        self.rows = self.job.world.bcast(found, what="the evaluations so far")
+        folder.write_evaluations(self.rows)
+        context = self.job.calls.context
+        recorder = Tracer(context.world.rank, context.world.hosts[context.world.rank])  # not a part of the timeline
+        self.executor = Executor(self.job.program, context.world, context.models, self.job.calls, recorder)
+        training.begin()
+        records = self.job.prompts.records(range(self.job.program.workload.rollout_batch))
+        self.sources = [str(record.get(SOURCE, "")) for record in records]
+        source = self.best.partition("/")[2]
+        if source and (len(set(self.sources)) < 2 or source not in self.sources):
+            names = ", ".join(sorted(set(self.sources) - {""})) or "none"
+            raise UserError(
+                f"checkpoint.best={self.best}: the column {SOURCE} of {self.job.config.data.prompts} names {names}; "
+                f"choose one of several, or checkpoint.best={self.best.partition('/')[0]}"
+            )
+
+    def evaluate(self, num_done: int) -> str:
+        """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
+        Collective."""
+        is_due = num_done % self.options.every == 0 or num_done == self.last
+        if self.job is None or not is_due or num_done in {row["iteration"] for row in self.rows}:
+            return ""
+        began = time.perf_counter()
+        self.executor.begin()
+        data = self._iteration(num_done)
+        answers = self.executor.iteration(data, RunState(None))
+        said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
+        self.training.begin()
+        metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
+        metrics["evaluation_s"] = time.perf_counter() - began
+        self.rows.append({"iteration": num_done} | metrics)
+        self.folder.write_evaluations(self.rows)
+        return self._line(num_done, metrics)
+
+    def is_best(self, num_done: int) -> bool:
+        """Whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
+        return (
+            bool(self.best and self.rows) and self.rows[-1]["iteration"] == num_done and is_better(self.rows, self.best)
+        )
+
+    @property
+    def best_iteration(self) -> int | None:
+        """After how many iterations the best evaluation was made; None without checkpoint.best."""
+        return self.rows[best_row(self.rows, self.best)]["iteration"] if self.best and self.rows else None
+
+    @property
+    def why_over(self) -> str:
+        """Why the run ends before its last iteration; empty if it goes on."""
+        if not (self.options.patience and self.rows):
+            return ""
+        index = best_row(self.rows, self.best)
+        if len(self.rows) - 1 - index < self.options.patience:
+            return ""
+        num, best = len(self.rows) - 1 - index, self.rows[index]
+        return (
+            f"ended early, because {self.best} has not become better in {num} evaluations; it was "
+            f"{best[self.best]:.4g} after {best['iteration']} iterations"
+        )
+
+    def ends(self) -> dict[str, tuple[float, float]]:
+        """Metric over all prompts -> its first and last value."""
+        names = metric_names(self.options.samples_per_prompt) if self.rows else []
+        return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
+
+    def _iteration(self, num_done: int) -> Iteration:
+        """All prompts of the set as one mini-batch."""
+        job, workload = self.job, self.job.program.workload
+        samples = workload.samples_per_prompt
+        prompt_MC = np.arange(workload.rollout_batch).repeat(samples)[None]
+        sample_MC = np.tile(np.arange(samples), workload.rollout_batch)[None]
+        store = given_rows(workload, job.prompts, job.columns, prompt_MC, job.world.device)
+        unused = torch.zeros((1, *prompt_MC.shape), dtype=torch.int64)  # nothing trains
+        return Iteration(
+            num_done,
+            job.config.seed,
+            prompt_MC=prompt_MC,
+            sample_MC=sample_MC,
+            source_EMC=unused,
+            store=store,
+            what="evaluation after iteration",
+        )
+
+    def _scored(self, data: Iteration) -> np.ndarray:
+        """The scores that this rank reports."""
+        program, rank = self.job.program, self.job.world.rank
+        call = next(call for call in program.workload.workflow.calls if call.function == SCORES)
+        layout = program.placement.layouts[call.name]
+        if rank not in layout.ranks or not layout.reports(rank):
+            return np.empty(0, SCORED)
+        columns = layout.columns(rank, program.workload.mini_batch)
+        place = ALL, slice(columns.start, columns.stop)
+        found = np.zeros(len(columns), SCORED)
+        found["prompt"], found["sample"] = data.prompt_MC[place][0], data.sample_MC[place][0]
+        found["score"] = data.store.at(call.outputs[0], place)[0].cpu().numpy()
+        return found
+
+    def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
+        """The metrics of one evaluation, from the scores of all ranks."""
+        workload = self.job.program.workload
+        scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
+        scores[scored["prompt"], scored["sample"]] = scored["score"]
+        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, self.options.right_at))
+        logged, _ = combine(answers)
+        metrics |= {name: value for name, value in logged.items() if name != "score" and not name.endswith("_sq")}
+        metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
+        return metrics
+
+    def _line(self, num_done: int, metrics: Mapping) -> str:
+        """For the console."""
+        parts = []
+        for name in metric_names(self.options.samples_per_prompt):
+            of_sources = (
+                f"{key.partition('/')[2]} {metrics[key]:.4g}" for key in metrics if key.startswith(f"{name}/")
+            )
+            each = f" ({', '.join(of_sources)})" if not parts else ""
+            parts.append(f"{name} {metrics[name]:.4g}{each if each != ' ()' else ''}")
+        num = self.job.program.workload.rollout_batch
+        when = f"after {num_done} iterations" if num_done else "before training"
+        return f"evaluation {when}: {', '.join(parts)}; {num} prompts, {metrics['evaluation_s']:.1f} s"
