@@ -75,7 +75,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError(
             f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; options start with --, overrides are key=value"
         )
-    if rest and parsed.verb in ("algorithms", "convert", "status", "postmortem"):
+    if rest and parsed.verb in ("algorithms", "convert", "rollouts", "status", "postmortem"):
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
@@ -128,6 +128,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(profile)
     for name, text in (("status", "what the ranks do now"), ("postmortem", "which rank the others waited for")):
         verbs.add_parser(name, help=text).add_argument("run", metavar="RUN", help="run folder")
+    rollouts = verbs.add_parser("rollouts", help="show and filter the samples that a run has written (rollouts.every)")
+    rollouts.add_argument("run", metavar="RUN", help="run folder")
+    which = rollouts.add_mutually_exclusive_group()
+    which.add_argument("--iteration", type=int, metavar="N", help="as in metrics.jsonl (default: the last one written)")
+    which.add_argument("--evaluation", type=int, metavar="N", help="the evaluation after N iterations")
+    text = "a condition: NAME>=NUMBER (or > < <= = !=), NAME~REGULAR_EXPRESSION; all of several must hold"
+    rollouts.add_argument("--where", action="append", default=[], metavar="CONDITION", help=text)
+    rollouts.add_argument("--sort", metavar="NAME", help="by a number, ascending")
+    rollouts.add_argument("--descending", action="store_true", help="with --sort: the largest first")
+    rollouts.add_argument("--limit", type=_positive, metavar="N", help="print at most so many rows (default: all)")
+    rollouts.add_argument("--json", action="store_true", help="print whole rows, with tokens, as lines of JSON")
     verbs.add_parser("algorithms", help="the algorithms that come with the package, with their calls")
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")

@@ -89,6 +89,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutFiles:
+    """Every sample of an iteration in files: texts, tokens, scores, and what training read."""
+
+    every: NonNegativeInt = 0  # iterations between two that are written; 0: none
+    format: Literal["jsonl", "parquet"] = "jsonl"  # of the files
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
@@ -118,6 +126,7 @@ class Config:
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpointing = Checkpointing()
     eval: Evaluation = Evaluation()
+    rollouts: RolloutFiles = RolloutFiles()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
     def __post_init__(self) -> None:

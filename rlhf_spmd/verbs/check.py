@@ -17,7 +17,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.plan.text.program_listing import show_findings, show_program
+from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_program
 from rlhf_spmd.strategy import load_strategy
 
 
@@ -29,8 +29,9 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
-    findings = check_both(program, evaluation_of(config, program))
-    return print_report(program, findings, strategy.name, title, parsed.rank)
+    evaluation = evaluation_of(config, program)
+    findings = check_both(program, evaluation)
+    return print_report(program, findings, strategy.name, title, parsed.rank, evaluation)
 
 
 def evaluation_of(config: Config, training: Program) -> Program | None:
@@ -85,10 +86,19 @@ def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
     return [word for name, value in named.items() if value for word in (name, value)]
 
 
-def print_report(program: Program, findings: Sequence[Finding], name: str, title: str, rank: int = 0) -> int:
+def print_report(
+    program: Program,
+    findings: Sequence[Finding],
+    name: str,
+    title: str,
+    rank: int = 0,
+    evaluation: Program | None = None,
+) -> int:
     """Prints a program, the findings about it and, last, a line of JSON -> the exit status. rank: whose instructions
-    are printed."""
+    are printed. evaluation: the program of the run's evaluations."""
     print(show_program(program, title=title, rank=rank))
+    if evaluation:
+        print(show_evaluation(evaluation))
     print(show_findings(findings))
     if advised := advice(program):
         print(f"\n{advised}")

@@ -60,7 +60,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
-            print_report(program, findings, strategy.name, title)
+            print_report(program, findings, strategy.name, title, evaluation=evaluation)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0

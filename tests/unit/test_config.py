@@ -123,6 +123,11 @@ def test_every_key_can_be_overridden():
         text = others[0] if others else samples[kind]
         needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
         needs = ["reward_function=m:f"] if key == "reward_weights" else needs
+        if key.startswith("eval.") and key != "eval.prompts":
+            needs = ["eval.prompts=x", "eval.temperature=1", "checkpoint.best=mean@1"]
+            needs = needs[:2] if key == "eval.samples_per_prompt" else needs
+        if key == "checkpoint.best":
+            needs, text = ["eval.prompts=x"], "pass@1"
         base, changed = load("tiny", needs), load("tiny", [*needs, f"{key}={text}"])
         assert value_of(changed, key) != value_of(base, key), key
         assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key

@@ -47,6 +47,7 @@ OLDER_CONFIG = """
 
 MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
 MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
+MAY_CHANGE |= {"eval.every", "eval.patience", "rollouts.every", "rollouts.format"}
 
 
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:

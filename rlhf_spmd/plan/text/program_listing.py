@@ -33,15 +33,7 @@ def table(rows: list[tuple[str, ...]]) -> str:
 def show_program(program: Program, *, title: str, rank: int) -> str:
     """The placement as a table, the transfers, bytes per rank, and the instruction list of one rank."""
     workload, placement = program.workload, program.placement
-    rows = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
-    for call in workload.workflow.calls:
-        for layout in (placement.layouts[site] for site in placement.sites(call, workload.workflow)):
-            counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
-            share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
-            meets = group_of(call, layout, workload, placement, layout.ranks[0])
-            group = group_name(meets) if meets else "-"
-            rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
-    parts = [title, table(rows), "", "Transfers per iteration"]
+    parts = [title, table(_calls(program)), "", "Transfers per iteration"]
     parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
     parts += ["", "Bytes per rank: all the time, and the most that a call needs in addition", table(_memory(program))]
@@ -56,6 +48,28 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
             ]
     parts += ["", f"What rank {rank} executes in one iteration", _instructions(program, rank)]
     return "\n".join(parts)
+
+
+def show_evaluation(program: Program) -> str:
+    """Where the calls of an evaluation run, and what moves between them."""
+    workload = program.workload
+    title = f"An evaluation of {workload.rollout_batch} prompts, samples of each: {workload.samples_per_prompt}"
+    parts = ["", title, table(_calls(program))]
+    return "\n".join([*parts, *(["", _transfers(program)] if program.transfers else [])])
+
+
+def _calls(program: Program) -> list[tuple[str, ...]]:
+    """Where each call runs, and how many rows each rank has."""
+    workload, placement = program.workload, program.placement
+    rows = [("call", "model", "ranks", "layout", "group", "sequences per rank")]
+    for call in workload.workflow.calls:
+        for layout in (placement.layouts[site] for site in placement.sites(call, workload.workflow)):
+            counts = {len(layout.columns(r, workload.mini_batch)) * workload.num_mini_batches for r in layout.ranks}
+            share = str(counts.pop()) if len(counts) == 1 else f"{min(counts)}-{max(counts)}"
+            meets = group_of(call, layout, workload, placement, layout.ranks[0])
+            group = group_name(meets) if meets else "-"
+            rows.append((call.name, call.model or "-", format_ranks(layout.ranks), str(layout), group, share))
+    return rows
 
 
 def _stages(layout: Layout, num_micro_batches: int) -> str:

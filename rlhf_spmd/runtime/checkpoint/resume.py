@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "eval.every",
     "eval.patience",
+    "rollouts.",
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"

@@ -48,11 +48,12 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
     return prompts
 
 
-def check_context(config: Config, model: ModelConfig) -> None:
-    """Raises UserError if prompts and responses together may be longer than the context of the first role's model."""
+def check_context(config: Config, model: ModelConfig, option: str = "generation.max_new_tokens") -> None:
+    """Raises UserError if prompts and responses together may be longer than the context of the first role's model.
+    option: that says how long responses may be."""
     longest = config.data.max_prompt + config.generation.max_new_tokens
     if longest > model.max_position_embeddings:
         raise UserError(
-            f"data.max_prompt + generation.max_new_tokens = {longest} tokens, but {config.main_folder} "
+            f"data.max_prompt + {option} = {longest} tokens, but {config.main_folder} "
             f"has a context of {model.max_position_embeddings}; lower one of them"
         )

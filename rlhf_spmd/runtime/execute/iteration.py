@@ -70,6 +70,7 @@ class Iteration:
     meter: Meter = field(default_factory=Meter)
     generations: dict[str, Rollout] = field(default_factory=dict)  # engines of calls, while they have anything to do
     generate_s: float = 0.0  # on this rank so far
+    noted: dict[str, np.ndarray] = field(default_factory=dict)  # numbers of rows for the log, [M, C]; NaN: elsewhere
     what: str = "iteration"  # the word before the number in messages
     stopped: set[str] = field(default_factory=set)  # models whose further steps in this iteration are left out
 
@@ -77,6 +78,11 @@ class Iteration:
     def title(self) -> str:
         """What messages call it."""
         return f"{self.what} {self.number}"
+
+    def note(self, name: str, place: Place, values: Sequence[float | None]) -> None:
+        """Notes a number of each row at a place; None: the row has none."""
+        values_MC = self.noted.setdefault(name, np.full(self.prompt_MC.shape, np.nan))
+        values_MC[place] = np.array(values, dtype=float).reshape(values_MC[place].shape)
 
     def random_bits(self, stream: int, columns: slice = ALL) -> Tensor:
         """The random bits of the rows in some columns for each token that they may have, int64 [M, C', G]. stream: the

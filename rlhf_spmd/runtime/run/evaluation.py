@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import Job, given_rows
+from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
@@ -47,6 +48,7 @@ class Evaluator:
         recorder = Tracer(context.world.rank, context.world.hosts[context.world.rank])  # not a part of the timeline
         self.executor = Executor(self.job.program, context.world, context.models, self.job.calls, recorder)
         training.begin()
+        self.rollouts = Rollouts(self.job, folder.path, "evaluation")
         records = self.job.prompts.records(range(self.job.program.workload.rollout_batch))
         self.sources = [str(record.get(SOURCE, "")) for record in records]
         source = self.best.partition("/")[2]
@@ -69,6 +71,7 @@ class Evaluator:
         answers = self.executor.iteration(data, RunState(None))
         said = self.job.world.allgather_bytes(self._scored(data).tobytes(), "the scores of an evaluation")
         self.training.begin()
+        self.rollouts.write(data)
         metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
         metrics["evaluation_s"] = time.perf_counter() - began
         self.rows.append({"iteration": num_done} | metrics)
@@ -152,11 +155,9 @@ class Evaluator:
         """For the console."""
         parts = []
         for name in metric_names(self.options.samples_per_prompt):
-            of_sources = (
-                f"{key.partition('/')[2]} {metrics[key]:.4g}" for key in metrics if key.startswith(f"{name}/")
-            )
-            each = f" ({', '.join(of_sources)})" if not parts else ""
-            parts.append(f"{name} {metrics[name]:.4g}{each if each != ' ()' else ''}")
+            of_each = [f"{key.partition('/')[2]} {metrics[key]:.4g}" for key in metrics if key.startswith(f"{name}/")]
+            each = f" ({', '.join(of_each)})" if of_each and not parts else ""
+            parts.append(f"{name} {metrics[name]:.4g}{each}")
         num = self.job.program.workload.rollout_batch
         when = f"after {num_done} iterations" if num_done else "before training"
         return f"evaluation {when}: {', '.join(parts)}; {num} prompts, {metrics['evaluation_s']:.1f} s"

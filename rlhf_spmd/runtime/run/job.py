@@ -62,7 +62,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         held_out = None
         if evaluation is not None:
             held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
-            check_context(of_evaluation, model)
+            check_context(of_evaluation, model, "eval.max_new_tokens")
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts)

@@ -8,6 +8,7 @@
     checkpoints/    for `train --resume`                cluster.toml           if one was given
     algorithm.py    the algorithm's page, if it is the user's
     evaluations.jsonl one object per evaluation, with eval.prompts; best/ROLE/ the model with the best checkpoint.best
+    rollouts/       every sample of some iterations, with rollouts.every
     wandb_id, wandb/ with `wandb=PROJECT`
 
 Only a resumed run writes into an existing folder, and only into its own.

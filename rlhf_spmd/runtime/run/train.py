@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config import Config, function_labels, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import save_state
@@ -28,6 +29,7 @@ from rlhf_spmd.runtime.run.evaluation import Evaluator
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
+from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
 from rlhf_spmd.runtime.run.run_folder import CONFIG, RunFolder, writing
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
@@ -67,13 +69,11 @@ def train(
     calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
-    recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
     job = prepare(config, program, world, evaluation)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     console = Console(known, enabled=world.rank == 0)
-    ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
-    title = f"{origin.strategy} on {ranks}"
+    title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts, resumed = report.facts(job, folder), origin.resumed
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
@@ -85,57 +85,92 @@ def train(
     about["surroundings"] = report.surroundings(job)
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    every, keep = config.checkpoint.every, config.checkpoint.keep
-    saver = Saver(world, job.models, folder.path, every=every, keep=keep, texts=folder.texts())
-    executor = Executor(program, world, job.models, job.calls, recorder, asked)
-    evaluator = Evaluator(job, executor, folder, len(history))
+    running = Iterations(job, folder, console, known, about, state, history, asked)
     world.keep_records(folder.path)
-    alarm = Alarm(known, history)
-    answers: list[dict] = []
-    signals: set[str] = set()
     if asked is not None:
         asked.listen(END)
-    for number in range(len(history), config.iterations):
-        if END.name in signals:
-            return _ended(world, saver, folder, number, config.iterations)
-        console.note(evaluator.evaluate(number))  # before training, or what an interrupted run has left out
-        if evaluator.why_over:
+    while len(history) < config.iterations:
+        if END.name in running.signals:
+            return _ended(world, running.saver, folder, len(history), config.iterations)
+        running.evaluate()  # before training, or what an interrupted run has left out
+        if running.evaluator.why_over:
             break
-        began = time.perf_counter()
-        answers = executor.iteration(make_iteration(job, number), state)
-        metrics = report.summarize(job, answers, state.of_algorithm)
-        metrics["iteration_s"] = time.perf_counter() - began
-        report.check_finite(metrics, number)
-        update(state, config, answers)
-        history.append(metrics)
-        folder.write_metrics(number, metrics, {name: metric.group for name, metric in known.items()})
-        console.iteration(number + 1, config.iterations, metrics)
-        for text in alarm.notes(metrics):
-            console.note(text)
-        signals = {name for answer in answers for name in answer["signals"]}
-        if END.name not in signals:  # then there is no time, and the resumed run evaluates
-            console.note(evaluator.evaluate(number + 1))
-        is_best, is_last = evaluator.is_best(number + 1), number + 1 == config.iterations or evaluator.why_over
-        if signals or saver.is_due(number + 1) or is_best or is_last:
-            with recorder.span("checkpoint", "control"):
-                saver.save(number + 1, about | report.run_state(state), evaluator.best_iteration)
-        if is_best:
-            save_models(job, folder, "best")
-        saver.check()
-        recorder.forget(number + 1 - TIMELINE_ITERATIONS)
-    console.note(evaluator.why_over)
-    saver.finish()  # now, so that the run can be resumed whatever fails below
+        running.run_next()
+    console.note(running.evaluator.why_over)
+    running.evaluate()
+    running.saver.finish()  # now, so that the run can be resumed whatever fails below
     if before:
         samples = report.join_samples(job, before, report.sample_responses(job))
         folder.write_samples(samples)
         console.samples(samples)
     save_models(job, folder)
-    compared = _write_timeline(job, folder, console, recorder, title, answers, history, calibration)
+    compared = _write_timeline(job, folder, console, running, title, calibration)
     folder.close()
     result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared)
-    result = replace(result, evaluation=evaluator.ends())
+    result = replace(result, evaluation=running.evaluator.ends())
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
     return result
+
+
+class Iterations:
+    """The iterations of a run on this rank, with all that is written between them."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        console: Console,
+        known: Mapping[str, Metric],
+        about: Mapping[str, object],
+        state: RunState,
+        history: list[dict],
+        asked: Asked | None,
+    ):
+        """known: the metrics of the run. about: facts for checkpoints. state: of the run. history: the metrics of the
+        iterations so far, to which each further one adds. The other arguments are as in `train`."""
+        world, options = job.world, job.config.checkpoint
+        self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
+        self.state, self.history = state, history
+        self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
+        self.executor = Executor(job.program, world, job.models, job.calls, self.recorder, asked)
+        self.evaluator = Evaluator(job, self.executor, folder, len(history))
+        self.rollouts = Rollouts(job, folder.path)
+        self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
+        self.alarm = Alarm(known, history)
+        self.answers: list[dict] = []  # of the last iteration
+        self.signals: set[str] = set()  # that arrived in the last iteration
+
+    def evaluate(self) -> None:
+        """Evaluates after the iterations so far, if that is due and not done yet."""
+        self.console.note(self.evaluator.evaluate(len(self.history)))
+
+    def run_next(self) -> None:
+        """One iteration: its metrics, an evaluation, samples and a checkpoint if they are due."""
+        number, job, config = len(self.history), self.job, self.job.config
+        began, data = time.perf_counter(), make_iteration(job, number)
+        self.answers = self.executor.iteration(data, self.state)
+        metrics = report.summarize(job, self.answers, self.state.of_algorithm)
+        metrics["iteration_s"] = time.perf_counter() - began
+        report.check_finite(metrics, number)
+        self.rollouts.write(data)
+        update(self.state, config, self.answers)
+        self.history.append(metrics)
+        self.folder.write_metrics(number, metrics, {name: metric.group for name, metric in self.known.items()})
+        self.console.iteration(number + 1, config.iterations, metrics)
+        for text in self.alarm.notes(metrics):
+            self.console.note(text)
+        self.signals = {name for answer in self.answers for name in answer["signals"]}
+        if END.name not in self.signals:  # then there is no time, and the resumed run evaluates
+            self.evaluate()
+        is_best = self.evaluator.is_best(number + 1)
+        is_last = number + 1 == config.iterations or self.evaluator.why_over
+        if self.signals or self.saver.is_due(number + 1) or is_best or is_last:
+            with self.recorder.span("checkpoint", "control"):
+                self.saver.save(number + 1, self.about | report.run_state(self.state), self.evaluator.best_iteration)
+        if is_best:
+            save_models(job, self.folder, "best")
+        self.saver.check()
+        self.recorder.forget(number + 1 - TIMELINE_ITERATIONS)
 
 
 def open_folder(job: Job, origin: Origin) -> RunFolder:
@@ -201,6 +236,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
             folder.keep_metrics(history)
+            forget(folder.path, len(history))
         folder.write("strategy.py", origin.source)
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
@@ -229,29 +265,23 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
 
 
 def _write_timeline(
-    job: Job,
-    folder: RunFolder,
-    console: Console,
-    recorder: Tracer,
-    title: str,
-    answers: Sequence[Mapping],
-    history: Sequence[Mapping],
-    calibration: Calibration | None,
+    job: Job, folder: RunFolder, console: Console, running: Iterations, title: str, calibration: Calibration | None
 ) -> Compared | None:
     """Writes the last iterations, if any were run, as a timeline and, given a calibration, compares them with their
-    forecast (on rank 0). answers: of the last iteration. Collective."""
-    if not answers:
+    forecast (on rank 0). Collective."""
+    if not running.answers:
         return None
-    recent = range(len(history) - TIMELINE_ITERATIONS, len(history))
-    records = job.world.allgather(recorder.to_records(recent), "gathering the timeline")
+    num = len(running.history)
+    recent = range(num - TIMELINE_ITERATIONS, num)
+    records = job.world.allgather(running.recorder.to_records(recent), "gathering the timeline")
     folder.write_timeline(records, title=title, workflow=job.program.workload.workflow)
     if calibration is None:
         return None
-    trained_s = sum(metrics["iteration_s"] for metrics in history)
+    trained_s = sum(metrics["iteration_s"] for metrics in running.history)
     found = at_hand(job.world, job.config, job.program, calibration, trained_s)
     if job.world.rank > 0:
         return None
-    lengths = forecast_report.token_counts(answers, job.prompts.prompts)
+    lengths = forecast_report.token_counts(running.answers, job.prompts.prompts)
     compared = forecast_report.compare(job.program, found, records, lengths)
     folder.write_values("forecast.json", compared.to_json())
     console.note(compared.show())

@@ -72,6 +72,8 @@ def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place,
     for label, values in ({"": scores_B.tolist()} | logs).items():
         found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
+        if label and values:
+            data.note(f"{name}_{label}", place, values)
         if not label or label in function_labels(context.config):
             meter.add(f"{name}_{label}_sq" if label else f"{name}_sq", found.square().sum(), len(found))
 

@@ -1,0 +1,164 @@
+"""Every sample of an iteration on disk: prompt, response, tokens, scores, and what training read of it.
+
+    rollouts/iteration-000010/part-00000.jsonl    the rows of the first data-parallel rank that trains on the responses
+
+A rank writes the rows that it has. Only single numbers that another rank has, such as scores, are exchanged.
+`python -m rlhf_spmd rollouts RUN` shows and filters them.
+"""
+
+# M mini-batches, C columns
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
+from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
+from rlhf_spmd.runtime.run.job import Job
+from rlhf_spmd.runtime.run.run_folder import finite, writing
+
+FOLDER = "rollouts"
+NUMBER = np.dtype([("name", "<u4"), ("row", "<u4"), ("value", "<f8")])  # one number of a row
+
+
+class Rollouts:
+    """Writes the samples of a run's iterations or evaluations. All ranks call `write` after the same ones."""
+
+    def __init__(self, job: Job, run: Path, kind: str = "iteration"):
+        """run: the run folder. kind: `iteration`, or `evaluation`, of which all are written. Raises UserError if
+        Parquet files are wanted and pyarrow is missing."""
+        self.job, self.root, self.kind = job, run / FOLDER, kind
+        self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
+        self.call = _call_with_rows(job.program)
+        if self.every and self.format == "parquet":
+            _parquet()
+
+    def write(self, data: Iteration) -> None:
+        """Writes the samples of an iteration, if that is due. Collective; raises UserError."""
+        if not self.every or (self.kind == "iteration" and data.number % self.every):
+            return
+        world, layout = self.job.world, self.job.program.placement.layouts[self.call.name]
+        numbers = self._exchanged(data)
+        with world.together("writing the rollouts"):
+            if world.rank not in layout.ranks or not layout.reports(world.rank):
+                return
+            folder = self.root / f"{self.kind}-{data.number:06d}"
+            part = f"part-{layout.dp_index(world.rank):05d}.{self.format}"
+            with writing(folder / part):
+                folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+                draft = folder / f".{part}.{os.getpid()}"
+                _write(draft, self._rows(data, numbers), self.format)
+                draft.replace(folder / part)
+
+    def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:
+        """Name -> the number of every row [M, C], from the ranks that made it: results of calls that are one number of
+        each row, and those of the reward functions. NaN: the row has none."""
+        mine = dict(_made_here(self.job.program, self.job.world.rank, data)) | data.noted
+        found = []
+        for index, values_MC in enumerate(mine.values()):
+            (rows,) = np.nonzero(~np.isnan(values_MC.flatten()))
+            found.append(np.zeros(len(rows), NUMBER))
+            found[-1]["name"], found[-1]["row"], found[-1]["value"] = index, rows, values_MC.flatten()[rows]
+        message = json.dumps(list(mine)).encode() + b"\n" + b"".join(part.tobytes() for part in found)
+        whole: dict[str, np.ndarray] = {}
+        for said in self.job.world.allgather_bytes(message, "the numbers of the rollouts"):
+            names, _, values = said.partition(b"\n")
+            theirs = np.frombuffer(values, NUMBER)
+            for index, name in enumerate(json.loads(names)):
+                values_MC = whole.setdefault(name, np.full(data.prompt_MC.shape, np.nan))
+                of_name = theirs[theirs["name"] == index]
+                values_MC.reshape(-1)[of_name["row"]] = of_name["value"]
+        return whole
+
+    def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+        """This rank's rows."""
+        job, workload, call = self.job, self.job.program.workload, self.call
+        columns = job.program.placement.layouts[call.name].columns(job.world.rank, workload.mini_batch)
+        shapes = workload.workflow.shapes
+        keys = [key for key in call.inputs if key in data.store and shapes[key] != "kept"]
+        place = ALL, slice(columns.start, columns.stop)
+        values = {key: data.store.at(key, place).cpu().numpy() for key in keys if columns}
+        records = job.prompts.records
+        for m, c in np.ndindex(len(data.prompt_MC), len(columns)):
+            column = columns.start + c
+            index, sample = int(data.prompt_MC[m, column]), int(data.sample_MC[m, column])
+            of_row = {key: values[key][m, c] for key in keys}
+            tokens = {key: row[row >= 0].tolist() for key, row in of_row.items() if shapes[key] in TOKEN_SHAPES}
+            num_tokens = max((len(tokens[key]) for key in call.responses), default=0)
+            row: dict[str, Any] = {"iteration": data.number, "prompt_index": index, "sample": sample}
+            row["prompt"] = job.prompts.texts[index]
+            for key in call.responses:
+                row[key.removesuffix("s")] = job.tokenizer.decode_pair(tokens[call.prompts], tokens[key])[1]
+            row |= {name: _number(values_MC[m, column]) for name, values_MC in numbers.items()}
+            row |= {f"{key.removesuffix('s')}_tokens": some for key, some in tokens.items()}
+            for key, value in of_row.items():
+                if shapes[key] in ("token", "token+1"):
+                    row[key] = [_number(one) for one in value[: num_tokens + (shapes[key] == "token+1")]]
+                elif shapes[key] == "row":
+                    row[key] = _number(value)
+            (record,) = records([index])
+            yield row | {name: value for name, value in record.items() if name not in row}
+
+
+def forget(run: Path, num_iterations: int) -> None:
+    """Deletes what a resumed run computes again after so many iterations."""
+    for folder in (run / FOLDER).glob("*-*"):
+        kind, _, number = folder.name.partition("-")
+        if number.isdigit() and int(number) >= num_iterations + (kind == "evaluation"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _call_with_rows(program: Program) -> Call:
+    """The call whose ranks have most of a row: the training of the model that generates, else the first training; in an
+    evaluation the last call."""
+    workflow = program.workload.workflow
+    models = [call.model for call in workflow.generate_calls] + list(workflow.trained_models)
+    trains = [call for call in map(workflow.train_call, models) if call is not None]
+    return (*trains, workflow.placed_calls[-1])[0]
+
+
+def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[str, np.ndarray]]:
+    """Key, and float64 [M, C], of the numbers of rows that this rank makes and reports; NaN in other columns."""
+    workflow, layouts = program.workload.workflow, program.placement.layouts
+    for call in workflow.calls:
+        for key in (key for key in call.outputs if workflow.shapes[key] == "row"):
+            layout = layouts[program.placement.sites(call, workflow)[0]]
+            if rank in layout.ranks and layout.reports(rank) and key in data.store:
+                columns = layout.columns(rank, program.workload.mini_batch)
+                values_MC = np.full(data.prompt_MC.shape, np.nan)
+                place = slice(columns.start, columns.stop)
+                values_MC[:, place] = data.store.at(key, (ALL, place)).double().cpu().numpy()
+                yield key, values_MC
+
+
+def _number(value: float) -> float | None:
+    """A float32 or float64 with as many digits as it has, None for NaN."""
+    return finite(float(f"{value:.7g}"))
+
+
+def _write(path: Path, rows: Iterator[dict[str, Any]], form: str) -> None:
+    if form == "parquet":
+        pyarrow, parquet = _parquet()
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+        return
+    with path.open("w") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _parquet() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("rollouts.format=parquet needs pyarrow: pip install pyarrow, or use jsonl") from None
+    return pyarrow, parquet

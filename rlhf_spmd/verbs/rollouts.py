@@ -1,0 +1,140 @@
+"""The rollouts verb: shows and filters the samples that a run has written (rollouts.every)."""
+
+import argparse
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_suggestions import did_you_mean
+
+FOLDER = "rollouts"
+PLACE, TEXTS = ("iteration", "prompt_index", "sample"), ("prompt", "response")
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "!=": operator.ne,
+    "=": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+CONDITION = re.compile(r"\s*([^<>=!~]+?)\s*(>=|<=|!=|=|>|<|~)\s*(.*?)\s*", re.DOTALL)
+Row = dict[str, Any]
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Prints rows -> the exit status. Raises UserError."""
+    folder = chosen(Path(parsed.run), parsed.iteration, parsed.evaluation)
+    rows = list(read(folder))
+    conditions = [condition(text, rows) for text in parsed.where]
+    found = [row for row in rows if all(holds(row) for holds in conditions)]
+    if parsed.sort:
+        key = parsed.sort
+        _known(f"--sort {key}", key, rows)
+        numbers = [row for row in found if isinstance(row.get(key), int | float)]
+        others = [row for row in found if not isinstance(row.get(key), int | float)]
+        found = sorted(numbers, key=lambda row: row[key], reverse=parsed.descending) + others
+    shown = found[: parsed.limit] if parsed.limit else found
+    if parsed.json:
+        for row in shown:
+            print(json.dumps(row, ensure_ascii=False))
+        return 0
+    for row in shown:
+        print(text_of(row))
+    print(f"{len(shown)} of {len(found)} rows that match, of {len(rows)} in {folder}")
+    print(json.dumps({"folder": str(folder), "rows": len(rows), "matching": len(found), "means": means(found)}))
+    return 0
+
+
+def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
+    """The folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
+    kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
+    known = sorted((run / FOLDER).glob(f"{kind}-*"))
+    if not known:
+        raise UserError(
+            f"{run} has no samples of an {kind} in {FOLDER}/: train with rollouts.every=N"
+            + (" and eval.prompts=FILE" if kind == "evaluation" else "")
+        )
+    if number is None:
+        return known[-1]
+    found = run / FOLDER / f"{kind}-{number:06d}"
+    if found not in known:
+        numbers = ", ".join(str(int(path.name.partition("-")[2])) for path in known)
+        raise UserError(f"--{kind} {number}: {run} has samples of {numbers}")
+    return found
+
+
+def read(folder: Path) -> Iterator[Row]:
+    """The rows of all parts. Raises UserError."""
+    for path in sorted([*folder.glob("part-*.jsonl"), *folder.glob("part-*.parquet")]):
+        if path.suffix == ".jsonl":
+            yield from map(json.loads, path.read_text().splitlines())
+            continue
+        try:
+            from pyarrow import parquet
+        except ImportError:
+            raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+        yield from parquet.read_table(path).to_pylist()
+
+
+def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
+    """`scores>=0.5`, `answer=12` or `response~regular expression` as a function of a row; a row without a value does
+    not match. Raises UserError."""
+    parts = CONDITION.fullmatch(text)
+    if parts is None:
+        raise UserError(f"--where {text!r}: write NAME>=NUMBER (or > < <= = !=), or NAME~REGULAR_EXPRESSION")
+    name, sign, wanted = parts.groups()
+    _known(f"--where {text!r}", name, rows)
+    if sign == "~":
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise UserError(f"--where {text!r}: {wanted!r} is no regular expression ({error})") from None
+        return lambda row: row.get(name) is not None and pattern.search(str(row[name])) is not None
+    try:
+        number: Any = float(wanted)
+    except ValueError:
+        if sign not in ("=", "!="):
+            raise UserError(f"--where {text!r}: {wanted!r} is no number") from None
+        number = None
+
+    def holds(row: Row) -> bool:
+        value = row.get(name)
+        if isinstance(value, int | float) and number is not None:
+            return OPERATORS[sign](value, number)
+        return value is not None and sign in ("=", "!=") and OPERATORS[sign](str(value), wanted)
+
+    return holds
+
+
+def _known(where: str, name: str, rows: Sequence[Row]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if rows and name not in names:
+        raise UserError(f"{where}: there is no {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
+
+
+def means(rows: Sequence[Row]) -> dict[str, float]:
+    """The mean of every number, over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, int | float) and name not in PLACE:
+                values.setdefault(name, []).append(float(value))
+    return {name: fmean(some) for name, some in values.items()}
+
+
+def text_of(row: Row) -> str:
+    """A row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only with
+    --json."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
+    place = "iteration {iteration}, prompt {prompt_index}, sample {sample}".format(**row)
+    lines = [place + "".join(f", {name} {value:.4g}" for name, value in numbers.items())]
+    others = [name for name, value in row.items() if isinstance(value, str | dict) and name not in TEXTS]
+    for name in (*(name for name in row if name in TEXTS), *others):
+        value = row[name] if isinstance(row[name], str) else json.dumps(row[name], ensure_ascii=False)
+        lines.append(f"  {name}: {value.encode('unicode_escape').decode() if not value.isprintable() else value}")
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""Evaluations as a user starts them: the same numbers under every placement, none lost or repeated by a resume."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from tests.folders import WORDS, write_all
+from tests.page_runs import REALLOCATION, metrics, resume, trained
+from tests.run_mpi import mpi_command, run_limited
+
+TIMES = ("generate_s", "evaluation_s")
+PLACEMENTS = {
+    "separation": (4, ("--strategy", "separation")),
+    "reallocation": (4, REALLOCATION),
+    "zero 3": (2, ("--strategy", "flattening", "strategy.zero=3")),
+    "interleaving": (4, ("--strategy", "interleaving1")),
+    "odd": (3, ()),
+    "offload": (2, ("--strategy", "reallocation", "strategy.training_tp=2", "strategy.offload=true")),
+}
+SLOW = ("separation", "interleaving", "odd", "offload")
+REWARD = """
+def length(prompts, responses):
+    return [float(len(text.split()) >= 6) for text in responses]
+
+
+def vowels(prompts, responses):
+    return [text.count("a") if text else None for text in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    """A small run with an evaluation of nine prompts of two sources, three samples each."""
+    folder = tmp_path_factory.mktemp("models")
+    rows = [{"prompt": " ".join(WORDS[i : i + 1 + i % 4]), "data_source": "xy"[i % 2]} for i in range(9)]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    sizes = ["rollout_batch=8", "mini_batch=4", "iterations=4", "num_samples=0", "optimizer.actor_lr=1e-3"]
+    sizes += [f"eval.prompts={folder / 'held_out.jsonl'}", "eval.every=2", "eval.samples_per_prompt=3"]
+    return [*write_all(folder), *sizes, "eval.temperature=0.9", "deadline_s=60"]
+
+
+def evaluations(run) -> list[dict]:
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+
+
+def timeless(run) -> list[dict]:
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in evaluations(run)]
+
+
+@pytest.fixture(scope="module")
+def one_rank(options, tmp_path_factory):
+    return trained(options, 1, tmp_path_factory.mktemp("one") / "run")
+
+
+def test_rows_and_the_last_line(one_rank, options):
+    rows = evaluations(one_rank)
+    assert [row["iteration"] for row in rows] == [0, 2, 4]
+    assert len({row["tokens_sha256"] for row in rows}) == 3, "the actor or its random numbers changed"
+    names = {"mean@3", "best@3", "pass@1", "pass@2", "pass@3"}
+    assert {name.partition("/")[0] for name in rows[0] if "@" in name} == names
+    assert rows[0]["mean@3"] == pytest.approx((5 * rows[0]["mean@3/x"] + 4 * rows[0]["mean@3/y"]) / 9)
+
+
+def test_training_is_the_same_without_an_evaluation(one_rank, options, tmp_path):
+    without = [word for word in options if not word.startswith("eval.")]
+    run = trained(without, 1, tmp_path / "run")
+    assert not (run / "evaluations.jsonl").exists()
+    for mine, theirs in zip(metrics(run), metrics(one_rank), strict=True):
+        assert mine["tokens_sha256"] == theirs["tokens_sha256"] and mine["reward"] == theirs["reward"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PLACEMENTS])
+def test_the_same_numbers_under_every_placement(name, one_rank, options, tmp_path):
+    num_ranks, placement = PLACEMENTS[name]
+    run = trained([*options, *placement], num_ranks, tmp_path / "run")
+    for mine, theirs in zip(timeless(run), timeless(one_rank), strict=True):
+        assert mine.pop("tokens_sha256") == theirs.pop("tokens_sha256")
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+def test_a_resume_repeats_and_skips_none(options, tmp_path):
+    words = [*options, "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.best=mean@3"]
+    whole = trained(words, 2, tmp_path / "whole")
+    for kept in (1, 2):  # a run that ended before, and right after, an evaluation
+        half = tmp_path / f"after{kept}"
+        shutil.copytree(whole, half)
+        for folder in (half / "checkpoints").iterdir():
+            if int(folder.name.removeprefix("iteration-")) > kept:
+                shutil.rmtree(folder)
+        resume(half, 2)
+        assert timeless(half) == timeless(whole)
+
+
+def test_one_that_was_left_out_is_made_up_for(options, tmp_path):
+    """As after SIGTERM, which leaves no time for an evaluation."""
+    run = trained([*options, "checkpoint.every=1", "checkpoint.keep=9"], 2, tmp_path / "run")
+    rows = timeless(run)
+    shutil.rmtree(run / "checkpoints" / "iteration-000004")
+    shutil.rmtree(run / "checkpoints" / "iteration-000003")
+    lines = (run / "evaluations.jsonl").read_text().splitlines()
+    (run / "evaluations.jsonl").write_text(lines[0] + "\n")
+    resume(run, 2)
+    assert timeless(run) == rows
+
+
+def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path):
+    """The learning rate is so large that the first evaluations are the best."""
+    reward = f"eval.reward_function={options[0].partition('=')[2].removesuffix('actor')}reward.py:length"
+    more = ["eval.every=1", "eval.patience=3", "checkpoint.best=mean@3", "checkpoint.every=1", "checkpoint.keep=1"]
+    run = trained([*options, reward, *more, "iterations=30", "optimizer.actor_lr=3e-3"], 2, tmp_path / "run")
+    rows = evaluations(run)
+    values = [row["mean@3"] for row in rows]
+    best = values.index(max(values))
+    assert len(rows) - 1 - best == 3 and len(rows) < 31 and all(0 <= value <= 1 for value in values)
+    kept = {int(folder.name.removeprefix("iteration-")) for folder in (run / "checkpoints").iterdir()}
+    assert kept == {best, len(rows) - 1} - {0}
+    assert (run / "best" / "actor" / "config.json").is_file() == (best > 0)
+    assert len(metrics(run)) == len(rows) - 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eval.prompts=nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
+        (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
+        (["checkpoint.best=mean@3/z"], "names x, y; choose one"),
+        (["eval.reward_function=nowhere.py:f"], "nowhere.py"),
+    ],
+)
+def test_bad_input_on_two_ranks(words, says, options, tmp_path):
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options, *words, "--runs", str(tmp_path)]
+    status, _, stderr = run_limited(command, limit_s=60.0)
+    assert status == 2 and says in stderr and stderr.count("error:") == 1 and "Traceback" not in stderr, stderr
+
+
+def samples_of(run, folder: str) -> list[dict]:
+    parts = sorted((run / "rollouts" / folder).glob("part-*.jsonl"))
+    rows = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["prompt_index"], row["sample"]))
+
+
+SEPARATION = pytest.param(("--strategy", "separation"), id="separation")
+SPLIT = pytest.param(REALLOCATION, id="reallocation", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("placement", [SEPARATION, SPLIT])
+def test_samples_on_disk_are_the_same_under_every_placement(placement, options, tmp_path):
+    reward = options[0].partition("=")[2].removesuffix("actor") + "reward.py"
+    functions = f"reward_function={reward}:length,{reward}:vowels"
+    words = [*options, "rollouts.every=2", "samples_per_prompt=2", functions]
+    words = [*words, "reward_function_mode=add", "iterations=3"]
+    one, many = trained(words, 1, tmp_path / "one"), trained([*words, *placement], 4, tmp_path / "many")
+    folders = {path.name for path in (one / "rollouts").iterdir()}
+    assert folders == {f"iteration-{n:06d}" for n in (0, 2)} | {f"evaluation-{n:06d}" for n in (0, 2, 3)}
+    for folder in folders:
+        mine, theirs = samples_of(many, folder), samples_of(one, folder)
+        assert len(mine) == len(theirs) == (16 if folder.startswith("iteration") else 27)
+        for row, other in zip(mine, theirs, strict=True):
+            assert row.keys() == other.keys() and row["response"] == other["response"]
+            assert len(row["response"].split()) <= len(row["response_tokens"]) and row["score_length"] in (0.0, 1.0)
+            for name, value in row.items():
+                is_number = isinstance(value, float | list)
+                assert value == (pytest.approx(other[name], rel=1e-4, abs=1e-5) if is_number else other[name]), name
+    rows = samples_of(one, "iteration-000002")
+    assert metrics(one)[2]["score"] == pytest.approx(sum(row["scores"] for row in rows) / 16, abs=1e-6)
+
+
+def test_a_resume_writes_the_samples_again(options, tmp_path):
+    words = [*options, "rollouts.every=1", "checkpoint.every=1", "checkpoint.keep=9", "rollouts.format=parquet"]
+    run = trained(words, 2, tmp_path / "run")
+    whole = {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")}
+    assert len(whole) == (4 + 3) * 2
+    for number in (3, 4):
+        shutil.rmtree(run / "checkpoints" / f"iteration-{number:06d}")
+    for path in (run / "rollouts" / "iteration-000002").iterdir():
+        path.rename(path.with_name("part-00009.parquet"))  # as from a run with more ranks
+    resume(run, 2)
+    assert {path.relative_to(run): path.read_bytes() for path in (run / "rollouts").rglob("part-*.parquet")} == whole

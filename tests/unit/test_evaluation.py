@@ -1,0 +1,162 @@
+"""Metrics of evaluations against enumeration, and the program of an evaluation under every strategy."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd import presets
+from rlhf_spmd.config import evaluated, make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.program.evaluation import evaluation_program
+from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communicators
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.strategy import load_strategy
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([index < c for index in range(n)], k))
+        assert pass_at(k, n, c) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_metrics_of_several_samples():
+    scores = [[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    found = measure(scores, right_at=0.5)
+    assert list(found) == metric_names(4) == ["mean@4", "best@4", "pass@1", "pass@2", "pass@4"]
+    expected = {"mean@4": 0.1875, "best@4": 0.5, "pass@1": 0.25, "pass@2": (1 - 1 / 6) / 2, "pass@4": 0.5}
+    assert found == pytest.approx(expected)
+    assert metric_names(1) == list(measure([[2.0]], 1.0)) == ["mean@1", "pass@1"]
+    assert metric_names(6) == ["mean@6", "best@6", "pass@1", "pass@2", "pass@4", "pass@6"]
+
+
+def test_sources_are_told_apart_if_there_are_several():
+    scores = [[1.0], [0.0], [1.0]]
+    found = measure_by_source(scores, ["b", "a", "b"], 1.0)
+    assert found["mean@1"] == pytest.approx(2 / 3)
+    assert (found["mean@1/a"], found["mean@1/b"], found["pass@1/b"]) == (0.0, 1.0, 1.0)
+    assert set(measure_by_source(scores, ["a"] * 3, 1.0)) == {"mean@1", "pass@1"}
+
+
+def test_the_first_of_equal_rows_is_the_best():
+    rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
+    assert best_row(rows, "x") == 1
+    assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["eval.every=3"], "eval.every=3: there is no evaluation without prompts"),
+        (["checkpoint.best=mean@1"], "checkpoint.best=mean@1: there is no evaluation"),
+        (["eval.prompts=x", "checkpoint.best=mean@4"], "are mean@1, pass@1"),
+        (["eval.prompts=x", "eval.patience=2"], "e.g. checkpoint.best=mean@1"),
+        (["eval.prompts=x", "eval.samples_per_prompt=4"], "eval.temperature=1, or one sample"),
+        (["eval.prompts=x", "eval.every=0"], "eval.every=0"),
+    ],
+)
+def test_options_without_effect_are_refused(words, says):
+    with pytest.raises(UserError) as caught:
+        presets.load("tiny", words)
+    assert says in str(caught.value)
+
+
+def test_options_of_the_evaluation_take_the_places_of_those_of_training():
+    words = ["eval.prompts=held.jsonl", "eval.max_new_tokens=4", "generation.min_new_tokens=6"]
+    config = presets.load("tiny", [*words, "reward_function=a:f", "eval.reward_function=b:g"])
+    found = evaluated(config)
+    assert (found.data.prompts, found.reward_function) == ("held.jsonl", "b:g")
+    assert (found.generation.max_new_tokens, found.generation.min_new_tokens) == (4, 4)
+    assert evaluated(presets.load("tiny", ["eval.prompts=x"])).generation.max_new_tokens == 24
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+PLACEMENTS = {
+    "flattening": {},
+    "flattening with ZeRO 3": {"zero": 3},
+    "interleaving1": {},
+    "interleaving2": {"zero": 3},
+    "separation": {"generation_tp": 2, "training_pp": 2},
+    "reallocation": {"training_tp": 2, "training_pp": 2, "offload": True},
+    "reallocation with ZeRO 2": {"zero": 2, "training_tp": 1},
+}
+
+
+def programs(name: str, num_ranks: int = 8, num_prompts: int = 13, samples: int = 3, **more) -> tuple[Program, Program]:
+    """The program of training and that of its evaluation."""
+    cluster = Cluster.parse(f"1x{num_ranks}", more.pop("device_type", "cpu"))
+    workload = make_workload(presets.load("llama-7b", []))
+    training = load_strategy(name.partition(" ")[0]).compile(workload, cluster, PLACEMENTS[name])
+    options = {"num_prompts": num_prompts, "samples_per_prompt": samples, "temperature": 1.0, "max_response": 64}
+    return training, evaluation_program(training, **(options | {"by_function": False} | more))
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_strategy_evaluates_where_it_generates_and_scores(name, by_function):
+    training, evaluation = programs(name, by_function=by_function)
+    assert check(evaluation, beside=training) == []
+    assert [call.name for call in evaluation.workload.workflow.calls] == ["actor_generate", "reward_infer"]
+    for call in evaluation.workload.workflow.calls:
+        ranks = training.placement.layouts[call.name].ranks
+        assert evaluation.placement.layouts[call.name].ranks == ranks
+        ran = {
+            r for r, steps in enumerate(evaluation.instructions) for s in steps if getattr(s, "call", "") == call.name
+        }
+        assert ran == set(ranks)
+        made = sum(
+            len(evaluation.placement.layouts[call.name].columns(rank, 39))
+            for rank in ranks
+            if evaluation.placement.layouts[call.name].reports(rank)
+        )
+        assert made == 39, "each row is made and reported once"
+    if not by_function:  # ranks that meet in training meet in the evaluation: the engines gather weights together
+        for rank, steps in enumerate(evaluation.instructions):
+            met = {step.call: step.group for step in training.instructions[rank] if isinstance(step, Run)}
+            assert all(step.group == met[step.call] for step in steps if isinstance(step, Run))
+
+
+def test_its_groups_and_pairs_are_made_with_those_of_training():
+    training, evaluation = programs("separation")
+    groups, pairs = communicators([training, evaluation])
+    assert groups.keys() == training.groups.keys() | evaluation.groups.keys()
+    assert set(pairs[None]) == set(training.pairs[None]) | set(evaluation.pairs[None])
+
+
+def test_an_offloaded_reward_model_is_loaded_for_it():
+    _, evaluation = programs("reallocation")
+    offloads = [step for step in evaluation.instructions[0] if isinstance(step, Offload)]
+    assert [step.model for step in offloads] == ["reward"]
+
+
+def test_memory_counts_what_training_keeps():
+    training, evaluation = programs("flattening", samples=64, device_type="a100-80g")
+    for rank in (0, 7):
+        alone = peak_bytes(static_bytes(evaluation, rank), working_bytes(evaluation, rank))
+        beside = peak_bytes(static_bytes(training, rank), working_bytes(evaluation, rank))
+        assert beside > alone + 2**30
+    assert not memory(evaluation), "by itself it would fit"
+    found = memory(evaluation, training)
+    assert [finding.severity for finding in found] == ["error"] and "optimizer" in found[0].message
+
+
+def test_an_algorithm_without_scores_has_no_evaluation():
+    training, _ = programs("flattening")
+    workflow = training.workload.workflow
+    calls = tuple(call for call in workflow.calls if call.name != "reward_infer")
+    unscored = replace(training, workload=replace(training.workload, workflow=replace(workflow, calls=calls)))
+    with pytest.raises(UserError, match=r"drop eval\.prompts"):
+        evaluation_program(
+            unscored, num_prompts=1, samples_per_prompt=1, temperature=0, max_response=1, by_function=False
+        )
