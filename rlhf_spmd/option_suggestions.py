@@ -32,6 +32,12 @@ _SYNONYMS = {
     "gradient_checkpointing": "strategy.recompute",
     "zero_stage": "strategy.zero",
     "save_steps save_freq": "checkpoint.every",
+    "eval_steps test_freq": "eval.every",
+    "eval_dataset val_files": "eval.prompts",
+    "num_generations_eval": "eval.samples_per_prompt",
+    "metric_for_best_model load_best_model_at_end": "checkpoint.best",
+    "early_stopping_patience": "eval.patience",
+    "log_completions rollout_data_dir": "rollouts.every",
     "reward_funcs reward_fn": "reward_function",
     "model_name_or_path": "--model",
     "gpus": "device",
@@ -52,12 +58,16 @@ def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]
     # the options of a strategy are no keys of a configuration; they are there if `strategy` is
     ours = [key for key in ELSEWHERE.get(leaf, ()) if key in (*every, "--model") or key.partition(".")[0] in every]
+    with_word = [key for key in with_word if key in group] or with_word
     names = same_leaf or ours or (with_word if len(with_word) <= 3 else ())
     if names:
         return _suggestion(names)
-    close = difflib.get_close_matches(name, list(group), n=1) or difflib.get_close_matches(name, list(every), n=1)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(every)}
-    return _suggestion(close or [by_leaf[one] for one in difflib.get_close_matches(leaf, list(by_leaf), n=1)])
+    of_leaf = [by_leaf[one] for one in difflib.get_close_matches(leaf, list(by_leaf), n=1)]
+    if of_leaf and "." not in name:
+        return _suggestion(of_leaf)
+    close = difflib.get_close_matches(name, list(group), n=1) or difflib.get_close_matches(name, list(every), n=1)
+    return _suggestion(close or of_leaf)
 
 
 def _suggestion(names: Sequence[str]) -> str:

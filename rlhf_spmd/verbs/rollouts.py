@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
+from rlhf_spmd.runtime.data.readers import read_records
 
 FOLDER = "rollouts"
 PLACE, TEXTS = ("iteration", "prompt_index", "sample"), ("prompt", "response")
@@ -71,14 +72,7 @@ def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
 def read(folder: Path) -> Iterator[Row]:
     """The rows of all parts. Raises UserError."""
     for path in sorted([*folder.glob("part-*.jsonl"), *folder.glob("part-*.parquet")]):
-        if path.suffix == ".jsonl":
-            yield from map(json.loads, path.read_text().splitlines())
-            continue
-        try:
-            from pyarrow import parquet
-        except ImportError:
-            raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
-        yield from parquet.read_table(path).to_pylist()
+        yield from (row for _, row in read_records(path, "prompt"))
 
 
 def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
