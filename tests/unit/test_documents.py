@@ -28,18 +28,6 @@ MOST_LINES, MOST_COLUMNS = 200, 120
 OURS = ("rlhf_spmd", "kernels", "strategies", "bench", "tests", "slurm", "docs")  # folders whose files are named
 VERBS = ("train", "generate", "profile", "check", "plan", "convert", "draw", "rollouts", "status", "postmortem")
 VERBS += ("algorithms",)
-    "rollouts",
-    "train",
-    "generate",
-    "profile",
-    "check",
-    "plan",
-    "convert",
-    "draw",
-    "status",
-    "postmortem",
-    "algorithms",
-)
 
 
 def named(path: Path) -> str:
