@@ -6,7 +6,7 @@ Imports neither torch nor MPI, so that `check` starts at once.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_type_hints
@@ -23,6 +23,7 @@ from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 LR = "_lr"  # optimizer.ROLE_lr
+Given = str | Sequence[str] | None  # a value: text; of a file also a list, or null
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +175,19 @@ def overridden(config: Config, overrides: Iterable[str]) -> Config:
             raise UserError(
                 f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
             )
-        config = _override(config, key, text)
+        config = assigned(config, key, text)
     return config
 
 
-def _override(config: Config, key: str, text: str) -> Config:
-    """A copy with one option set from text. Raises UserError for an unknown key or a wrong value."""
+def assigned(config: Config, key: str, value: Given, also: Iterable[str] = ()) -> Config:
+    """A copy with one option set from text, or from a value of a file: the texts of a list, or None. A group that is
+    None changes nothing. also: names that are no options, for suggestions. Raises UserError for an unknown key or a
+    wrong value."""
     group, dot, name = key.partition(".")
     known = options_of(config)
+    text = "none" if value is None else value if isinstance(value, str) else ",".join(value)
     if group == "strategy":
-        if not name or "." in name:
+        if not name or "." in name or name == "name":
             raise UserError(
                 f"{key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
             )
@@ -192,14 +196,16 @@ def _override(config: Config, key: str, text: str) -> Config:
         what = "preset is what the overrides change" if key == "preset" else "options are those of the algorithm"
         raise UserError(f"{key}={text}: the {what}; choose it by --{key} {text}")
     if key in known:
-        return with_value(config, key, parse_value(known[key][0], text, key))
+        return with_value(config, key, parse_value(known[key][0], value, key))
     of_group = [one for one in known if one.startswith(f"{group}.")]
     if of_group and not dot:
+        if value is None:
+            return config
         raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
     if group in known:
         raise UserError(f"unknown option {key!r}: {group} has no parts; set {group}=value")
     here = of_group or list(dict.fromkeys(one.partition(".")[0] for one in keys_of(config)))
-    hint = suggest_option(key, here, keys_of(config))
+    hint = suggest_option(key, [*here, *also], [*keys_of(config), *also])
     raise UserError(f"unknown option {key!r}{hint}; known here: {', '.join(here)}")
 
 
@@ -223,14 +229,20 @@ def keys_of(config: Config) -> list[str]:
 
 
 def parse_value(annotation: Any, text: Any, key: str) -> Any:
-    """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. Raises
-    UserError naming key and value, also for infinity and NaN."""
+    """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. None is
+    null, else empty; a list is one of texts, or a text with commas. Raises UserError naming key and value, also for
+    infinity and NaN."""
     try:
         adapter = TypeAdapter(annotation)
     except PydanticUserError as error:
         raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
-    candidates: list[Any] = [text]
-    if isinstance(text, str):
+    if isinstance(text, list) and annotation is str:
+        if odd := next((item for item in text if "," in item), None):
+            raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
+        text = ",".join(text)
+    candidates: list[Any] = [None, "", []] if text is None else [text]
+    text = "null" if text is None else text
+    if isinstance(text, str) and candidates == [text]:
         with suppress(ValueError, RecursionError):
             candidates.append(json.loads("null" if text.lower() == "none" else text))
         candidates.append([part.strip() for part in text.split(",")] if text else [])
@@ -287,16 +299,18 @@ def check_sizes(config: Config) -> None:
         raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")
 
 
-def resolved(config: Config) -> dict[str, Any]:
-    """The config as plain JSON values, options in their groups."""
-    found: dict[str, Any] = {"algorithm": config.algorithm.name}
+def resolved(config: Config, *, algorithm: str | None = None, strategy: str | None = None) -> dict[str, Any]:
+    """The config as plain JSON values, options in their groups. algorithm, strategy: how to name them (None: the
+    algorithm by its name, the strategy not at all)."""
+    found: dict[str, Any] = {"algorithm": algorithm or config.algorithm.name}
     for key, (_, value) in options_of(config).items():
         group, dot, name = key.partition(".")
         if dot:
             found.setdefault(group, {})[name] = value
         else:
             found[key] = value
-    return json.loads(json.dumps(found | {"strategy": config.strategy}))
+    named = {"name": strategy} if strategy else {}
+    return json.loads(json.dumps(found | {"strategy": named | config.strategy}))
 
 
 def leaves(config: Config) -> dict[str, str]:

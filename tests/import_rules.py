@@ -68,6 +68,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "model_folders", "option_suggestions"),
+    "rlhf_spmd.config_file": ("config",),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),
     "rlhf_spmd.model_folders": ("plan", "model.config"),
@@ -81,6 +82,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "algorithm",
         "algorithms.page",
         "config",
+        "config_file",
         "embedded",
         "model.config",
         "option_suggestions",
@@ -106,6 +108,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),
+    "rlhf_spmd.config_file": ("yaml",),
     "rlhf_spmd.kernels": None,
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),
@@ -119,6 +122,7 @@ FENCES = {
     "transformers": "rlhf_spmd.model.hf",
     "triton": "rlhf_spmd.kernels",
     "wandb": "rlhf_spmd.runtime.run.loggers",
+    "yaml": "rlhf_spmd.config_file",
 }
 LAZY = "rlhf_spmd.__main__"  # at module level it imports errors and the standard library, nothing else
 NOT_PACKAGES = (

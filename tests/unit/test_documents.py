@@ -15,9 +15,10 @@ from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
 from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.config_file import read_config_file
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.offline import options as offline_options
-from rlhf_spmd.strategy import strategy_names
+from rlhf_spmd.strategy import load_strategy, strategy_names
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -166,6 +167,21 @@ def test_commands_are_understood(page, command):
     if parsed.verb in ("train", "check", "plan") and not getattr(parsed, "resume", None):
         options = [word for word in parsed.overrides if not word.startswith("strategy.")]
         load("llama-7b" if parsed.model else parsed.preset, options)
+
+
+FILES = [(named(path), block) for path in PROMISING for language, block in blocks(path) if language == "yaml"]
+
+
+@pytest.mark.parametrize(("page", "block"), FILES)
+def test_files_of_options_are_understood(page, block, tmp_path):
+    """Blocks of YAML are files of --config."""
+    path = tmp_path / "run.yaml"
+    path.write_text(block)
+    file = read_config_file(str(path))
+    words = {name: text for name, text in file.words.items() if name != "model"}  # there is no such folder
+    config = load(file.words.get("preset", "llama-7b"), file=dataclasses.replace(file, words=words))
+    if "strategy" in words:
+        load_strategy(words["strategy"]).typed(config.strategy)
 
 
 def test_there_are_commands():

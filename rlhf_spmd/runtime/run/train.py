@@ -37,7 +37,8 @@ TIMELINE_ITERATIONS = 3  # the last ones are kept
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
-    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own."""
+    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
+    the name alone finds the strategy."""
 
     strategy: str
     source: str
@@ -45,6 +46,7 @@ class Origin:
     root: str = "runs"
     name: str | None = None
     resumed: Resumed | None = None
+    comes_with_package: bool = True
 
 
 def train(
@@ -179,9 +181,11 @@ def start_or_resume(
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
     """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
     again. Collective; raises UserError."""
+    named = origin.strategy if origin.comes_with_package else str(folder.path / "strategy.py")
+    options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
         if job.config.wandb and folder.writes:  # first, since it may fail
-            place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
+            place = folder.curves.start_wandb(job.config.wandb, options)
             folder.notes.append(f"Weights & Biases: {place}")
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
@@ -193,7 +197,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write_values("program.json", about)
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
-        folder.write_values(CONFIG, resolved(job.config))  # last: a folder with config.json is a run
+        folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:
