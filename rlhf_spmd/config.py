@@ -74,6 +74,11 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, slots=True)
+class Logging:
+    aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
@@ -102,6 +107,7 @@ class Config:
     generation: Generation = Generation()
     optimizer: Optimizer = Optimizer()
     checkpoint: Checkpointing = Checkpointing()
+    logging: Logging = Logging()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
     def __post_init__(self) -> None:
@@ -140,8 +146,13 @@ def split_functions(text: str) -> list[str]:
 
 def function_labels(config: Config) -> list[str]:
     """The names of several reward functions in the log: without their modules; none for one function."""
-    found = [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
+    found = function_names(config)
     return found if len(found) > 1 else []
+
+
+def function_names(config: Config) -> list[str]:
+    """The names of the reward functions, without their modules."""
+    return [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
 
 
 def options_of(config: Config) -> dict[str, tuple[Any, Any]]:

@@ -29,7 +29,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
     "checkpoint": ("algorithm", "config", "model", "plan"),
     "profile": ("config", "model", "plan"),
-    "run": ("algorithm", "algorithms", "config", "kernels", "model", "plan"),
+    "run": ("algorithm", "algorithms", "config", "kernels", "metric_aliases", "model", "plan"),
     "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -71,6 +71,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.config_file": ("config",),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),
+    "rlhf_spmd.metric_aliases": (),
     "rlhf_spmd.model_folders": ("plan", "model.config"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "generation.block_size",
     "generation.cache_fraction",
     "checkpoint.",
+    "logging.",
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"

@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rlhf_spmd.config import Config, function_labels, resolved
+from rlhf_spmd.config import Config, function_labels, function_names, resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.metric_aliases import aliased, aliases_of
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
@@ -70,6 +71,8 @@ def train(
     job = prepare(config, program, world)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
+    named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
+    aliases = aliases_of(*named)
     console = Console(known, enabled=world.rank == 0)
     ranks = "1 rank" if world.size == 1 else f"{world.size} ranks"
     title = f"{origin.strategy} on {ranks}"
@@ -102,7 +105,8 @@ def train(
         report.check_finite(metrics, number)
         update(state, config, answers)
         history.append(metrics)
-        folder.write_metrics(number, metrics, {name: metric.group for name, metric in known.items()})
+        groups = {name: metric.group for name, metric in known.items()}
+        folder.write_metrics(number, metrics, groups, aliased(aliases, metrics))
         console.iteration(number + 1, config.iterations, metrics)
         for text in alarm.notes(metrics):
             console.note(text)
