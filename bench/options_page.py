@@ -264,7 +264,7 @@ def type_text(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "texts"
+        return "texts" if "text" in type_text(get_args(annotation)[0]) else "numbers"
     if get_origin(annotation) in (dict, collections.abc.Mapping):
         of_values = get_args(annotation)[1]
         return "any" if of_values is Any else type_text(of_values)

@@ -5,30 +5,32 @@ Imports neither torch nor MPI, so that `check` starts at once.
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import did_you_mean, suggest_option
+from rlhf_spmd.option_values import Given, parse_value
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 LR = "_lr"  # optimizer.ROLE_lr
-Given = str | Sequence[str] | None  # a value: text; of a file also a list, or null
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt
+    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt; several with commas
+    weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
+    shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     max_prompt: PositiveInt = 128  # most tokens of a prompt
@@ -144,6 +146,12 @@ def split_functions(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def prompt_files(config: Config) -> list[str]:
+    """The files that data.prompts names. A comma may be a part of the name of a single file."""
+    text = config.data.prompts
+    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
+
+
 def function_labels(config: Config) -> list[str]:
     """The names of several reward functions in the log: without their modules; none for one function."""
     found = function_names(config)
@@ -239,38 +247,6 @@ def keys_of(config: Config) -> list[str]:
     return [*options_of(config), "strategy"]
 
 
-def parse_value(annotation: Any, text: Any, key: str) -> Any:
-    """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. None is
-    null, else empty; a list is one of texts, or a text with commas. Raises UserError naming key and value, also for
-    infinity and NaN."""
-    try:
-        adapter = TypeAdapter(annotation)
-    except PydanticUserError as error:
-        raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
-    if isinstance(text, list) and annotation is str:
-        if odd := next((item for item in text if "," in item), None):
-            raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
-        text = ",".join(text)
-    candidates: list[Any] = [None, "", []] if text is None else [text]
-    text = "null" if text is None else text
-    if isinstance(text, str) and candidates == [text]:
-        with suppress(ValueError, RecursionError):
-            candidates.append(json.loads("null" if text.lower() == "none" else text))
-        candidates.append([part.strip() for part in text.split(",")] if text else [])
-    problem = None
-    for candidate in candidates:
-        try:
-            value = adapter.validate_python(candidate)
-        except ValidationError as error:
-            problem = problem or error
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}={text}: Input should be a finite number")
-        return value
-    detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
-    raise UserError(f"{key}={text}: {detail}")
-
-
 def check_sizes(config: Config) -> None:
     """Raises UserError if options contradict each other."""
     sequences = config.rollout_batch * config.samples_per_prompt
@@ -296,6 +272,12 @@ def check_sizes(config: Config) -> None:
         name = config.algorithm.name
         raise UserError(f"{name}.epochs={config.options.epochs}: give a whole number of at least 1")
     functions = split_functions(config.reward_function)
+    files = prompt_files(config)
+    if config.data.weights and len(config.data.weights) != len(files):
+        raise UserError(
+            f"data.weights has {len(config.data.weights)} numbers for {len(files)} files of prompts "
+            f"({', '.join(files) or 'data.prompts is empty'}); give one for each"
+        )
     if config.reward_weights and len(config.reward_weights) != len(functions):
         raise UserError(
             f"reward_weights has {len(config.reward_weights)} numbers for {len(functions)} reward functions "

@@ -258,8 +258,7 @@ def values_of(annotation: Any) -> st.SearchStrategy:
     if get_origin(annotation) is tuple:
         of_items = get_args(annotation)
         if of_items[-1] is ...:
-            item = TEXTS.filter(bool) if of_items[0] is not float else st.floats(-1e9, 1e9)
-            return st.lists(item, max_size=3).map(tuple)
+            return st.lists(values_of(of_items[0]).filter(lambda item: item != ""), max_size=3).map(tuple)
         return st.tuples(*map(values_of, of_items))
     if isinstance(annotation, type) and annotation is bool:
         return st.booleans()
