@@ -56,7 +56,7 @@ class ConfigFile:
             try:
                 config = configs.assigned(config, one.key, one.value, also=WORDS)
             except UserError as error:
-                text = str(error).replace("'--model'", "'model'")
+                text = re.sub(r"'--(\w+)'", r"'\1'", str(error))
                 raise UserError(f"{self.path}, line {one.line}: {text}") from None
         return config
 
