@@ -19,7 +19,7 @@ from rlhf_spmd.errors import UserError
 # Keys that name what options with dashes name on the command line.
 WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calibration", "runs", "name")
 STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping with its options
-PAGE, PROGRAM = "algorithm.py", "program.json"  # of a run folder, whose config.json names a page by its title
+CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
 NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has
 MOST_GROUPS = 1  # around an option
@@ -85,10 +85,10 @@ def read_config_file(path: str) -> ConfigFile:
             )
         settings[one.key] = one
     words = {name: _word(path, settings.pop(name)) for name in WORDS if name in settings}
-    folder = Path(path).parent
-    in_run = (folder / PAGE).is_file() and (folder / PROGRAM).is_file()
+    page = Path(path).with_name(PAGE)
+    in_run = Path(path).name == CONFIG and page.is_file()
     given = {name: text for name, text in words.items() if text is not None}
-    return ConfigFile(path, given, tuple(settings.values()), str(folder / PAGE) if in_run else None)
+    return ConfigFile(path, given, tuple(settings.values()), str(page) if in_run else None)
 
 
 def _text_of(path: str) -> str:
@@ -130,6 +130,7 @@ def _problem(path: str, text: str, error: Any) -> str:
 
 def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
     """The options of a mapping, by dotted keys."""
+    seen: dict[str, int] = {}
     for key_node, value in node.value:
         where = f"{path}, line {key_node.start_mark.line + 1}"
         if key_node.tag == "tag:yaml.org,2002:merge":
@@ -137,8 +138,10 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
         name = key_node.value if _is_text(key_node) else ""
         if not name or name.strip(".") != name:
             raise UserError(f"{where}: {_kind(key_node)} {name!r} is not the name of an option")
-        key = prefix + name
-        line = key_node.start_mark.line + 1
+        key, line = prefix + name, key_node.start_mark.line + 1
+        if name in seen:
+            raise UserError(f"{where}: {key} is already given in line {seen[name]}; drop one")
+        seen[name] = line
         if hasattr(value, "value") and isinstance(value.value, list) and value.tag.endswith(":map"):
             if prefix.count(".") >= MOST_GROUPS:
                 raise UserError(f"{where}: {key} holds more options: an option has at most one group around it")

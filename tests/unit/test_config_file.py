@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -193,6 +194,7 @@ def test_a_layout_or_a_cluster_of_the_command_line_replaces_both(tmp_path):
         ("seed: {a: 1}\n", ["line 1", "seed has no parts"]),
         ("ppo: {kl_coef: {a: 1}}\n", ["line 1", "ppo.kl_coef holds more options"]),
         ("seed: 1\niterations: 2\nseed: 3\n", ["line 3", "seed is already given in line 1", "drop one"]),
+        ("ppo: {kl_coef: 1}\nppo: {epochs: 2}\n", ["line 2", "ppo is already given in line 1"]),
         ("ppo: {kl_coef: 1}\nppo.kl_coef: 2\n", ["line 2", "ppo.kl_coef is already given in line 1"]),
         ("strategy: a\nstrategy.name: b\n", ["line 2", "strategy is already given in line 1"]),
         ("strategy: [a, b]\n", ["line 1", "strategy must be one text"]),
@@ -328,8 +330,19 @@ def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
     config = presets.load("tiny", ["iterations=3"], algorithm=str(page))
     (folder / "algorithm.py").write_text(page.read_text())
     (folder / "config.json").write_text(json.dumps(configs.resolved(config, strategy=f"{folder}/strategy.py")))
-    (folder / "program.json").write_text("{}")
     found = parsed(str(folder / "config.json"))
     again = load_config(found)
     assert configs.resolved(again) == configs.resolved(config) and again.algorithm == config.algorithm
     assert found.strategy == f"{folder}/strategy.py"
+
+
+def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
+    path = write(tmp_path, "preset: llama-7b\nlayout: 1x8\nstrategy: {name: flattening, zero: 3}\nmicro_batch: 4\n")
+    out = tmp_path / "plan.py"
+    words = ["plan", "--config", path, "--calibration", "a100-80g", "--method", "two_phase", "--out", str(out)]
+    assert main([*words, "iterations=3"]) == 0
+    (command,) = [line for line in capsys.readouterr().out.splitlines() if "-m rlhf_spmd check" in line]
+    assert f"--config {path}" in command and "iterations=3" in command
+    text = " ".join(out.read_text().split())
+    assert f"Planned with --config {path} iterations=3." in text
+    assert main([*shlex.split(command)[3:], "--rank", "7"]) == 0
