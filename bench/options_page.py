@@ -36,6 +36,36 @@ Options are `KEY=VALUE` words on the command line, for example `iterations=3 ppo
 stands for no value, and lists are separated by commas. The program rejects an unknown option and suggests known ones,
 also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two dashes, such as `--model`, are listed by
 `python -m rlhf_spmd train --help`.
+
+## A file of options
+
+`train`, `check`, `plan`, `draw` and `profile` read options from `--config FILE.yaml`, too. Words of the command line
+replace those of the file, and the file replaces those of the preset.
+
+```yaml
+algorithm: grpo
+model: path/to/model
+strategy:
+  name: separation          # or, without options, `strategy: separation`
+  zero: 1
+layout: 1x8                 # for check, plan and draw; train takes the ranks that it is started on
+iterations: 200
+grpo:
+  kl_coef: 1e-3             # grpo.kl_coef
+data:
+  prompts: [gsm8k.jsonl, math.jsonl]
+```
+
+- Nested keys are the dotted names of options; `optimizer.actor_lr: 1e-6` in one line is the same. `preset`,
+  `algorithm`, `model`, `strategy`, `layout`, `cluster`, `calibration`, `runs` and `name` stand for the options with two
+  dashes. A verb ignores those that it does not have.
+- A value means what its text means on the command line: `1e-3` is a number, and `on` is a text where a text is wanted.
+  `null` is `none`, or empty. A list may stand for commas; `generation.stop: ["a, b"]` is then one text.
+- Paths are relative to the folder in which the program is started.
+- `--strategy` with another name leaves out the `strategy` options of the file, `--algorithm` those of its algorithm,
+  and `plan` those of its strategy.
+- `check` and `train --dry-run` print the resolved configuration as such a file. `config.json` of a run folder is one,
+  too: `train --config runs/NAME/config.json` begins the same run again.
 """
 RUN = """
 ## Options of a run
@@ -234,7 +264,7 @@ def type_text(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "texts"
+        return "texts" if "text" in type_text(get_args(annotation)[0]) else "numbers"
     if get_origin(annotation) in (dict, collections.abc.Mapping):
         of_values = get_args(annotation)[1]
         return "any" if of_values is Any else type_text(of_values)

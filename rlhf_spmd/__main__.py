@@ -4,6 +4,7 @@ no torch), convert (GGUF files).
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
+mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     from rlhf_spmd.runtime.guard.launcher import first_on_node, num_launched
 
     try:
-        parsed = _parse(arguments)
+        parsed = _with_file(_parse(arguments))
         if num_launched(os.environ) > 1:
             raise UserError(f"{parsed.verb} runs in one process: start it without mpirun or srun")
         status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}").run(parsed)
@@ -66,9 +67,14 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """The verb's options; its other words with `=` are overrides. Raises UserError."""
     parsed, rest = _parser().parse_known_args(arguments)
-    if parsed.verb == "draw":  # strategies may stand between options
+    if parsed.verb in ("check", "draw"):  # strategies may stand between options
         words = parsed.strategies + rest
         names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
+        if not names and parsed.config is None:
+            raise UserError("the following arguments are required: STRATEGY (rlhf_spmd --help lists the options)")
+        if parsed.verb == "check":
+            names = names[:1]
+            parsed.strategy = names[0] if names else None
         parsed.strategies, rest = names, [word for word in words if word not in names]
     wrong = [word for word in rest if word.startswith("-") or "=" not in word]
     if wrong:
@@ -78,6 +84,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if rest and parsed.verb in ("algorithms", "convert", "rollouts", "status", "postmortem"):
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
+    return parsed
+
+
+def _with_file(parsed: argparse.Namespace) -> argparse.Namespace:
+    """The options, with those of the file of --config where the command line names none. Raises UserError."""
+    if getattr(parsed, "config", None) is not None:
+        from rlhf_spmd.verbs.check import read_words
+
+        read_words(parsed)
     return parsed
 
 
@@ -110,13 +125,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(train)
     _add_generate(verbs)
     check = verbs.add_parser("check", help="print a placement and prove that its program cannot hang")
-    check.add_argument("strategy", metavar="STRATEGY", help="name or FILE.py")
+    check.add_argument("strategies", metavar="STRATEGY", nargs="*", help="name or FILE.py (default: that of --config)")
     _add_devices(check)
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     _add_config(check)
     _add_plan(verbs)
     draw = verbs.add_parser("draw", help="draw which ranks run which call, and forecast timelines")
-    draw.add_argument("strategies", metavar="STRATEGY", nargs="+", help="names or FILE.py")
+    draw.add_argument("strategies", metavar="STRATEGY", nargs="*", help="names or FILE.py (default: that of --config)")
     _add_devices(draw, calibration=True)
     draw.add_argument("--only", choices=("map", "timelines"), help="draw only the map or only the timelines")
     draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
@@ -155,6 +170,10 @@ def _given(text: str) -> str:
 
 def _add_config(verb: argparse.ArgumentParser) -> None:
     """The options that name a configuration."""
+    verb.add_argument(
+        "--config", metavar="FILE.yaml", help="options and names of these; words of the command line replace its values"
+    )
+    verb.set_defaults(file=None)
     verb.add_argument(
         "--algorithm", metavar="NAME|FILE.py", type=_given, help="name or file of the algorithm (default: ppo)"
     )
@@ -228,7 +247,7 @@ def _on_ranks(arguments: list[str]) -> int:
         return USER_STATUS
     try:
         with world.together("reading the command line"):
-            parsed = _parse(arguments)
+            parsed = _with_file(_parse(arguments))
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         if parsed.verb == "train":
             status = verb.run(world, parsed, asked)

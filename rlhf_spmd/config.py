@@ -5,29 +5,32 @@ Imports neither torch nor MPI, so that `check` starts at once.
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
+from rlhf_spmd.option_values import Given, parse_value
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 LR = "_lr"  # optimizer.ROLE_lr
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt
+    prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt; several with commas
+    weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
+    shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     max_prompt: PositiveInt = 128  # most tokens of a prompt
@@ -97,6 +100,11 @@ class RolloutFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Logging:
+    aliases: Literal["none", "trl", "verl"] = "none"  # names of another program for the curves, beside our own
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One run. Batch sizes are global but for micro_batch (sequences per forward on one data-parallel shard)."""
 
@@ -127,6 +135,7 @@ class Config:
     checkpoint: Checkpointing = Checkpointing()
     eval: Evaluation = Evaluation()
     rollouts: RolloutFiles = RolloutFiles()
+    logging: Logging = Logging()
     strategy: dict[str, Any] = field(default_factory=dict)  # options of place(): `strategy.NAME=VALUE`
 
     def __post_init__(self) -> None:
@@ -163,10 +172,21 @@ def split_functions(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def prompt_files(config: Config) -> list[str]:
+    """The files that data.prompts names. A comma may be a part of the name of a single file."""
+    text = config.data.prompts
+    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
+
+
 def function_labels(config: Config) -> list[str]:
     """The names of several reward functions in the log: without their modules; none for one function."""
-    found = [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
+    found = function_names(config)
     return found if len(found) > 1 else []
+
+
+def function_names(config: Config) -> list[str]:
+    """The names of the reward functions, without their modules."""
+    return [spec.rpartition(":")[2] for spec in split_functions(config.reward_function)]
 
 
 def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
@@ -200,16 +220,19 @@ def overridden(config: Config, overrides: Iterable[str]) -> Config:
             raise UserError(
                 f"override {override!r} is not of the form key=value, e.g. iterations=3 or ppo.kl_coef=0.02"
             )
-        config = _override(config, key, text)
+        config = assigned(config, key, text)
     return config
 
 
-def _override(config: Config, key: str, text: str) -> Config:
-    """A copy with one option set from text. Raises UserError for an unknown key or a wrong value."""
+def assigned(config: Config, key: str, value: Given, also: Iterable[str] = ()) -> Config:
+    """A copy with one option set from text, or from a value of a file: the texts of a list, or None. A group that is
+    None changes nothing. also: names that are no options, for suggestions. Raises UserError for an unknown key or a
+    wrong value."""
     group, dot, name = key.partition(".")
     known = options_of(config)
+    text = "none" if value is None else value if isinstance(value, str) else ",".join(value)
     if group == "strategy":
-        if not name or "." in name:
+        if not name or "." in name or name == "name":
             raise UserError(
                 f"{key}: strategy options are set as strategy.NAME=value; the strategy itself by --strategy"
             )
@@ -218,14 +241,16 @@ def _override(config: Config, key: str, text: str) -> Config:
         what = "preset is what the overrides change" if key == "preset" else "options are those of the algorithm"
         raise UserError(f"{key}={text}: the {what}; choose it by --{key} {text}")
     if key in known:
-        return with_value(config, key, parse_value(known[key][0], text, key))
+        return with_value(config, key, parse_value(known[key][0], value, key))
     of_group = [one for one in known if one.startswith(f"{group}.")]
     if of_group and not dot:
+        if value is None:
+            return config
         raise UserError(f"{key!r} is a group of options; set one of {', '.join(of_group)}")
     if group in known:
         raise UserError(f"unknown option {key!r}: {group} has no parts; set {group}=value")
     here = of_group or list(dict.fromkeys(one.partition(".")[0] for one in keys_of(config)))
-    hint = suggest_option(key, here, keys_of(config))
+    hint = suggest_option(key, [*here, *also], [*keys_of(config), *also])
     raise UserError(f"unknown option {key!r}{hint}; known here: {', '.join(here)}")
 
 
@@ -248,32 +273,6 @@ def keys_of(config: Config) -> list[str]:
     return [*options_of(config), "strategy"]
 
 
-def parse_value(annotation: Any, text: Any, key: str) -> Any:
-    """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. Raises
-    UserError naming key and value, also for infinity and NaN."""
-    try:
-        adapter = TypeAdapter(annotation)
-    except PydanticUserError as error:
-        raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
-    candidates: list[Any] = [text]
-    if isinstance(text, str):
-        with suppress(ValueError, RecursionError):
-            candidates.append(json.loads("null" if text.lower() == "none" else text))
-        candidates.append([part.strip() for part in text.split(",")] if text else [])
-    problem = None
-    for candidate in candidates:
-        try:
-            value = adapter.validate_python(candidate)
-        except ValidationError as error:
-            problem = problem or error
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}={text}: Input should be a finite number")
-        return value
-    detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
-    raise UserError(f"{key}={text}: {detail}")
-
-
 def evaluated(config: Config) -> Config:
     """The options of the evaluation in a run, in the places of those of training."""
     evaluation, generation = config.eval, config.generation
@@ -282,7 +281,7 @@ def evaluated(config: Config) -> Config:
     long_prompts = "truncate" if config.data.long_prompts == "drop" else config.data.long_prompts
     shortest = min(generation.min_new_tokens, max_new_tokens)
     own: dict[str, Any] = {
-        "data": dataclasses.replace(config.data, prompts=evaluation.prompts, long_prompts=long_prompts),
+        "data": dataclasses.replace(config.data, prompts=evaluation.prompts, weights=(), long_prompts=long_prompts),
         "generation": dataclasses.replace(generation, max_new_tokens=max_new_tokens, min_new_tokens=shortest),
     }
     if evaluation.reward_function:
@@ -290,16 +289,18 @@ def evaluated(config: Config) -> Config:
     return dataclasses.replace(config, **own)
 
 
-def resolved(config: Config) -> dict[str, Any]:
-    """The config as plain JSON values, options in their groups."""
-    found: dict[str, Any] = {"algorithm": config.algorithm.name}
+def resolved(config: Config, *, algorithm: str | None = None, strategy: str | None = None) -> dict[str, Any]:
+    """The config as plain JSON values, options in their groups. algorithm, strategy: how to name them (None: the
+    algorithm by its name, the strategy not at all)."""
+    found: dict[str, Any] = {"algorithm": algorithm or config.algorithm.name}
     for key, (_, value) in options_of(config).items():
         group, dot, name = key.partition(".")
         if dot:
             found.setdefault(group, {})[name] = value
         else:
             found[key] = value
-    return json.loads(json.dumps(found | {"strategy": config.strategy}))
+    named = {"name": strategy} if strategy else {}
+    return json.loads(json.dumps(found | {"strategy": named | config.strategy}))
 
 
 def leaves(config: Config) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from rlhf_spmd.config import Config, Evaluation, function_labels, split_functions
+from rlhf_spmd.config import Config, Evaluation, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
 from rlhf_spmd.option_suggestions import did_you_mean
@@ -33,6 +33,12 @@ def check_options(config: Config) -> None:
     if type(config.options.epochs) is not int or config.options.epochs < 1:
         name = config.algorithm.name
         raise UserError(f"{name}.epochs={config.options.epochs}: give a whole number of at least 1")
+    files = prompt_files(config)
+    if config.data.weights and len(config.data.weights) != len(files):
+        raise UserError(
+            f"data.weights has {len(config.data.weights)} numbers for {len(files)} files of prompts "
+            f"({', '.join(files) or 'data.prompts is empty'}); give one for each"
+        )
     functions = split_functions(config.reward_function)
     if config.reward_weights and len(config.reward_weights) != len(functions):
         raise UserError(

@@ -12,7 +12,8 @@ from typing import Any
 from rlhf_spmd import embedded
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Options
-from rlhf_spmd.config import Config, DataOptions, Generation, Optimizer, keys_of, overridden
+from rlhf_spmd.config import LR, Config, DataOptions, Generation, Optimizer, keys_of, overridden
+from rlhf_spmd.config_file import ConfigFile
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.option_checks import check_options
@@ -123,28 +124,46 @@ def load(
     *,
     algorithm: str | None = None,
     on_gpu: bool = False,
+    file: ConfigFile | None = None,
 ) -> Config:
     """The config of a preset (None: `model` if a model is given, else `tiny`) with dotted overrides. model: checkpoint
-    folder of the algorithm's first role. algorithm: name or FILE.py (None: ppo). on_gpu: the run uses GPUs. Raises
-    UserError."""
+    folder of the algorithm's first role. algorithm: name or FILE.py (None: ppo). on_gpu: the run uses GPUs. file: its
+    words and options stand between the preset and these arguments. Raises UserError."""
     if model == "":
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
-    preset = preset or ("model" if model else "tiny")
+    file = file or ConfigFile("")
+    loaded, file = _algorithm(algorithm, file)
+    if model:
+        file = file.without(f"models.{next(iter(loaded.roles))}".__eq__)
+    model = model or file.words.get("model")
+    preset = preset or file.words.get("preset") or ("model" if model else "tiny")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
-    loaded = load_algorithm(algorithm or "ppo")
     before = for_model(loaded, model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset](loaded)
     config = before = _with_samples(before)
     if model:
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
-    config = overridden(config, overrides)
+    config = overridden(file.applied(config), overrides)
     if config.main_folder:  # the shape of a checkpoint replaces the preset's
-        if config.shape != before.shape:
+        if config.shape not in (before.shape, ""):
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
         config = dataclasses.replace(config, shape="")
     check_options(config)
     return config
+
+
+def _algorithm(name: str | None, file: ConfigFile) -> tuple[Algorithm, ConfigFile]:
+    """The algorithm, and the file without what belongs to its own one alone, if the command line names another."""
+    before = file.words.get("algorithm", "ppo")
+    if name is None or name == before:
+        if file.page and "algorithm" in file.words:
+            return load_algorithm(file.page, before), file
+        return load_algorithm(name or before), file
+    loaded, roles = load_algorithm(name), load_algorithm(before).roles
+    gone = [role for role in roles if role not in loaded.roles]
+    keys = [f"models.{role}" for role in gone] + [f"optimizer.{role}{LR}" for role in gone]
+    return loaded, file.without(lambda key: key in keys or key.startswith(f"{Path(before).stem}."))
 
 
 def all_keys() -> list[str]:

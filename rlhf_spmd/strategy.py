@@ -25,6 +25,11 @@ class Strategy:
     source: str
     place: Callable[..., Placement]
 
+    @property
+    def comes_with_package(self) -> bool:
+        """Whether its name stands for this source in every run."""
+        return self.name in strategy_names() and load_strategy(self.name).source == self.source
+
     def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
         """place() with typed options. A UserError names this strategy."""
         try:

@@ -29,7 +29,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
     "checkpoint": ("algorithm", "config", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
-    "run": ("algorithm", "algorithms", "config", "evaluation_metrics", "kernels", "model", "plan"),
+    "run": ("algorithm", "algorithms", "config", "evaluation_metrics", "kernels", "metric_aliases", "model", "plan"),
     "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -67,9 +67,18 @@ OURS: dict[str, tuple[str, ...]] = {
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
     "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
     "rlhf_spmd.cluster_file": ("plan",),
-    "rlhf_spmd.config": ("plan", "algorithm", "algorithms.page", "model_folders", "option_suggestions"),
+    "rlhf_spmd.config": (
+        "plan",
+        "algorithm",
+        "algorithms.page",
+        "model_folders",
+        "option_suggestions",
+        "option_values",
+    ),
+    "rlhf_spmd.config_file": ("config",),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),
+    "rlhf_spmd.metric_aliases": (),
     "rlhf_spmd.model_folders": ("plan", "model.config"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
@@ -77,12 +86,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.evaluation_metrics": (),
     "rlhf_spmd.option_checks": ("plan.workload", "config", "evaluation_metrics", "option_suggestions"),
     "rlhf_spmd.option_suggestions": (),
+    "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
     "rlhf_spmd.presets": (
         "plan",
         "algorithm",
         "algorithms.page",
         "config",
+        "config_file",
         "embedded",
         "model.config",
         "option_checks",
@@ -109,9 +120,11 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.calibration_file": ("pydantic",),
     "rlhf_spmd.cluster_file": ("pydantic",),
     "rlhf_spmd.config": ("pydantic",),
+    "rlhf_spmd.config_file": ("yaml",),
     "rlhf_spmd.kernels": None,
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),
+    "rlhf_spmd.option_values": ("pydantic",),
     "rlhf_spmd.plan": ("numpy",),
     "rlhf_spmd.rewards": ("vaderSentiment", "math_verify"),
     "rlhf_spmd.runtime": None,
@@ -122,6 +135,7 @@ FENCES = {
     "transformers": "rlhf_spmd.model.hf",
     "triton": "rlhf_spmd.kernels",
     "wandb": "rlhf_spmd.runtime.run.loggers",
+    "yaml": "rlhf_spmd.config_file",
 }
 LAZY = "rlhf_spmd.__main__"  # at module level it imports errors and the standard library, nothing else
 NOT_PACKAGES = (

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rlhf_spmd import presets
 from rlhf_spmd.cluster_file import read_cluster
-from rlhf_spmd.config import Config, evaluated, make_workload
+from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved
+from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import advice
 from rlhf_spmd.plan.cluster import Cluster
@@ -19,6 +20,9 @@ from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_program
 from rlhf_spmd.strategy import load_strategy
+
+DEFAULT_STRATEGY = "flattening"
+CONFIG_HEADING = "# The configuration, which can be given back as a file: --config FILE.yaml"
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -31,7 +35,8 @@ def run(parsed: argparse.Namespace) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     evaluation = evaluation_of(config, program)
     findings = check_both(program, evaluation)
-    return print_report(program, findings, strategy.name, title, parsed.rank, evaluation)
+    text = config_text(parsed, config, parsed.strategy)
+    return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluation)
 
 
 def evaluation_of(config: Config, training: Program) -> Program | None:
@@ -41,7 +46,8 @@ def evaluation_of(config: Config, training: Program) -> Program | None:
         return None
     from rlhf_spmd.runtime.data.readers import read_records
 
-    num = len(read_records(Path(evaluation.prompts), config.data.key or config.algorithm.data[PROMPTS]))
+    key = config.data.key or config.algorithm.data[PROMPTS]
+    num = sum(len(read_records(Path(path), key)) for path in prompt_files(evaluated(config)))
     return evaluation_program(
         training,
         num_prompts=min(num, evaluation.num_prompts) if evaluation.num_prompts else num,
@@ -77,12 +83,45 @@ def read_config_and_cluster(
 
 def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
     """The configuration that a command line names. Raises UserError."""
-    return presets.load(parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=on_gpu)
+    return presets.load(
+        parsed.preset, parsed.overrides, parsed.model, algorithm=parsed.algorithm, on_gpu=on_gpu, file=parsed.file
+    )
+
+
+def read_words(parsed: argparse.Namespace) -> None:
+    """Reads the file of --config, and completes the options that it names. Options of its strategy are left out where
+    the command line names another strategy, and where the planner chooses. Raises UserError."""
+    file = read_config_file(parsed.config)
+    own = file.words.get("strategy", DEFAULT_STRATEGY)
+    named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
+    if parsed.verb in ("check", "draw") and not named:
+        if own == "auto":
+            raise UserError(
+                f"{file.path}: strategy auto is planned when a run starts: name a strategy behind `{parsed.verb}`, or "
+                "let `plan` write one"
+            )
+        parsed.strategies = [own]
+    if parsed.verb == "plan" or (named and own not in named):
+        file = file.without(lambda key: key.startswith("strategy."))
+    on_devices = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
+    for name in ("strategy", "layout", "cluster", "calibration", "runs", "name"):
+        if not (on_devices and name in ("layout", "cluster")) and getattr(parsed, name, "") is None:
+            setattr(parsed, name, own if parsed.verb == "check" and name == "strategy" else file.words.get(name))
+    parsed.file = file
+
+
+def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> str:
+    """The configuration as a file for --config."""
+    file = parsed.file or ConfigFile("")
+    algorithm = None if file.page else parsed.algorithm or file.words.get("algorithm")
+    return to_text(resolved(config, algorithm=algorithm, strategy=strategy))
 
 
 def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:
-    """The words of a command line that name the algorithm, this preset and the model."""
-    named = {"--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
+    """The words of a command line that name the file, the algorithm, this preset (with a file: what it names) and the
+    model."""
+    preset = parsed.preset if parsed.config else preset
+    named = {"--config": parsed.config, "--algorithm": parsed.algorithm, "--preset": preset, "--model": parsed.model}
     return [word for name, value in named.items() if value for word in (name, value)]
 
 
@@ -91,17 +130,19 @@ def print_report(
     findings: Sequence[Finding],
     name: str,
     title: str,
+    config: str,
     rank: int = 0,
     evaluation: Program | None = None,
 ) -> int:
-    """Prints a program, the findings about it and, last, a line of JSON -> the exit status. rank: whose instructions
-    are printed. evaluation: the program of the run's evaluations."""
+    """Prints a program, the findings about it, its configuration and, last, a line of JSON -> the exit status. rank:
+    whose instructions are printed. evaluation: the program of the run's evaluations."""
     print(show_program(program, title=title, rank=rank))
     if evaluation:
         print(show_evaluation(evaluation))
     print(show_findings(findings))
     if advised := advice(program):
         print(f"\n{advised}")
+    print(f"\n{CONFIG_HEADING}\n{config}\n")
     errors = sum(finding.severity == "error" for finding in findings)
     result = {
         "strategy": name,

@@ -69,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     print(plans_table(rows, calibration))
-    source = module_source(winner, config, calibration, parsed.overrides)
+    source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
     print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_check_words(parsed, cluster), *parsed.overrides])}")
@@ -84,6 +84,11 @@ def run(parsed: argparse.Namespace) -> int:
     result |= {"simulate_s": simulate_s, "gap": found.gap, "num_scored": found.num_scored, "plans": seconds, "ok": True}
     print(json.dumps(result))
     return 0
+
+
+def _words(parsed: argparse.Namespace) -> list[str]:
+    """What a plan was made with, for its docstring."""
+    return [*(["--config", parsed.config] if parsed.config else []), *parsed.overrides]
 
 
 def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -334,7 +339,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             out = _out(parsed, config, cluster)
             rows, found = alternatives(workload, cluster, calibration, **_search_options(parsed))
             best = list(islice(ranked(rows), parsed.measure_top))
-            told = [[row.name, module_source(row, config, calibration, parsed.overrides)] for row in best]
+            told = [[row.name, module_source(row, config, calibration, _words(parsed))] for row in best]
             print(plans_table(rows, calibration), flush=True)
     world.use_device(config.device)
     told = world.bcast(told, what="the plans")

@@ -19,7 +19,15 @@ from rlhf_spmd.runtime.checkpoint.resume import Resumed, read_run
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, Asked
 from rlhf_spmd.runtime.world.devices import check_program, type_of
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.check import check_both, config_words, evaluation_of, load_config, print_report
+from rlhf_spmd.verbs.check import (
+    DEFAULT_STRATEGY,
+    check_both,
+    config_text,
+    config_words,
+    evaluation_of,
+    load_config,
+    print_report,
+)
 from rlhf_spmd.verbs.plan import auto, calibration_for
 
 RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, workspaces of matrix products
@@ -60,7 +68,8 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
-            print_report(program, findings, strategy.name, title, evaluation=evaluation)
+            text = config_text(parsed, config, parsed.strategy or DEFAULT_STRATEGY)
+            print_report(program, findings, strategy.name, title, text, evaluation=evaluation)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
@@ -74,11 +83,19 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         config,
         program,
         world,
-        origin=Origin(strategy.name, strategy.source, described, parsed.runs or "runs", parsed.name, resumed),
+        origin=Origin(
+            strategy.name,
+            strategy.source,
+            described,
+            parsed.runs or "runs",
+            parsed.name,
+            resumed,
+            comes_with_package=strategy.comes_with_package,
+        ),
         summary=show_program(program, title=title, rank=0),
         command=None
         if resumed
-        else Command(parsed.strategy or "flattening", config_words(parsed, config.preset), parsed.overrides),
+        else Command(parsed.strategy or DEFAULT_STRATEGY, config_words(parsed, config.preset), parsed.overrides),
         evaluation=evaluation,
         calibration=calibration,
         asked=asked,
@@ -90,7 +107,7 @@ def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed 
     """Config, strategy (None: to be planned) and the run to resume, if there is one. Raises UserError."""
     resumed = None
     if parsed.resume:
-        for name in ("preset", "model", "algorithm", "runs", "name"):
+        for name in ("config", "preset", "model", "algorithm", "runs", "name"):
             if getattr(parsed, name) is not None:
                 raise UserError(f"--{name} and --resume: {parsed.resume} has its own; drop --{name}")
         resumed = read_run(parsed.resume, parsed.overrides, other_strategy=parsed.strategy is not None)
@@ -98,7 +115,7 @@ def _read(parsed: argparse.Namespace) -> tuple[Config, Strategy | None, Resumed 
     if resumed and parsed.strategy is None:
         strategy = load_strategy(str(resumed.folder / "strategy.py"))
         return config, replace(strategy, name=resumed.strategy), resumed
-    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or "flattening"), resumed
+    return config, None if parsed.strategy == "auto" else load_strategy(parsed.strategy or DEFAULT_STRATEGY), resumed
 
 
 def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:

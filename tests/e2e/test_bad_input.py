@@ -156,6 +156,35 @@ CASES = {
         {"s.py": strategy("Layout.data_parallel(split_by_ratio({'a': 0.9, 'reward': 0.1}, cluster.ranks)['reward'])")},
         by_check=True,
     ),
+    "no such file of options": Case(("--config", "{folder}/no.yaml"), ("no.yaml can't be read", "give a file")),
+    "an unknown option in a file": Case(
+        ("--config", "{folder}/c.yaml"),
+        ("c.yaml, line 3: unknown option 'ppo.klcoef'", "did you mean 'ppo.kl_coef'"),
+        {"c.yaml": "seed: 1\nppo:\n  klcoef: 0.1\n"},
+        kind="the file of options",
+    ),
+    "a wrong value in a file": Case(
+        ("--config", "{folder}/c.yaml"), ("c.yaml, line 1: seed=many", "integer"), {"c.yaml": "seed: many\n"}
+    ),
+    "an option twice in a file": Case(
+        ("--config", "{folder}/c.yaml"),
+        ("c.yaml, line 3: seed is already given in line 1; drop one",),
+        {"c.yaml": "seed: 1\niterations: 2\nseed: 2\n"},
+    ),
+    "a tab in a file": Case(
+        ("--config", "{folder}/c.yaml"),
+        ("c.yaml, line 2: the line begins with a tab: indent with spaces",),
+        {"c.yaml": "ppo:\n\tkl_coef: 0.1\n"},
+    ),
+    "an empty file of options": Case(("--config", "{folder}/c.yaml"), ("c.yaml is empty",), {"c.yaml": "\n"}),
+    "a file of options that is a list": Case(
+        ("--config", "{folder}/c.yaml"), ("c.yaml holds a list, not options",), {"c.yaml": "- seed\n"}
+    ),
+    "a strategy in a file that does not exist": Case(
+        ("--config", "{folder}/c.yaml"),
+        ("unknown strategy 'seperation'", "did you mean 'separation'"),
+        {"c.yaml": "strategy: {name: seperation}\n"},
+    ),
     "missing checkpoint": Case(("models.actor={folder}/nowhere",), ("nowhere", "config.json")),
     "truncated checkpoint": Case(("models.actor={folder}/cut",), ("model.safetensors",), kind="a checkpoint"),
     "unsupported family": Case(("models.actor={folder}/gpt2",), ("gpt2", "llama")),
@@ -177,6 +206,23 @@ CASES = {
     "long prompt": Case(
         ("data.prompts={folder}/p.txt",), ("p.txt", "line 2", "data.max_prompt"), {"p.txt": "ba\n" + "be " * 40 + "\n"}
     ),
+    "a bad row of a second file": Case(
+        ("data.prompts={models}/prompts.jsonl,{folder}/p.jsonl", "data.weights=1,2"),
+        ("p.jsonl, line 2: the value of 'prompt' is a number, not a string",),
+        {"p.jsonl": '{"prompt": "ba"}\n{"prompt": 3}\n'},
+    ),
+    "a second file that is not there": Case(
+        ("data.prompts={models}/prompts.jsonl,{folder}/no.parquet",), ("no.parquet does not exist",)
+    ),
+    "a file of prompts named twice": Case(
+        ("data.prompts={models}/prompts.jsonl,{models}/prompts.jsonl",), ("prompts.jsonl twice", "data.weights")
+    ),
+    "weights of other files": Case(
+        ("data.weights=1,2",), ("data.weights has 2 numbers for 1 files of prompts", "give one for each")
+    ),
+    "a weight of zero": Case(("data.prompts=a.txt,b.txt", "data.weights=1,0"), ("data.weights=1,0", "greater than 0")),
+    "shuffle maybe": Case(("data.shuffle=maybe",), ("data.shuffle=maybe", "boolean")),
+    "aliases of nobody": Case(("logging.aliases=ray",), ("logging.aliases=ray", "'none', 'trl' or 'verl'")),
     "missing prompts": Case(("data.prompts={folder}/no.jsonl",), ("no.jsonl",)),
     "reward raises": Case(
         ("reward_function={folder}/r.py:f",),

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_spmd.__main__ import main
 
-HEAVY = {"torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
+HEAVY = {"yaml", "torch", "mpi4py", "transformers", "deepspeed", "triton", "safetensors", "tokenizers", "matplotlib"}
 BIG = ["check", "flattening", "--layout", "8x8", "--preset", "llama-65b"]
 REFERENCE = """
 import dataclasses, json
@@ -74,11 +74,16 @@ def test_hundreds_of_devices_take_seconds():
     assert time.perf_counter() - started < 30.0
 
 
-def test_nothing_heavy_is_imported():
-    done = run(*FITS, python=("-X", "importtime"))
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "rlhf_spmd.plan.proof.check" in imported and done.returncode == 0
-    assert {name for name in imported if name.partition(".")[0] in HEAVY} == set()
+def test_nothing_heavy_is_imported(tmp_path):
+    """PyYAML only for a file of --config."""
+    (tmp_path / "c.yaml").write_text("seed: 3\n")
+    for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"})):
+        done = run(*FITS, *words, python=("-X", "importtime"))
+        found = [
+            line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")
+        ]
+        assert "rlhf_spmd.plan.proof.check" in found and done.returncode == 0
+        assert {name.partition(".")[0] for name in found} & HEAVY == heavy
 
 
 def test_a_program_that_fits_is_shown_and_passes():

@@ -120,7 +120,7 @@ def test_every_key_can_be_overridden():
         choices = [bare(choice) for choice in get_args(hint)]
         others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
         kind = next((t for t in (*choices, hint) if t in samples), None)
-        text = others[0] if others else samples[kind]
+        text = others[0] if others else str(not value_of(usual, key)) if kind is bool else samples[kind]
         needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
         needs = ["reward_function=m:f"] if key == "reward_weights" else needs
         if key.startswith("eval.") and key != "eval.prompts":

@@ -15,9 +15,10 @@ from bench.tables import BLOCK, PAGES, render
 from rlhf_spmd import config as configs
 from rlhf_spmd.__main__ import _parse
 from rlhf_spmd.algorithm import Algorithm, algorithm_names, load_algorithm
+from rlhf_spmd.config_file import ConfigFile, read_config_file
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.offline import options as offline_options
-from rlhf_spmd.strategy import strategy_names
+from rlhf_spmd.strategy import load_strategy, strategy_names
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = ROOT / "README.md", ROOT / "bench" / "RESULTS.md"
@@ -161,12 +162,37 @@ def test_named_modules_exist(page):
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_are_understood(page, command):
+def test_commands_are_understood(page, command, tmp_path):
+    """A file of --config is the block of YAML on the same page."""
     parsed = _parse(words_for_us(command))
     assert parsed.verb in VERBS
     if parsed.verb in ("train", "check", "plan") and not getattr(parsed, "resume", None):
         options = [word for word in parsed.overrides if not word.startswith("strategy.")]
+        if parsed.config:
+            (block,) = [block for where, block in FILES if where == page]
+            load(file=read_block(block, tmp_path), preset="llama-7b", overrides=options)
+            return
         load("llama-7b" if parsed.model else parsed.preset, options)
+
+
+FILES = [(named(path), block) for path in PROMISING for language, block in blocks(path) if language == "yaml"]
+
+
+def read_block(block: str, folder: Path) -> ConfigFile:
+    """The file of --config that a block shows, without its model, which is no folder here."""
+    path = folder / "run.yaml"
+    path.write_text(block)
+    file = read_config_file(str(path))
+    return dataclasses.replace(file, words={name: text for name, text in file.words.items() if name != "model"})
+
+
+@pytest.mark.parametrize(("page", "block"), FILES)
+def test_files_of_options_are_understood(page, block, tmp_path):
+    """Blocks of YAML are files of --config."""
+    file = read_block(block, tmp_path)
+    config = load(file.words.get("preset", "llama-7b"), file=file)
+    if "strategy" in file.words:
+        load_strategy(file.words["strategy"]).typed(config.strategy)
 
 
 def test_there_are_commands():

@@ -9,6 +9,7 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.config import keys_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import advice, fitting_options
 from rlhf_spmd.option_suggestions import ELSEWHERE
@@ -17,6 +18,7 @@ from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.verbs.check import CONFIG_HEADING
 from rlhf_spmd.verbs.train import RESERVED_BYTES, cluster_of, refuse_errors
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
@@ -150,6 +152,9 @@ def test_a_name_of_the_hub_says_to_download_it(capsys):
         ("learning_rate=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
         ("kl_coef=0.1", "did you mean 'ppo.kl_coef'?"),
         ("beta=0.1", "did you mean 'ppo.kl_coef'?"),
+        ("epsilon=0.1", "did you mean 'ppo.clip_ratio'?"),
+        ("actor_rollout_ref.rollout.n=8", "did you mean 'samples_per_prompt'?"),
+        ("algorithm.adv_estimator=grpo", "did you mean '--algorithm'?"),
         ("ppo.klcoef=0.1", "did you mean 'ppo.kl_coef'?"),
         ("num_generations=8", "did you mean 'samples_per_prompt'?"),
         ("temprature=0.7", "did you mean 'generation.temperature'?"),
@@ -163,8 +168,23 @@ def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "word", "hint"),
+    [
+        ("grpo", "beta=0.1", "did you mean 'grpo.kl_coef'?"),
+        ("rloo", "beta=0.1", "did you mean 'rloo.kl_coef'?"),
+        ("grpo", "epsilon=0.1", "did you mean 'grpo.clip_low' or 'grpo.clip_high'?"),
+        ("remax", "actor.loss_agg_mode=token-mean", "did you mean 'remax.aggregation' or 'remax.surrogate'?"),
+    ],
+)
+def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, hint, capsys):
+    assert main(["check", "flattening", "--algorithm", algorithm, word]) == 2
+    assert hint in capsys.readouterr().err
+
+
 def test_names_of_other_systems_stand_for_options_that_there_are():
-    ours = {*presets.all_keys(), "--model", "strategy.recompute", "strategy.zero"}
+    ours = {*presets.all_keys(), *keys_of(presets.load("tiny", algorithm="grpo"))}
+    ours |= {"--model", "--algorithm", "--name", "--runs", "strategy.recompute", "strategy.zero"}
     assert {name for names in ELSEWHERE.values() for name in names} <= ours
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in presets.all_keys()}, "such a name has one meaning"
 
@@ -179,5 +199,5 @@ def test_check_judges_the_precision_of_the_run(folder, capsys):
     path, told = folder(ONE), set()
     for words in (["--device-type", "h100-80g"], ["device_type=h100-80g"]):
         assert main(["check", "flattening", "--layout", "1x2", "--model", path, "reward_function=m:f", *words]) == 0
-        told.add(capsys.readouterr().out)
+        told.add(capsys.readouterr().out.partition(CONFIG_HEADING)[0])
     assert len(told) == 1 and "60.0 GiB" in told.pop()  # of bfloat16; of float32 it would not fit

@@ -105,7 +105,7 @@ def test_every_option_may_change_or_is_refused_by_name():
         if key in ("preset", "shape", "strategy", "iterations"):
             continue
         after = with_value(before, key, "another")
-        if key in MAY_CHANGE or key.startswith("checkpoint."):
+        if key in MAY_CHANGE or key.startswith(("checkpoint.", "logging.")):
             refuse_changes(before, after, "RUN")
             continue
         with pytest.raises(UserError, match=f"^{key}=another would change the results of RUN"):

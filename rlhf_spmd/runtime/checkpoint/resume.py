@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "eval.every",
     "eval.patience",
     "rollouts.",
+    "logging.",
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
@@ -133,7 +134,8 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     if not isinstance(name, str) or not isinstance(strategy, Mapping):
         what = "strategy is not an object" if isinstance(name, str) else "algorithm is not a name"
         raise UserError(f"{source}: {what}; restore the file")
-    config = Config(preset=str(values["preset"]), algorithm=load_algorithm(page or name, name), strategy=dict(strategy))
+    options = {option: text for option, text in strategy.items() if option != "name"}  # the name is for --config
+    config = Config(preset=str(values["preset"]), algorithm=load_algorithm(page or name, name), strategy=options)
     known = configs.options_of(config)
     groups = {key.partition(".")[0] for key in known if "." in key}
     for key, value in _flat(values).items():

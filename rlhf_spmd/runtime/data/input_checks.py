@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlhf_spmd.config import Config
+from rlhf_spmd.config import Config, prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
@@ -25,12 +25,14 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
     """The data set of a run, tokenised. num_known: token ids that all models know. eos_ids: the first one ends the
     responses that the set has, if there are any. Raises UserError."""
     prompts = load_prompts(
-        config.data.prompts,
+        prompt_files(config),
         tokenizer,
         max_prompt_tokens=config.data.max_prompt,
         key=config.data.key or config.algorithm.data[PROMPTS],
         long_prompts=config.data.long_prompts,
         seed=config.seed,
+        weights=config.data.weights,
+        shuffle=config.data.shuffle,
         columns={key: column for key, column in config.algorithm.data.items() if key != PROMPTS},
         max_response_tokens=config.generation.max_new_tokens,
         eos_id=eos_ids[0] if eos_ids else None,

@@ -21,6 +21,7 @@ import numpy as np
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
+from rlhf_spmd.runtime.data.prompt_order import PromptOrder
 from rlhf_spmd.runtime.data.readers import INSTEAD, Record, messages_of, read_records, text_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Render = Callable[[str, list[dict[str, str]]], str]  # where (for messages), a conversation -> its text
 HASHED_AT_ONCE = 10_000  # prompts
+SOURCE = "data_source"  # a column: where a row comes from
 PADDING = -1  # never a token id, so it cannot be confused with an end of sequence that a tokenizer uses for padding
 
 
@@ -127,13 +129,19 @@ class PromptSet:
     num_dropped: int = 0
     responses: Mapping[str, TokenRows] = field(default_factory=dict)  # by key, where the set has some for each prompt
     columns: TextRows | None = None  # all other columns, a JSON object for each prompt; None: there are none
-    _epoch: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
+    sizes: tuple[int, ...] = ()  # number of prompts of each file; (): there is one
+    weights: tuple[float, ...] = ()  # of the files (prompt_order.py); (): they are one set
+    shuffle: bool = True  # epochs are permutations; else the order of the files
+    _order: PromptOrder = field(init=False, repr=False, compare=False)
     _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.prompts) and len(self.prompts) == len(self.texts), (
             "a prompt set needs prompts and a text for each"
         )
+        sizes = self.sizes or (len(self.prompts),)
+        assert sum(sizes) == len(self.prompts), (sizes, len(self.prompts))
+        object.__setattr__(self, "_order", PromptOrder(sizes, self.weights, self.seed, self.shuffle))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -147,58 +155,19 @@ class PromptSet:
         return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
-        """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration).
-
-        Iterations run through epochs, each a permutation of all prompts. A batch that spans two epochs repeats no
-        prompt, unless rollout_batch is larger than the set.
-        """
-        assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
-        epoch, start = divmod(iteration * rollout_batch, len(self))
-        picked: list[int] = []
-        while len(picked) < rollout_batch:
-            order = self._order(epoch, rollout_batch)
-            picked += order[start : start + rollout_batch - len(picked)].tolist()
-            epoch, start = epoch + 1, 0
-        return picked
+        """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
+        return self._order.batch(iteration, rollout_batch)
 
     def fingerprint(self) -> str:
-        """Hash of the seed and of all prompts (length, then tokens), compared among the ranks at the start."""
+        """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), compared
+        among the ranks at the start."""
         if not self._hash:
-            digest = hashlib.sha256(f"{self.seed} {len(self)}".encode())
+            order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
+            digest = hashlib.sha256(f"{self.seed} {len(self)}{order}".encode())
             for rows in (self.prompts, *self.responses.values()):
                 rows.add_to(digest)
             self._hash.append(digest.hexdigest())
         return self._hash[0]
-
-    def _order(self, epoch: int, rollout_batch: int) -> np.ndarray:
-        """Permutation of one epoch. It depends on the end of the previous epoch, back to one that starts a batch."""
-        size = len(self)
-        aligned = rollout_batch // np.gcd(rollout_batch, size)  # a batch starts with every `aligned`-th epoch
-        first = epoch - epoch % int(aligned)
-        known, order = self._epoch.get(rollout_batch, (-1, None))
-        if order is None or not first <= known <= epoch:
-            known, order = first, _permutation(self.seed, first, size)
-        for later in range(known + 1, epoch + 1):
-            num_before = (later * size) % rollout_batch  # prompts of the batch that spans both epochs, in the first one
-            fresh = _permutation(self.seed, later, size)
-            order = _without_repeats(fresh, order, num_before, rollout_batch - num_before)
-        self._epoch[rollout_batch] = (epoch, order)  # a cache: iterations come in order
-        return order
-
-
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    # Sorts raw Philox words, because numpy guarantees stable bits for them, but not for Generator.permutation. The
-    # first bit of the counter separates this stream from that of algorithms/training_order.py, which has the same key.
-    words = np.random.Philox(key=seed % 2**64, counter=(1 << 255) | (epoch << 128)).random_raw(size)
-    return np.argsort(words, kind="stable")
-
-
-def _without_repeats(order: np.ndarray, previous: np.ndarray, num_before: int, num_after: int) -> np.ndarray:
-    """Reorders an epoch so that its first `num_after` prompts exclude the last `num_before` of the previous epoch."""
-    if num_before == 0 or num_before + num_after > len(order):
-        return order
-    first = np.flatnonzero(~np.isin(order, previous[-num_before:]))[:num_after]
-    return np.concatenate([order[first], np.delete(order, first)])
 
 
 def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Tensor:
@@ -213,77 +182,130 @@ def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Ten
     return torch.tensor(padded, dtype=torch.int64).view(len(rows), width)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How prompts are read; see load_prompts."""
+
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    key: str = "prompt"
+    long_prompts: str = "error"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_response_tokens: int = 0
+    eos_id: int | None = None
+    render: Render | None = None
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The prompts of one or more files."""
+
+    tokens: array = field(default_factory=lambda: array("i"))  # nine times smaller than lists
+    ends: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)  # other columns
+    num_long: int = 0  # that were cut or left out
+
+
 def load_prompts(
-    path: str | Path,
+    path: str | Path | Sequence[str],
     tokenizer: Tokenizer,
     *,
     max_prompt_tokens: int,
-    key: str = "prompt",
-    long_prompts: str = "error",
     seed: int = 0,
-    columns: Mapping[str, str] = {},
-    max_response_tokens: int = 0,
-    eos_id: int | None = None,
-    render: Render | None = None,
+    weights: Sequence[float] = (),
+    shuffle: bool = True,
+    **how: Any,
 ) -> PromptSet:
-    """Reads .jsonl (an object per line), .parquet (a row) or .txt (a prompt per line, taken literally).
+    """Reads .jsonl (an object per line), .parquet (a row) or .txt (a prompt per line, taken literally), one file or
+    several. seed, weights and shuffle determine the order (prompt_order.py). how: the other fields of Reading.
 
     Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
     an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
     columns: of responses to the prompts, by their keys. A response ends with eos_id; one of more than
     max_response_tokens tokens is an error, is cut, or its whole row is left out, as long_prompts says, too. render:
-    makes the text of a prompt that is a conversation. Further columns are kept for reward functions.
+    makes the text of a prompt that is a conversation. Further columns are kept for reward functions; with several
+    files, `data_source` is the name of the file where a row has no such column.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
-    path = Path(path)
-    all_tokens, ends = array("i"), []  # nine times smaller than lists
-    texts: list[str] = []
+    reading = Reading(tokenizer, max_prompt_tokens, **how)
+    paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
+    rows, sizes = _Rows(answers={name: [] for name in reading.columns}), []
+    for file, name in zip(paths, _names(paths), strict=True):
+        before = len(rows.texts)
+        _read_file(rows, file, reading, name)
+        sizes.append(len(rows.texts) - before)
+    truncated, dropped = (rows.num_long, 0) if reading.long_prompts == "truncate" else (0, rows.num_long)
+    return PromptSet(
+        TokenRows(np.frombuffer(rows.tokens, np.int32), np.array(rows.ends, dtype=np.int64)),
+        TextRows.of(rows.texts),
+        seed,
+        ",".join(map(str, paths)),
+        truncated,
+        dropped,
+        {name: TokenRows.of(answers) for name, answers in rows.answers.items()},
+        TextRows.of(rows.kept) if any(one != "{}" for one in rows.kept) else None,
+        sizes=tuple(sizes),
+        weights=tuple(weights),
+        shuffle=shuffle,
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """What stands for each of several files in the column data_source: its name without the extension, or its path
+    where two have one name. Nothing for a single file. Raises UserError for a file that is named twice."""
+    if len(paths) == 1:
+        return [""]
+    for number, path in enumerate(paths):
+        if path.resolve() in {other.resolve() for other in paths[:number]}:
+            raise UserError(f"data.prompts names {path} twice; name it once, with a larger weight in data.weights")
+    stems = [path.stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
+
+
+def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
+    """Adds the prompts of a file. name: for the column data_source of rows that have none; empty: no such column."""
     too_long: list[tuple[str, int]] = []
-    num_long = 0  # rows with a response that is too long
-    answers: dict[str, list[list[int]]] = {name: [] for name in columns}
-    kept: list[str] = []
-    for place, record in read_records(path, key):
+    num_before, long_prompts, columns = len(rows.texts), reading.long_prompts, reading.columns
+    for place, record in read_records(path, reading.key):
         where = f"{path}, {place}"
-        text, is_rendered = _prompt(where, record, key, render)
+        text, is_rendered = _prompt(where, record, reading.key, reading.render)
         _check_text(where, text)
-        given = {name: _response(tokenizer, text_of(where, record, of), eos_id) for name, of in columns.items()}
+        given = {key: _response(reading, text_of(where, record, column)) for key, column in columns.items()}
         longest = max(map(len, given.values()), default=0)
-        if longest > max_response_tokens:
+        if longest > reading.max_response_tokens:
             if long_prompts == "error":
                 raise UserError(
-                    f"{path}, {place}: the response has {longest} tokens, the limit is {max_response_tokens}: raise "
+                    f"{where}: the response has {longest} tokens, the limit is {reading.max_response_tokens}: raise "
                     "generation.max_new_tokens, or set data.long_prompts=truncate (or drop)"
                 )
-            num_long += 1
+            rows.num_long += 1
             if long_prompts == "drop":
                 continue
-            given = {name: tokens[:max_response_tokens] for name, tokens in given.items()}
-        tokens = tokenizer.encode(text, special=not is_rendered)
+            given = {key: tokens[: reading.max_response_tokens] for key, tokens in given.items()}
+        tokens = reading.tokenizer.encode(text, special=not is_rendered)
         if not tokens:
-            raise UserError(
-                f"{path}, {place}: the tokenizer makes no token from the prompt {text!r}: remove the {place}"
-            )
-        if len(tokens) > max_prompt_tokens:
+            raise UserError(f"{where}: the tokenizer makes no token from the prompt {text!r}: remove the {place}")
+        if len(tokens) > reading.max_prompt_tokens:
             too_long.append((place, len(tokens)))
             if long_prompts != "truncate":
                 continue
-            tokens, text = _truncate(tokens, max_prompt_tokens, tokenizer)
-        for name, response in given.items():
-            answers[name].append(response)
-        all_tokens.extend(tokens)
-        ends.append(len(all_tokens))
-        texts.append(text)
-        kept.append(_other_columns(record, besides=(*columns.values(), *(() if is_rendered else (key,)))))
-    if too_long and (long_prompts == "error" or not texts):
-        raise UserError(_too_long_message(path, too_long, max_prompt_tokens, dropped_all=long_prompts == "drop"))
-    if not texts:
+            tokens, text = _truncate(tokens, reading.max_prompt_tokens, reading.tokenizer)
+        for key, response in given.items():
+            rows.answers[key].append(response)
+        rows.tokens.extend(tokens)
+        rows.ends.append(len(rows.tokens))
+        rows.texts.append(text)
+        record = {SOURCE: name} | record if name else record
+        rows.kept.append(_other_columns(record, besides=(*columns.values(), *(() if is_rendered else (reading.key,)))))
+    is_empty = len(rows.texts) == num_before
+    if too_long and (long_prompts == "error" or is_empty):
+        limit = reading.max_prompt_tokens
+        raise UserError(_too_long_message(path, too_long, limit, dropped_all=long_prompts == "drop"))
+    if is_empty:
         raise UserError(f"{path} is empty: it needs at least one prompt")
-    num_long += len(too_long)
-    truncated, dropped = (num_long, 0) if long_prompts == "truncate" else (0, num_long)
-    prompts = TokenRows(np.frombuffer(all_tokens, np.int32), np.array(ends, dtype=np.int64))
-    responses = {name: TokenRows.of(rows) for name, rows in answers.items()}
-    others = TextRows.of(kept) if any(one != "{}" for one in kept) else None
-    return PromptSet(prompts, TextRows.of(texts), seed, str(path), truncated, dropped, responses, others)
+    rows.num_long += len(too_long)
 
 
 def _prompt(where: str, record: Record, key: str, render: Render | None) -> tuple[str, bool]:
@@ -305,12 +327,12 @@ def _other_columns(record: Record, besides: tuple[str, ...]) -> str:
     return json.dumps({name: value for name, value in record.items() if name not in besides}, default=str)
 
 
-def _response(tokenizer: Tokenizer, text: str, eos_id: int | None) -> list[int]:
+def _response(reading: Reading, text: str) -> list[int]:
     """The tokens of a response in the data set, which begins no sequence and ends one."""
-    tokens = tokenizer.encode(text)
-    if tokens and tokens[0] == tokenizer.bos_token_id:
+    tokens = reading.tokenizer.encode(text)
+    if tokens and tokens[0] == reading.tokenizer.bos_token_id:
         tokens = tokens[1:]
-    return tokens + ([] if eos_id is None else [eos_id])
+    return tokens + ([] if reading.eos_id is None else [reading.eos_id])
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:

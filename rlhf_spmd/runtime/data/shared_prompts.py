@@ -16,7 +16,7 @@ from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
 from rlhf_spmd.runtime.world.world import World
 
 SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
-FACTS = ("seed", "source", "num_truncated", "num_dropped")  # the other fields of a set
+FACTS = ("seed", "source", "num_truncated", "num_dropped", "sizes", "weights", "shuffle")  # the other fields of a set
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
@@ -71,4 +71,5 @@ def _map(about: Mapping) -> PromptSet | None:
     columns = TextRows(*rows.pop()) if about["columns"] else None
     responses = {key: TokenRows(*pair) for key, pair in zip(about["keys"], rows[2:], strict=True)}
     prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), [about["fingerprint"]]
-    return PromptSet(prompts, texts, responses=responses, columns=columns, **about["facts"], _hash=known)
+    facts = {name: tuple(value) if isinstance(value, list) else value for name, value in about["facts"].items()}
+    return PromptSet(prompts, texts, responses=responses, columns=columns, **facts, _hash=known)

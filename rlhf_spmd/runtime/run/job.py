@@ -9,7 +9,7 @@ import torch
 
 from rlhf_spmd.algorithm import check_functions
 from rlhf_spmd.algorithms.training_order import epoch_order
-from rlhf_spmd.config import Config, evaluated
+from rlhf_spmd.config import Config, evaluated, prompt_files
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
     of_evaluation = evaluated(config)
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
-        if not config.data.prompts:
+        if not prompt_files(config):
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
         num_known = shared_vocabulary(config, tokenizer)

@@ -164,9 +164,15 @@ class RunFolder:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
         return [(row["before"], row["reward_before"]) for row in rows]
 
-    def write_metrics(self, iteration: int, metrics: Mapping[str, float | str], groups: Mapping[str, str] = {}) -> None:
+    def write_metrics(
+        self,
+        iteration: int,
+        metrics: Mapping[str, float | str],
+        groups: Mapping[str, str] = {},
+        more: Mapping[str, float] = {},
+    ) -> None:
         """Adds a line to metrics.jsonl and a point to each curve; both are on disk when this returns. JSON has null for
-        NaN. groups: metric -> group of its curve."""
+        NaN. groups: metric -> group of its curve. more: points of further curves."""
         if not self.writes:
             return
         with writing(self.path / "metrics.jsonl"):
@@ -178,7 +184,8 @@ class RunFolder:
             self._metrics.flush()
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
         with writing(self.path / EVENTS):
-            self.curves.add(iteration, {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()})
+            named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
+            self.curves.add(iteration, named | more)
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.config import Config, function_labels, resolved
+from rlhf_spmd.config import Config, function_labels, function_names, resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
@@ -40,7 +41,8 @@ TIMELINE_ITERATIONS = 3  # the last ones are kept
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
-    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own."""
+    if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
+    the name alone finds the strategy."""
 
     strategy: str
     source: str
@@ -48,6 +50,7 @@ class Origin:
     root: str = "runs"
     name: str | None = None
     resumed: Resumed | None = None
+    comes_with_package: bool = True
 
 
 def train(
@@ -72,6 +75,8 @@ def train(
     job = prepare(config, program, world, evaluation)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
+    named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
+    aliases = aliases_of(*named)
     console = Console(known, enabled=world.rank == 0)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
     facts, resumed = report.facts(job, folder), origin.resumed
@@ -85,7 +90,7 @@ def train(
     about["surroundings"] = report.surroundings(job)
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
-    running = Iterations(job, folder, console, known, about, state, history, asked)
+    running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
@@ -121,15 +126,18 @@ class Iterations:
         folder: RunFolder,
         console: Console,
         known: Mapping[str, Metric],
+        aliases: Sequence[Alias],
         about: Mapping[str, object],
         state: RunState,
         history: list[dict],
         asked: Asked | None,
     ):
-        """known: the metrics of the run. about: facts for checkpoints. state: of the run. history: the metrics of the
-        iterations so far, to which each further one adds. The other arguments are as in `train`."""
+        """known: the metrics of the run. aliases: names of another program for them. about: facts for checkpoints.
+        state: of the run. history: the metrics of the iterations so far, to which each further one adds. The other
+        arguments are as in `train`."""
         world, options = job.world, job.config.checkpoint
         self.job, self.folder, self.console, self.known, self.about = job, folder, console, known, about
+        self.aliases = aliases
         self.state, self.history = state, history
         self.recorder = Tracer(world.rank, world.hosts[world.rank], clock=clock_of(world.device))
         self.executor = Executor(job.program, world, job.models, job.calls, self.recorder, asked)
@@ -155,7 +163,8 @@ class Iterations:
         self.rollouts.write(data)
         update(self.state, config, self.answers)
         self.history.append(metrics)
-        self.folder.write_metrics(number, metrics, {name: metric.group for name, metric in self.known.items()})
+        groups = {name: metric.group for name, metric in self.known.items()}
+        self.folder.write_metrics(number, metrics, groups, aliased(self.aliases, metrics))
         self.console.iteration(number + 1, config.iterations, metrics)
         for text in self.alarm.notes(metrics):
             self.console.note(text)
@@ -229,9 +238,11 @@ def start_or_resume(
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
     """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
     again. Collective; raises UserError."""
+    named = origin.strategy if origin.comes_with_package else str(folder.path / "strategy.py")
+    options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
         if job.config.wandb and folder.writes:  # first, since it may fail
-            place = folder.curves.start_wandb(job.config.wandb, resolved(job.config))
+            place = folder.curves.start_wandb(job.config.wandb, options)
             folder.notes.append(f"Weights & Biases: {place}")
         if origin.resumed is not None and folder.writes:
             remove_drafts(folder.path / "checkpoints")
@@ -244,7 +255,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write_values("program.json", about)
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
-        folder.write_values(CONFIG, resolved(job.config))  # last: a folder with config.json is a run
+        folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
 
 
 def state_after(job: Job, num_iterations: int, values: Mapping) -> RunState:

@@ -1,0 +1,46 @@
+"""The value of an option from text, or from a value of a file, as the type that the option has."""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from rlhf_spmd.errors import UserError
+
+Given = str | Sequence[str] | None  # text; of a file also a list, or null
+
+
+def parse_value(annotation: Any, text: Any, key: str) -> Any:
+    """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. None is
+    null, else empty; a list is one of texts, or a text with commas. Raises UserError naming key and value, also for
+    infinity and NaN."""
+    try:
+        adapter = TypeAdapter(annotation)
+    except PydanticUserError as error:
+        raise UserError(f"{key} cannot be set from text, because its type is {annotation}") from error
+    if isinstance(text, list) and annotation is str:
+        if odd := next((item for item in text if "," in item), None):
+            raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
+        text = ",".join(text)
+    candidates: list[Any] = [None, "", []] if text is None else [text]
+    text = "null" if text is None else text
+    if isinstance(text, str) and candidates == [text]:
+        with suppress(ValueError, RecursionError):
+            candidates.append(json.loads("null" if text.lower() == "none" else text))
+        candidates.append([part.strip() for part in text.split(",")] if text else [])
+    problem = None
+    for candidate in candidates:
+        try:
+            value = adapter.validate_python(candidate)
+        except ValidationError as error:
+            if problem is None or all(item["type"] == "tuple_type" for item in problem.errors()):
+                problem = error  # what is wrong with a list says more than that a text is none
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{key}={text}: Input should be a finite number")
+        return value
+    detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
+    raise UserError(f"{key}={text}: {detail}")

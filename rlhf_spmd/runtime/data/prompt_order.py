@@ -1,0 +1,141 @@
+"""The order in which the iterations use prompts: a pure function of the seed, the same on any number of ranks.
+
+Without weights all files are one set. Iterations run through its epochs, each a permutation of all prompts (or, without
+shuffling, their order in the files). With weights each file is a set of its own with its own epochs. Which file gives
+the next prompt is fixed: the prompt k (from 0) of a file with weight w has the time (k + 1/2) / w, and prompts come in
+the order of their times. Of n prompts a file gives n w, to within a prompt or two, so that every iteration has the
+mixture of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """Which prompts each iteration uses. sizes: number of prompts of each file, whose indices follow each other.
+    weights: of the files; empty: the files are one set."""
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+    seed: int = 0
+    shuffle: bool = True
+    _epoch: dict[tuple[int, int], tuple[int, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert all(self.sizes) and len(self.weights) in (0, len(self.sizes)), (self.sizes, self.weights)
+
+    def batch(self, iteration: int, rollout_batch: int) -> list[int]:
+        """Indices of the prompts of one iteration (from 0). It repeats no prompt where that can be avoided: within a
+        set it does not, unless the set gives more prompts to an iteration than it has."""
+        assert iteration >= 0 and rollout_batch > 0, (iteration, rollout_batch)
+        if not self.weights:
+            return self._take(0, 0, sum(self.sizes), iteration, iteration * rollout_batch, rollout_batch, rollout_batch)
+        given, shares = self._given(iteration * rollout_batch), self._shares()
+        files: list[int] = []
+        after = list(given)
+        for _ in range(rollout_batch):
+            files.append(_next(after, shares))
+            after[files[-1]] += 1
+        taken = []
+        for file, size in enumerate(self.sizes):
+            first, num = sum(self.sizes[:file]), after[file] - given[file]
+            taken.append(iter(self._take(file, first, size, iteration, given[file], num, rollout_batch)))
+        return [next(taken[file]) for file in files]
+
+    # ---- which file gives the next prompt ---------------------------------------------------------------------------
+
+    def _shares(self) -> list[Fraction]:
+        """The weights as exact shares that add up to 1."""
+        exact = [Fraction(repr(weight)) for weight in self.weights]
+        return [weight / sum(exact) for weight in exact]
+
+    def _given(self, num_prompts: int) -> list[int]:
+        """How many of the first `num_prompts` prompts each file gives."""
+        shares = self._shares()
+        # before this time there are at most num_prompts: each file has given its share of it, plus a half at most
+        time = num_prompts - len(shares)
+        given = [max(0, math.ceil(time * share - Fraction(1, 2))) for share in shares]
+        for _ in range(num_prompts - sum(given)):
+            given[_next(given, shares)] += 1
+        return given
+
+    def _start(self, file: int, iteration: int, rollout_batch: int) -> int:
+        """How many prompts a set has given before an iteration."""
+        num_prompts = iteration * rollout_batch
+        return self._given(num_prompts)[file] if self.weights else num_prompts
+
+    # ---- the epochs of one set --------------------------------------------------------------------------------------
+
+    def _take(
+        self, file: int, first: int, size: int, iteration: int, start: int, num: int, rollout_batch: int
+    ) -> list[int]:
+        """The `num` prompts that a set of `size` prompts, from index `first` on, gives to an iteration. start: how many
+        it has given before."""
+        epoch, place = divmod(start, size)
+        picked: list[int] = []
+        while len(picked) < num:
+            order = self._order(file, size, epoch, iteration, rollout_batch)
+            picked += (first + order[place : place + num - len(picked)]).tolist()
+            epoch, place = epoch + 1, 0
+        return picked
+
+    def _order(self, file: int, size: int, epoch: int, iteration: int, rollout_batch: int) -> np.ndarray:
+        """The order of one epoch, which begins in this iteration or before. It depends on the end of the previous
+        epoch, back to one that begins together with an iteration."""
+        if not self.shuffle:
+            return np.arange(size)
+        known, order = self._epoch.get((file, rollout_batch), (-1, None))
+        if order is None or known > epoch:
+            known, order = -1, None
+        todo = []
+        for later in range(epoch, known, -1):
+            before, after = self._around(file, later * size, iteration, rollout_batch)
+            todo.append((later, before, after))
+            if before == 0:
+                break
+        for later, before, after in reversed(todo):
+            fresh = permutation(self.seed, later, size, file)
+            order = fresh if before == 0 else _without_repeats(fresh, order, before, after)
+        self._epoch[file, rollout_batch] = (epoch, order)  # a cache: iterations come in order
+        return order
+
+    def _around(self, file: int, place: int, iteration: int, rollout_batch: int) -> tuple[int, int]:
+        """How many prompts the iteration that takes this place of a set takes before it, and from it on."""
+        low, high = 0, iteration  # the last iteration that starts at the place or before
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._start(file, middle, rollout_batch) <= place:
+                low = middle
+            else:
+                high = middle - 1
+        return place - self._start(file, low, rollout_batch), self._start(file, low + 1, rollout_batch) - place
+
+
+def _next(given: Sequence[int], shares: Sequence[Fraction]) -> int:
+    """The file of the next prompt, when each has given so many: the one with the earliest time."""
+    times = [(2 * num + 1) / (2 * share) for num, share in zip(given, shares, strict=True)]
+    return times.index(min(times))
+
+
+def permutation(seed: int, epoch: int, size: int, file: int = 0) -> np.ndarray:
+    """The permutation of one epoch."""
+    # Sorts raw Philox words, because numpy guarantees stable bits for them, but not for Generator.permutation. The
+    # first bit of the counter separates this stream from that of algorithms/training_order.py, which has the same key.
+    counter = (1 << 255) | (file << 192) | (epoch << 128)
+    words = np.random.Philox(key=seed % 2**64, counter=counter).random_raw(size)
+    return np.argsort(words, kind="stable")
+
+
+def _without_repeats(order: np.ndarray, previous: np.ndarray, num_before: int, num_after: int) -> np.ndarray:
+    """Reorders an epoch so that its first `num_after` prompts exclude the last `num_before` of the previous epoch."""
+    if num_before == 0 or num_before + num_after > len(order):
+        return order
+    first = np.flatnonzero(~np.isin(order, previous[-num_before:]))[:num_after]
+    return np.concatenate([order[first], np.delete(order, first)])

@@ -1,0 +1,68 @@
+"""A run from a file of --config, and the run that its own config.json starts again: the same tokens and losses."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.folders import write_all
+
+STRATEGY = Path(__file__).parents[2] / "strategies" / "flattening.py"
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, warm) -> tuple[Path, str]:
+    """Folder of a run with a strategy of the user's, and its standard output."""
+    folder = tmp_path_factory.mktemp("config")
+    options = dict(word.split("=", 1) for word in write_all(folder) if not word.startswith("ppo."))
+    del options["optimizer.critic_lr"]
+    shutil.copyfile(STRATEGY, folder / "mine.py")
+    lines = [f"{key}: {value}" for key, value in options.items()]
+    lines += [f"runs: {folder / 'runs'}", "name: first", "algorithm: rloo", "rollout_batch: 6"]
+    lines += ["strategy:", f"  name: {folder / 'mine.py'}", "  zero: 1", "samples_per_prompt: 4", "preset: tiny"]
+    (folder / "run.yaml").write_text("\n".join(line for line in lines if line != "rollout_batch: 24"))
+    status, stdout, stderr = warm.run(["train", "--config", folder / "run.yaml", "iterations=2"])
+    assert status == 0, stderr
+    return folder / "runs" / "first", stdout
+
+
+def rows(run: Path) -> list[dict]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.endswith("_s")} for row in found]
+
+
+def test_words_of_the_command_line_win(first):
+    config = json.loads((first[0] / "config.json").read_text())
+    assert (config["algorithm"], config["iterations"], config["samples_per_prompt"]) == ("rloo", 2, 4)
+    assert config["strategy"] == {"name": str(first[0] / "strategy.py"), "zero": "1"}
+    assert len(rows(first[0])) == 2
+
+
+def test_the_stored_configuration_gives_the_same_run(first, warm):
+    run, _ = first
+    words = ["--config", run / "config.json", "--runs", run.parent, "--name", "again"]
+    status, stdout, stderr = warm.run(["train", *words])
+    assert status == 0, stderr
+    assert rows(run.parent / "again") == rows(run)
+    stored = [json.loads((run.parent / name / "config.json").read_text()) for name in ("first", "again")]
+    stored[1]["strategy"]["name"] = stored[0]["strategy"]["name"]  # each names its own copy
+    assert stored[0] == stored[1]
+
+
+def test_it_goes_on_without_the_file(first, warm):
+    run, _ = first
+    status, _, stderr = warm.run(["train", "--resume", run, "--config", run / "config.json"])
+    assert status == 2 and "--config and --resume" in stderr and "drop --config" in stderr
+    status, _, stderr = warm.run(["train", "--resume", run, "iterations=3"])
+    assert status == 0, stderr
+    assert json.loads((run / "config.json").read_text())["iterations"] == 3
+
+
+def test_the_next_commands_name_the_file(first, warm):
+    (check,) = [line for line in first[1].splitlines() if "see the placement" in line]
+    words = shlex.split(check.partition("-m rlhf_spmd ")[2])
+    status, stdout, stderr = warm.run(words)
+    assert status == 0 and "--config" in words, stderr
+    assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"

@@ -1,0 +1,69 @@
+"""Runs on several files of prompts with weights: the same on any number of ranks, and when they are resumed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.folders import WORDS, write_all
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+REWARD = """
+def score(prompts, responses, data_source):
+    assert set(data_source) <= {"prompts", "more"}, data_source
+    return {"score": [len(one) / 50 for one in responses], "of_more": [float(one == "more") for one in data_source]}
+"""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    words = write_all(folder)
+    (folder / "more.txt").write_text("\n".join(WORDS[:7]) + "\n")
+    (folder / "r.py").write_text(REWARD)
+    words += [f"data.prompts={folder / 'prompts.jsonl'},{folder / 'more.txt'}", "data.weights=3,1", "iterations=4"]
+    return [*words, f"reward_function={folder / 'r.py'}:score", "--runs", str(folder / "runs")]
+
+
+def run_alone(warm, words: list) -> None:
+    status, _, stderr = warm.run(["train", *words])
+    assert status == 0, stderr
+
+
+def rows(options: list[str], name: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(options[-1]) / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(options, warm) -> list[dict]:
+    run_alone(warm, [*options, "--name", "whole"])
+    return rows(options, "whole")
+
+
+def test_each_iteration_has_the_mixture_of_the_weights(whole):
+    assert len(whole) == 4 and [row["score_score_of_more"] for row in whole] == [0.25] * 4  # 6 of 24, and there are 7
+
+
+def test_a_resumed_run_goes_on_with_the_same_prompts(options, warm, whole):
+    run_alone(warm, [*options, "iterations=2", "checkpoint.every=1", "--name", "resumed"])
+    run_alone(warm, ["--resume", Path(options[-1]) / "resumed", "iterations=4"])
+    for one, other in zip(rows(options, "resumed"), whole, strict=True):
+        assert {name: one[name] for name in one if not name.endswith("_s")} == {
+            name: other[name] for name in other if not name.endswith("_s")
+        }
+    status, _, stderr = warm.run(["train", "--resume", Path(options[-1]) / "resumed", "data.weights=1,1"])
+    assert status == 2 and "data.weights=[1.0, 1.0] would change the results" in stderr
+
+
+def test_two_ranks_draw_the_same_tokens(options, whole):
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options, "--strategy", "separation"]
+    status, stdout, stderr = run_limited([*command, "--name", "two"], limit_s=120.0, environment=mpi_environment())
+    assert status == 0, stdout + stderr
+    assert [row["tokens_sha256"] for row in rows(options, "two")] == [row["tokens_sha256"] for row in whole]
+
+
+def test_without_shuffling_the_first_iterations_read_the_files_from_their_beginnings(options, warm, whole):
+    run_alone(warm, [*options, "data.shuffle=false", "--name", "in-order"])
+    assert [row["score_score_of_more"] for row in rows(options, "in-order")] == [0.25] * 4
+    assert rows(options, "in-order")[0]["tokens_sha256"] != whole[0]["tokens_sha256"]

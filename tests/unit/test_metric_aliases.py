@@ -1,0 +1,80 @@
+"""Names of metrics in other programs: the table names metrics that exist, and only under options that make them the
+same quantity."""
+
+import pytest
+
+from rlhf_spmd import config as configs
+from rlhf_spmd import presets
+from rlhf_spmd.algorithm import algorithm_names
+from rlhf_spmd.metric_aliases import FUNCTION, TABLE, aliased, aliases_of
+from rlhf_spmd.runtime.run.metrics import metrics_of
+from rlhf_spmd.runtime.run.run_folder import RunFolder
+
+
+def known(algorithm: str, *words: str) -> set[str]:
+    config = presets.load("tiny", words, algorithm=algorithm)
+    workflow = config.algorithm.workflow(config.options)
+    return set(metrics_of(config.algorithm, workflow, configs.function_labels(config)))
+
+
+def named(system: str, algorithm: str, *words: str) -> dict[str, tuple[str, ...]]:
+    config = presets.load("tiny", words, algorithm=algorithm)
+    found = aliases_of(system, config.algorithm.name, config.options, configs.function_names(config))
+    assert len({alias.name for alias in found}) == len(found)  # one meaning for each name
+    return {alias.name: alias.ours for alias in found}
+
+
+@pytest.mark.parametrize("system", TABLE)
+def test_every_row_names_metrics_and_options_that_exist(system):
+    for alias in TABLE[system]:
+        algorithms = alias.algorithms or algorithm_names()
+        assert set(algorithms) <= set(algorithm_names())
+        with_kl = {name: [f"{name}.kl_coef=0.1"] for name in algorithms}
+        every = {name: known(name, *with_kl[name], "reward_function=m:f,m:g") for name in algorithms}
+        ours = [one.replace(FUNCTION, "f") for one in alias.ours]
+        assert any(set(ours) <= metrics for metrics in every.values()), alias
+        for name in algorithms:
+            assert all(hasattr(presets.load("tiny", algorithm=name).options, option) for option in alias.when), alias
+
+
+@pytest.mark.parametrize("system", TABLE)
+@pytest.mark.parametrize("algorithm", algorithm_names())
+def test_a_run_has_one_meaning_for_each_name(system, algorithm):
+    for word in ("kl_coef=0", "kl_coef=0.1", "entropy_coef=0.1", "old_logprobs=recompute"):
+        assert len(named(system, algorithm, f"{algorithm}.{word}")) >= 6
+
+
+def test_what_is_another_quantity_under_some_options_has_no_alias():
+    assert "actor/pg_loss" in named("verl", "grpo") and "actor/pg_loss" not in named("verl", "grpo", "grpo.kl_coef=0.1")
+    assert "actor/pg_loss" in named("verl", "ppo", "ppo.entropy_coef=0.1")  # its metric is the policy's loss alone
+    assert named("trl", "grpo")["train/kl"] == ("kl_loss",) and named("trl", "rloo")["train/kl"] == ("kl_per_token",)
+    assert "train/kl" not in named("trl", "grpo", "grpo.kl_estimator=k1")
+    assert "train/clip_ratio/low_mean" not in named("trl", "grpo", "grpo.ratio_level=sequence")
+    assert "train/reward" not in named("trl", "ppo") and named("none", "grpo") == {}
+
+
+def test_values():
+    metrics = {"ended_fraction": 0.75, "clip_fraction_low": 0.125, "clip_fraction_high": 0.25, "reward": 1.5}
+    config = presets.load("tiny", ["reward_function=a.py:f"], algorithm="grpo")
+    found = aliased(aliases_of("trl", "grpo", config.options, ["f"]), metrics | {"score": 2.0})
+    assert found == {
+        "train/reward": 1.5,
+        "train/rewards/f/mean": 2.0,
+        "train/clip_ratio/low_mean": 0.125,
+        "train/clip_ratio/high_mean": 0.25,
+        "train/clip_ratio/region_mean": 0.375,
+        "train/completions/clipped_ratio": 0.25,
+    }
+    two = aliased(aliases_of("trl", "grpo", config.options, ["f", "g"]), {"score_f": 1.0, "score_g": 3.0, "score": 2.0})
+    assert two == {"train/rewards/f/mean": 1.0, "train/rewards/g/mean": 3.0}
+
+
+def test_trackers_get_both_names_and_the_file_ours(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(0, {"reward": 0.5}, {"reward": "reward"}, {"train/reward": 0.5})
+    folder.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["reward/reward", "train/reward"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 0, "reward": 0.5}\n'
