@@ -68,7 +68,9 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
     title = f"{strategy.name} on {cluster}, preset {config.preset}"
     if parsed.dry_run:
         if world.rank == 0:
-            text = config_text(parsed, config, parsed.strategy or DEFAULT_STRATEGY)
+            stored = str(resumed.folder / "strategy.py") if resumed else ""
+            named = strategy.name if strategy.comes_with_package or not resumed else stored
+            text = config_text(parsed, config, parsed.strategy or named)
             print_report(program, findings, strategy.name, title, text, evaluation=evaluation)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)

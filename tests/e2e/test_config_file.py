@@ -51,6 +51,14 @@ def test_the_stored_configuration_gives_the_same_run(first, warm):
     assert stored[0] == stored[1]
 
 
+def test_a_dry_run_of_a_resumed_run_names_its_own_strategy(first, warm):
+    run, _ = first
+    status, stdout, stderr = warm.run(["train", "--resume", run, "--dry-run"])
+    assert status == 0 and f"  name: {run / 'strategy.py'}\n" in stdout, stderr
+    status, stdout, stderr = warm.run(["train", "--resume", run, "--strategy", "flattening", "--dry-run"])
+    assert status == 0 and "  name: flattening\n" in stdout, stderr
+
+
 def test_it_goes_on_without_the_file(first, warm):
     run, _ = first
     status, _, stderr = warm.run(["train", "--resume", run, "--config", run / "config.json"])
