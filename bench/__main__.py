@@ -23,6 +23,7 @@ ROOMS = {
         "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
     },
     "numbers": {
+        "demo-grpo-seeds": "make demo-grpo on five seeds: accuracy on held-out problems before and after, seconds",
         "demo-seeds": "the demo's learning on five fixed seeds: reward gained in initial standard deviations, KL",
         "invariance": "three seeds under four strategies at 1 to 8 ranks: tokens, metrics and weights compared",
         "bfloat16": "reward curves of ten iterations in bfloat16 under four strategies: within noise?",
@@ -38,6 +39,7 @@ ROOMS = {
         "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
     },
     "embedded": {
+        "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
         "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, prompts), made anew: 5 minutes",
     },
     "": {

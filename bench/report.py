@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from bench.columns import COLUMNS
 from bench.rows import RESULTS, read_rows
-from bench.tables import COLUMNS
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2129; max-width: 1200px; margin: 2em auto; padding: 0 1em }

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_spmd import embedded
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Options
-from rlhf_spmd.config import LR, Config, DataOptions, Generation, Optimizer, keys_of, overridden
+from rlhf_spmd.config import LR, Config, DataOptions, Evaluation, Generation, Optimizer, keys_of, overridden
 from rlhf_spmd.config_file import ConfigFile
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
@@ -39,6 +39,27 @@ def tiny(algorithm: Algorithm) -> Config:
         data=DataOptions(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
         generation=Generation(max_new_tokens=24),
         optimizer=Optimizer(lr=_rates(algorithm, lm=3e-4, scalar=1.5e-4)),
+    )
+
+
+def arithmetic(algorithm: Algorithm) -> Config:
+    """Sums of two numbers of two digits, with an actor of about a million parameters that often forgets to carry, all
+    in the package. Reward and evaluation: is the answer right?"""
+    rates = {name: 3e-4 for name, role in algorithm.roles.items() if role.lr is not None}
+    return Config(
+        preset="arithmetic",
+        algorithm=algorithm,
+        options=_options(algorithm),
+        models={next(iter(algorithm.roles)): str(embedded.path_of("arithmetic/actor"))},
+        iterations=25,
+        rollout_batch=512,
+        mini_batch=256,
+        micro_batch=64,
+        reward_function="rlhf_spmd.rewards:exact_answer",
+        data=DataOptions(prompts=str(embedded.path_of("arithmetic/prompts.jsonl")), max_prompt=8),
+        generation=Generation(max_new_tokens=4),
+        optimizer=Optimizer(lr=rates),
+        eval=Evaluation(prompts=str(embedded.path_of("arithmetic/held_out.jsonl")), every=5),
     )
 
 
@@ -114,7 +135,10 @@ def _with_samples(config: Config) -> Config:
     )
 
 
-PRESETS = {"tiny": tiny, "model": for_model, "smollm2": smollm2} | {name: partial(_of_shape, name) for name in SHAPES}
+ALGORITHMS = {"arithmetic": "grpo"}  # of presets that are not for PPO, unless another one is named
+PRESETS = {"tiny": tiny, "arithmetic": arithmetic, "model": for_model, "smollm2": smollm2} | {
+    name: partial(_of_shape, name) for name in SHAPES
+}
 
 
 def load(
@@ -127,16 +151,18 @@ def load(
     file: ConfigFile | None = None,
 ) -> Config:
     """The config of a preset (None: `model` if a model is given, else `tiny`) with dotted overrides. model: checkpoint
-    folder of the algorithm's first role. algorithm: name or FILE.py (None: ppo). on_gpu: the run uses GPUs. file: its
+    folder of the algorithm's first role. algorithm: name or FILE.py (None: that of
+    the preset, most often ppo). on_gpu: the run uses GPUs. file: its
     words and options stand between the preset and these arguments. Raises UserError."""
     if model == "":
         raise UserError("--model is empty: give a folder (a variable that is not set?)")
     file = file or ConfigFile("")
-    loaded, file = _algorithm(algorithm, file)
+    named = preset or file.words.get("preset")
+    loaded, file = _algorithm(algorithm, file, ALGORITHMS.get(named, "ppo"))
     if model:
         file = file.without(f"models.{next(iter(loaded.roles))}".__eq__)
     model = model or file.words.get("model")
-    preset = preset or file.words.get("preset") or ("model" if model else "tiny")
+    preset = named or ("model" if model else "tiny")
     if preset not in PRESETS:
         raise UserError(f"unknown preset {preset!r}{did_you_mean(preset, PRESETS)}; known: {', '.join(PRESETS)}")
     before = for_model(loaded, model, on_gpu=on_gpu) if preset == "model" else PRESETS[preset](loaded)
@@ -153,9 +179,10 @@ def load(
     return config
 
 
-def _algorithm(name: str | None, file: ConfigFile) -> tuple[Algorithm, ConfigFile]:
-    """The algorithm, and the file without what belongs to its own one alone, if the command line names another."""
-    before = file.words.get("algorithm", "ppo")
+def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algorithm, ConfigFile]:
+    """The algorithm, and the file without what belongs to its own one alone, if the command line names another.
+    default: of the preset."""
+    before = file.words.get("algorithm", default)
     if name is None or name == before:
         if file.page and "algorithm" in file.words:
             return load_algorithm(file.page, before), file

@@ -37,7 +37,8 @@ SEEN_BY_STRATEGIES = tuple(
     for name in ("cluster", "shard", "layout", "runtime_words", "workflow", "workload", "placement", "validate")
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
-SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it
+# each those before it
+SHARED = tuple(f"bench.{name}" for name in ("rows", "plots", "options_page", "evidence", "columns", "tables"))
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("speed", "forecast", "numbers", "faults", "first_light", "embedded"), SHARED
 )

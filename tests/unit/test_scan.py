@@ -6,13 +6,14 @@ from itertools import product
 import pytest
 
 from bench import plots
+from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
 from bench.forecast.measure import programs, read_preset
 from bench.forecast.scan import explained, exposed, machine, merged, row_of, solve, with_speed_up
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
 from bench.numbers.convergence import TOLERANCE, largest_difference, rows_of
-from bench.tables import COLUMNS, by_place, text_table
+from bench.tables import text_table
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError

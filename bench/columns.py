@@ -1,0 +1,334 @@
+"""The columns of the tables in documents and terminals: a heading, and a cell as a function of a row."""
+
+from collections.abc import Callable, Sequence
+
+from bench.rows import STRATEGIES
+
+
+def by_place(rows: Sequence[dict]) -> list[dict]:
+    """One row for each model and layout: its samples per second by strategy."""
+    places: dict[tuple[str, str], dict] = {}
+    for row in rows:
+        place = places.setdefault((row["preset"], row["layout"]), {"preset": row["preset"], "layout": row["layout"]})
+        place[row["strategy"]] = row["samples_per_s"]
+    return list(places.values())
+
+
+def by_system(rows: Sequence[dict]) -> list[dict]:
+    """One row for each system whose published runs were forecast."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["system"], []).append(abs(row["error"]))
+    return [
+        {"system": system, "rows": len(found), "mean": sum(found) / len(found), "worst": max(found)}
+        for system, found in errors.items()
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return _number(None if num_bytes is None else num_bytes / 2**30)
+
+
+def _options(row: dict) -> str:
+    """The options of a forecast, or why there is none; of a plan, its name."""
+    if row["samples_per_s"] is None:
+        return row["why_not"]
+    options = {"plan": row["options"]["plan"]} if "plan" in row["options"] else row["options"]
+    words = ((name, ",".join(one) if isinstance(one, list | tuple) else str(one)) for name, one in options.items())
+    return " ".join(f"{name}={word}" for name, word in words if word)
+
+
+def _phase(name: str) -> Callable[[dict], str]:
+    return lambda row: _number(row["device_s"][name] if "device_s" in row else None)
+
+
+def _fitted(row: dict) -> str:
+    """Whether the constants of `bench validate` were fitted to the rows of this system."""
+    return "fitted" if row["system"] == "ReaL-Heuristic" else "forecast"
+
+
+Columns = dict[str, Callable[[dict], str]]
+PLACE: Columns = {
+    "model": lambda row: row["preset"],
+    "layout": lambda row: row["layout"],
+    "strategy": lambda row: f"`{row['strategy']}`",
+}
+SPEED: Columns = {
+    "samples/s": lambda row: _number(row["samples_per_s"], 2),
+    "speed-up": lambda row: _number(row["speed_up"], 2),
+    "iteration, s": lambda row: _number(row["iteration_s"]),
+}
+OPTIONS: Columns = {"options, or why not": _options}
+# tables that have one row for several: the file, what joins its rows, the columns
+JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
+    "scan": (
+        "scan",
+        by_place,
+        {
+            "model": lambda row: row["preset"],
+            "layout": lambda row: row["layout"],
+            **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
+        },
+    ),
+    "validate_systems": (
+        "validate",
+        by_system,
+        {
+            "system": lambda row: row["system"],
+            "seconds are": _fitted,
+            "published rows": lambda row: str(row["rows"]),
+            "mean error": lambda row: _percent(row["mean"]),
+            "worst": lambda row: _percent(row["worst"]),
+        },
+    ),
+}
+SCANS: dict[str, Columns] = {
+    "scan": {
+        **PLACE,
+        **SPEED,
+        **{f"{name}, s": _phase(name) for name in ("generation", "inference", "training", "rest")},
+        "GiB": lambda row: _gib(row.get("peak_bytes")),
+        **OPTIONS,
+    },
+    "app_memory": {
+        **PLACE,
+        "zero": lambda row: str(row["options"]["zero"]),
+        "most on a device, GiB": lambda row: _gib(row["peak_bytes"]),
+        "of it reference and reward": lambda row: _gib(row["frozen_bytes"]),
+        "of it shadow copies": lambda row: _gib(row["shadow_bytes"]),
+        "fits": lambda row: "no" if row["why_not"] else "yes",
+    },
+    "app_communication": {
+        **PLACE,
+        "iteration, s": lambda row: _number(row["iteration_s"], 2),
+        "moved, MB": lambda row: _number(row["data_bytes"] / 1e6, 1) if "data_bytes" in row else "-",
+        "it adds, us": lambda row: _number(1e6 * row["data_exposed_s"]) if "data_exposed_s" in row else "-",
+        "of an iteration": lambda row: (
+            f"{row['data_exposed_s'] / row['iteration_s']:.0e}" if row["iteration_s"] else "-"
+        ),
+        **OPTIONS,
+    },
+    "app_separation": {
+        **PLACE,
+        **SPEED,
+        "generation runs, s": lambda row: _number(row.get("generation_s")),
+        "training runs, s": lambda row: _number(row.get("training_s")),
+        "devices wait": lambda row: _percent(
+            row["device_s"]["rest"] / row["iteration_s"] if "device_s" in row else None
+        ),
+        "shadow copies, GiB": lambda row: _gib(row.get("shadow_bytes")),
+        "weights moved, GB": lambda row: _number(row["sync_bytes"] / 1e9) if "sync_bytes" in row else "-",
+        "it adds, s": lambda row: _number(row.get("sync_exposed_s"), 2),
+        **OPTIONS,
+    },
+    "heterogeneous": {
+        "model": lambda row: row["preset"],
+        "nodes of 8": lambda row: row["nodes"],
+        "strategy": lambda row: f"`{row['strategy']}`",
+        **SPEED,
+        "generation runs, s": lambda row: _number(row.get("generation_s")),
+        "training runs, s": lambda row: _number(row.get("training_s")),
+        **OPTIONS,
+    },
+    "convergence": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "reward, first iteration": lambda row: f"{row['rewards'][0]:+.4f}",
+        "last": lambda row: f"{row['rewards'][-1]:+.4f}",
+        "KL, last": lambda row: f"{row['kls'][-1]:.4f}",
+        "largest difference": lambda row: f"{row['difference']:.1e}",
+    },
+}
+SCANS["app_planner"] = SCANS["scan"]
+SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
+COLUMNS: dict[str, Columns] = SCANS | {
+    "invariance": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "options": lambda row: row["options"] or "-",
+        "tokens of 3 seeds": lambda row: "identical" if row["same_tokens"] else "different",
+        "largest error of losses, norms, KL, reward": lambda row: f"{row['metrics_error']:.1e}",
+        "of the weights": lambda row: f"{row['weights_error']:.1e}",
+    },
+    "bfloat16": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "reward, first iteration": lambda row: f"{row['rewards'][0]:+.3f}",
+        "tenth": lambda row: f"{row['rewards'][-1]:+.3f}",
+        "difference from one rank, in standard errors": lambda row: f"{row['difference']:.2f}",
+    },
+    "overlap": {
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "slowed calls alone, s": lambda row: f"{row['slowed_s']:.2f}",
+        "critical path, s": lambda row: f"{row['forecast_s']:.2f}",
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+    },
+    "strategies": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "options": lambda row: row["options"] or "-",
+        "iteration, s": lambda row: f"{row['iteration_s']:.2f}",
+        "moved, KiB": lambda row: f"{row['moved_bytes'] / 1024:,.0f}",
+        "messages": lambda row: str(row["moved_messages"]),
+        "most held by a rank, MiB": lambda row: f"{row['static_bytes'] / 2**20:.1f}",
+        "computing": lambda row: _percent(row["compute_share"]),
+        "waiting for peers": lambda row: _percent(row["waiting_share"]),
+        "control": lambda row: _percent(row["control_share"]),
+    },
+    "reallocation": {
+        "pair": lambda row: row["pair"],
+        "weights, MB": lambda row: f"{row['weight_bytes'] / 1e6:.0f}",
+        "moved, MB": lambda row: f"{row['moved_bytes'] / 1e6:.1f}",
+        "lower bound, MB": lambda row: f"{row['lower_bound_bytes'] / 1e6:.1f}",
+        "reallocation, s": lambda row: f"{row['ours_s']:.3f}",
+        "by sockets alone, s": lambda row: f"{row['sockets_s']:.3f}",
+        "gather and broadcast, s": lambda row: f"{row['baseline_s']:.3f}",
+        "speed-up": lambda row: f"{row['speed_up']:.1f}",
+        "extra memory, MiB": lambda row: f"{row['extra_bytes'] / 2**20:.1f}",
+    },
+    "generate": {
+        "model": lambda row: row["model"],
+        "precision": lambda row: row["dtype"],
+        "responses": lambda row: f"{row['requests']}, {row['work']}",
+        "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
+        "transformers": lambda row: f"{max(row['peers_tokens_per_s'].values()):,.0f}",
+        "times faster": lambda row: f"{row['ratio']:.2f}",
+        "promised": lambda row: f"{row['promised']:g}",
+        "share of the floor": lambda row: _percent(row.get("share_of_floor")),
+    },
+    "kernels": {
+        "kernel": lambda row: f"`{row['kernel']}`",
+        "shape": lambda row: row["shape"],
+        "precision": lambda row: row["dtype"],
+        "ms": lambda row: f"{1e3 * row['ours_s']:.2f}",
+        "times faster than": lambda row: ", ".join(f"{name} {x:.2f}" for name, x in row["times_faster"].items()),
+        "of memory bandwidth": lambda row: _percent(row.get("share_of_memory")),
+        "of matrix rate": lambda row: _percent(row.get("share_of_matrix")),
+        "extra memory, of full logits": lambda row: _percent(row.get("peak_share")),
+    },
+    "kernels_static": {
+        "kernel": lambda row: f"`{row['kernel'].partition('.')[2].strip('_').removesuffix('_kernel')}`",
+        "call": lambda row: row["what"],
+        "shape": lambda row: row["shape"],
+        "registers": lambda row: str(row["sm_90"]["registers"]),
+        "spilled, bytes": lambda row: str(row["sm_90"]["spill_bytes"]),
+        "shared, KiB": lambda row: _number(row["sm_90"]["shared_bytes"] / 1024),
+        "occupancy": lambda row: f"{row['sm_90']['occupancy']:.0%}",
+        "waves": lambda row: _number(row["waves"], 2),
+        "gfx942: registers, spilled bytes, shared KiB": lambda row: "{registers}, {spill_bytes}, {:.1f}".format(
+            row["gfx942"]["shared_bytes"] / 1024, **row["gfx942"]
+        ),
+        "needed, MB": lambda row: _number(row["needed_bytes"] / 1e6, 2),
+        "moved for each": lambda row: _number(row["moved_per_needed"], 3),
+        "forecast, us": lambda row: _number(1e6 * row["forecast_s"], 2),
+        "bound by": lambda row: row["bound_by"],
+        "what is read again": lambda row: row["reason"] or "-",
+    },
+    "validate": {
+        "system": lambda row: row["system"],
+        "seconds are": _fitted,
+        "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",
+        "GPUs": lambda row: row["n_gpus"],
+        "new tokens": lambda row: row["gen_len"],
+        "forecast, s": lambda row: f"{row['forecast_s']:.1f}",
+        "published, s": lambda row: f"{float(row['sec_per_iter']):.1f}",
+        "error": lambda row: f"{row['error']:+.1%}",
+    },
+    "measure_cpu": {
+        "ranks": lambda row: str(row["ranks"]),
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "error": lambda row: f"{row['error']:+.0%}",
+    },
+    "machines": {
+        "machine": lambda row: row["machine"],
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "forecast / measured": lambda row: f"{row['ratio']:.2f}",
+        "five runs": lambda row: ", ".join(f"{ratio:.2f}" for ratio in sorted(row["ratios"])),
+        "not scaled, s": lambda row: f"{row['as_given_s']:.2f}",
+        "not scaled / measured": lambda row: f"{row['as_given_ratio']:.2f}",
+        "probe at most, s": lambda row: f"{row['probe_s']:.1f}",
+    },
+    "plan_speed": {
+        "what": lambda row: row["what"],
+        "layout": lambda row: row["layout"],
+        "seconds": lambda row: f"{row['seconds']:.1f}",
+        "promised": lambda row: f"{row['promised_s']:g}",
+        "simulation, s": lambda row: f"{row['simulate_s']:.1f}",
+        "gap": lambda row: _percent(row.get("gap")),
+    },
+    "faults": {
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "ranks": lambda row: str(row["ranks"]),
+        "points": lambda row: str(row["points"]),
+        "resumed to the same bits": lambda row: str(row["equal"]),
+        "dead rank named": lambda row: f"{row['named']} of {row['killed']}",
+        "hangs": lambda row: str(row["hangs"]),
+        "orphans": lambda row: str(row["orphans"]),
+        "slowest end, s": lambda row: f"{row['slowest_end_s']:.1f}",
+    },
+    "soak": {
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "ranks": lambda row: str(row["ranks"]),
+        "iterations": lambda row: str(row["iterations"]),
+        "kills": lambda row: str(row["kills"]),
+        "same bits": lambda row: "yes" if row["equal"] else "no",
+        "dead rank named": lambda row: f"{row['named']} of {row['kills']}",
+        "hangs, orphans": lambda row: f"{row['hangs']}, {row['orphans']}",
+        "memory, MB": lambda row: f"{row['first_bytes'] / 1e6:,.0f} to {row['last_bytes'] / 1e6:,.0f}",
+        "seconds with kills, without": lambda row: f"{row['disturbed_s']:.0f}, {row['alone_s']:.0f}",
+    },
+    "endings": {
+        "kind": lambda row: row["kind"],
+        "ranks": lambda row: str(row["ranks"]),
+        "launches": lambda row: str(row["launches"]),
+        "status other than 0": lambda row: str(row["failed"]),
+        "seconds each": lambda row: f"{row['seconds']:.1f}",
+    },
+    "iteration_size": {
+        "what": lambda row: row["what"],
+        "rows x tokens": lambda row: f"{row['rows']:,} x {row['tokens']:,}",
+        "ranks": lambda row: str(row["ranks"]),
+        "seconds": lambda row: f"{row['seconds']:.2f}",
+        "of a processor": lambda row: f"{row['processor_s']:.2f}",
+        "draws, of a processor": lambda row: f"{row['draws_processor_s']:.2f}" if "draws_s" in row else "",
+        "memory, MB": lambda row: f"{row['grown_mb']:.0f}",
+    },
+    "guards": {
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "ranks": lambda row: str(row["ranks"]),
+        "iteration, s": lambda row: f"{row['iteration_s']:.2f}",
+        "guards": lambda row: f"{row['guards']:+.1%}",
+        "quartiles": lambda row: f"{row['guards_low']:+.1%} to {row['guards_high']:+.1%}",
+        "training waits for a checkpoint": lambda row: f"{row['stall']:.1%}",
+        "slow-down in all": lambda row: f"{row['saving']:+.1%}",
+    },
+    "demo_grpo_seeds": {
+        "seed": lambda row: str(row["seed"]),
+        "right before, greedy": lambda row: f"{row['accuracy_first']:.1%}",
+        "right after": lambda row: f"{row['accuracy_last']:.1%}",
+        "iterations": lambda row: str(row["iterations"]),
+        "seconds of the command": lambda row: f"{row['command_s']:.0f}",
+        "of a processor": lambda row: f"{row['processor_s']:.0f}",
+    },
+    "demo_seeds": {
+        "seed": lambda row: str(row["seed"]),
+        "reward, first iteration": lambda row: f"{row['reward_first']:+.3f}",
+        "its std": lambda row: f"{row['reward_std_first']:.3f}",
+        "reward, last iteration": lambda row: f"{row['reward_last']:+.3f}",
+        "gain in std": lambda row: f"{row['gain_in_std']:.2f}",
+        "largest KL, nats": lambda row: f"{row['kl_largest']:.2f}",
+        "seconds": lambda row: f"{row['wall_s']:.0f}",
+    },
+}
