@@ -165,6 +165,13 @@ def test_streaming_wins_somewhere():
     assert wins
 
 
+def test_a_spent_budget_is_no_worse_than_the_local_search():
+    workload, cluster = llama("llama-7b", "1x8")
+    space = Space.of(CallModel(Cost(A100, workload, cluster)))
+    best, gap = choose(space, "exact", 0, Best(20), 0.0)
+    assert gap > 0 and best.seconds <= choose(space, "two_phase", 0, Best(20), 0.0)[0].seconds
+
+
 def test_a_spent_budget_leaves_an_honest_gap():
     workload, cluster = llama("llama-70b", "8x8")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))

@@ -97,8 +97,11 @@ def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) ->
         two_phase(space, best)
         return best, None
     least_s = exact(space, best, budget_s)
-    for prior in dict.fromkeys(priors(space)):  # alternatives; better ones if the budget was spent too early
+    is_proved = least_s >= best.seconds
+    for prior in dict.fromkeys(priors(space)):  # alternatives
         filled(space, prior, best)
+    if not is_proved:  # the budget was spent too early: no worse than the local search
+        two_phase(space, best)
     return best, max(0.0, 1 - least_s / best.seconds) if best.found else 1.0
 
 
