@@ -66,7 +66,7 @@ def test_defaults_are_the_rules():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_keep_them(preset):
-    config = load(preset)
+    config = load(preset, algorithm="ppo")
     found = options_of(config)
     assert {key for key, default in TABLE.items() if found[key] != default} <= ITS_OWN
     assert config.parity_tolerance is None

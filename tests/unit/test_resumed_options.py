@@ -77,7 +77,7 @@ def refused(folder: Path, *overrides: str) -> str:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_options_survive_a_file(preset):
-    config = presets.load(preset, ["strategy.zero=1", 'generation.stop=["a,b"]', "ppo.clip_score=none"])
+    config = presets.load(preset, ["strategy.zero=1", 'generation.stop=["a,b"]', "parity_tolerance=none"])
     assert config_of(json.loads(json.dumps(resolved(config))), "x.json") == config
 
 
