@@ -93,6 +93,9 @@ class Config:
     reward_function: str = ""  # a Python function: module:function or file.py:function; several with commas
     reward_weights: tuple[float, ...] = ()  # of several reward functions; empty: 1 for each
     reward_function_mode: Literal["replace", "add"] = "replace"  # replace the reward model, or add to its score
+    reward_workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes for them on each rank that scores; 0: none
+    reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # seconds of one for a response; 0: no limit
+    reward_on_timeout: float = 0.0  # score of a response that has none because time ran out
     parity_tolerance: NonNegative | None = None  # most nats for one token; none: 1e-4 in float32, 2 in bfloat16
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
     num_samples: NonNegativeInt = 3  # prompts whose responses are shown before and after training
@@ -277,6 +280,16 @@ def check_sizes(config: Config) -> None:
         raise UserError(
             f"reward_weights has {len(config.reward_weights)} numbers for {len(functions)} reward functions "
             f"({', '.join(functions) or 'reward_function is empty'}); give one for each"
+        )
+    if config.reward_timeout_s and not config.reward_workers:
+        raise UserError(
+            f"reward_timeout_s={config.reward_timeout_s:g} needs processes that can be ended, and a reward function "
+            "runs in the rank itself; set reward_workers=2, or leave reward_timeout_s out"
+        )
+    if config.reward_workers and not functions:
+        raise UserError(
+            f"reward_workers={config.reward_workers} are for reward functions, and reward_function is empty; give one, "
+            "or leave reward_workers out"
         )
     sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
     sizes["max_new_tokens"] = generation.max_new_tokens

@@ -122,7 +122,8 @@ def test_every_key_can_be_overridden():
         kind = next((t for t in (*choices, hint) if t in samples), None)
         text = others[0] if others else samples[kind]
         needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
-        needs = ["reward_function=m:f"] if key == "reward_weights" else needs
+        needs = ["reward_function=m:f"] if key in ("reward_weights", "reward_workers") else needs
+        needs = ["reward_function=m:f", "reward_workers=2"] if key == "reward_timeout_s" else needs
         base, changed = load("tiny", needs), load("tiny", [*needs, f"{key}={text}"])
         assert value_of(changed, key) != value_of(base, key), key
         assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key

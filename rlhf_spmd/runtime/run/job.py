@@ -55,12 +55,15 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         check_context(config, model)
     with world.together("loading models"):
         models = RankModels(program, config, world)
-        judges = {
-            call.model
+        judging = [
+            call
             for call in program.workload.workflow.placed_calls
             if config.algorithm.roles[call.model].judge and world.rank in program.placement.layouts[call.name].ranks
-        }
-        scorer = Scorer(config, judges.pop(), tokenizer, prompts) if judges else None
+        ]
+        scorer = None
+        if judging:
+            calls = any(program.placement.layouts[call.name].reports(world.rank) for call in judging)
+            scorer = Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=world.watch.beat)
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
     calls = Calls(CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))

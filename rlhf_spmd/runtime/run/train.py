@@ -104,6 +104,8 @@ def train(
         console.iteration(number + 1, config.iterations, metrics)
         for text in alarm.notes(metrics):
             console.note(text)
+        if (text := report.timeouts_note(history)) and not report.timeouts_note(history[:-1]):
+            console.note(f"warning: {text}")
         signals = {name for answer in answers for name in answer["signals"]}
         if signals or saver.is_due(number + 1) or number + 1 == config.iterations:
             with recorder.span("checkpoint", "control"):
@@ -118,6 +120,8 @@ def train(
     save_models(job, folder)
     compared = _write_timeline(job, folder, console, recorder, title, answers, history, calibration)
     folder.close()
+    if text := report.timeouts_note(history):
+        folder.notes.append(text)
     result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared)
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
     return result
