@@ -125,6 +125,9 @@ class Config:
     reward_function: str = ""  # a Python function: module:function or file.py:function; several with commas
     reward_weights: tuple[float, ...] = ()  # of several reward functions; empty: 1 for each
     reward_function_mode: Literal["replace", "add"] = "replace"  # replace the reward model, or add to its score
+    reward_workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes for them on each rank that scores; 0: none
+    reward_timeout_s: Annotated[float, Field(ge=0, le=10**6)] = 0.0  # seconds of one for a response; 0: no limit
+    reward_on_timeout: float = 0.0  # score of a response that has none because time ran out
     parity_tolerance: NonNegative | None = None  # most nats for one token; none: 1e-4 in float32, 2 in bfloat16
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
     num_samples: NonNegativeInt = 3  # prompts whose responses are shown before and after training

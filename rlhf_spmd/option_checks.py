@@ -46,6 +46,16 @@ def check_options(config: Config) -> None:
             f"({', '.join(functions) or 'reward_function is empty'}); give one for each"
         )
     _check_evaluation(config)
+    if config.reward_timeout_s and not config.reward_workers:
+        raise UserError(
+            f"reward_timeout_s={config.reward_timeout_s:g} needs processes that can be ended, and a reward function "
+            "runs in the rank itself; set reward_workers=2, or leave reward_timeout_s out"
+        )
+    if config.reward_workers and not functions:
+        raise UserError(
+            f"reward_workers={config.reward_workers} are for reward functions, and reward_function is empty; give one, "
+            "or leave reward_workers out"
+        )
     sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
     sizes["max_new_tokens"] = generation.max_new_tokens
     if problem := config.algorithm.problem(config.options, **sizes):

@@ -43,8 +43,8 @@ def boxed_answer(prompts: list[str], responses: list[str], answer: list[str]) ->
     r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0.
 
     Equality is that of math-verify (symbolic, by SymPy). The answer is LaTeX or plain text, with or without \boxed{}.
-    Expressions that take SymPy long have no time limit here, because that of math-verify uses SIGALRM, which works in
-    the main thread only.
+    An expression may take SymPy very long. The time limits of math-verify itself are off, because a score of 0 after
+    one would depend silently on the speed of the machine; reward_workers with reward_timeout_s limits and counts them.
     """
     parse, verify = _math_verify()
     scores = []
@@ -115,5 +115,5 @@ def _math_verify() -> tuple[Callable, Callable]:
         raise UserError(
             "the reward rlhf_spmd.rewards:boxed_answer needs math-verify: pip install math-verify"
         ) from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     return parse, verify

@@ -251,6 +251,26 @@ CASES = {
         ("r.py:f", "nan"),
         {"r.py": "def f(prompts, responses):\n    return [float('nan')] * len(prompts)\n"},
     ),
+    "reward crashes in a worker": Case(
+        ("reward_function={folder}/r.py:f", "reward_workers=2"),
+        ("r.py:f: its worker process exited with status 5 on response", "prompt '"),
+        {"r.py": "import os\ndef f(prompts, responses):\n    os._exit(5)\n"},
+        kind="a worker of a reward function",
+    ),
+    "reward that a worker cannot import": Case(
+        ("reward_function={folder}/r.py:f", "reward_workers=1"),
+        ("r.py", "ModuleNotFoundError", "install no_such_module"),
+        {"r.py": "import no_such_module\ndef f(prompts, responses): ...\n"},
+    ),
+    "a time limit for a function in the rank": Case(
+        ("reward_function={folder}/r.py:f", "reward_timeout_s=5"),
+        ("reward_timeout_s=5 needs processes", "set reward_workers=2"),
+        {"r.py": "def f(prompts, responses):\n    return [1.0] * len(prompts)\n"},
+    ),
+    "workers without a function": Case(
+        ("reward_workers=2",), ("reward_workers=2 are for reward functions", "reward_function is empty")
+    ),
+    "a negative number of workers": Case(("reward_workers=-1",), ("reward_workers=-1", "greater than or equal to 0")),
     "reward function missing": Case(
         ("reward_function={folder}/r.py:g",), ("r.py", "'g'"), {"r.py": "def f(prompts, responses): ...\n"}
     ),

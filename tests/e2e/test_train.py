@@ -28,6 +28,7 @@ RESULT_KEYS = {
     "scaled_by",
     "wall_s",
     "run_dir",
+    "reward_timeouts",
     "saved",
 }
 

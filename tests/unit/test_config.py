@@ -122,7 +122,8 @@ def test_every_key_can_be_overridden():
         kind = next((t for t in (*choices, hint) if t in samples), None)
         text = others[0] if others else str(not value_of(usual, key)) if kind is bool else samples[kind]
         needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
-        needs = ["reward_function=m:f"] if key == "reward_weights" else needs
+        needs = ["reward_function=m:f"] if key in ("reward_weights", "reward_workers") else needs
+        needs = ["reward_function=m:f", "reward_workers=2"] if key == "reward_timeout_s" else needs
         if key.startswith("eval.") and key != "eval.prompts":
             needs = ["eval.prompts=x", "eval.temperature=1", "checkpoint.best=mean@1"]
             needs = needs[:2] if key == "eval.samples_per_prompt" else needs

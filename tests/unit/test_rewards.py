@@ -1,5 +1,6 @@
 """The reward functions of the package, and reward functions written for other programs."""
 
+import asyncio
 import sys
 
 import pytest
@@ -71,6 +72,19 @@ def test_a_style_is_told_by_the_names_of_the_parameters(function, style, expecte
     SEEN.clear()
     assert style_of(function) == style
     assert scores(function) == expected and seen == SEEN
+
+
+def test_calls_of_an_async_function_run_concurrently():
+    """Each waits until all have begun: one after the other, the first would wait for ever."""
+    begun = []
+
+    async def together(data_source, solution_str, ground_truth):
+        begun.append(solution_str)
+        while len(begun) < 3:
+            await asyncio.sleep(0)
+        return {"score": float(len(begun))}
+
+    assert scores(together) == [3.0, 3.0, 3.0]
 
 
 def test_trl_gets_columns_and_conversations():

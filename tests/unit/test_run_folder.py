@@ -255,7 +255,7 @@ def test_metric_names_are_words():
 def test_the_metrics_of_ppo_keep_their_names_and_curves():
     """Whoever compares runs finds the same curves in all of them."""
     by_group = {
-        "reward": "reward reward_std score score_std kl kl_per_token kl_coef",
+        "reward": "reward reward_std score score_std kl kl_per_token kl_coef reward_timeouts",
         "policy": "policy_loss clip_fraction entropy ratio approx_kl approx_kl_sq",
         "value": "value_loss value_clip_fraction value_error_sq value return",
         "optimizer": "actor_grad_norm critic_grad_norm actor_lr critic_lr",
@@ -264,7 +264,7 @@ def test_the_metrics_of_ppo_keep_their_names_and_curves():
     }
     assert {name: group for group, names in by_group.items() for name in names.split()} == GROUPS
     columns = [metric.column for metric in METRICS.values() if metric.column]
-    assert columns == ["reward", "kl", "length", "policy", "clipped", "value", "gen tok/s", "seconds"]
+    assert columns == ["reward", "kl", "length", "policy", "clipped", "value", "timeouts", "gen tok/s", "seconds"]
 
 
 # ---- samples
@@ -318,7 +318,8 @@ def test_console_of_rank_0(tmp_path):
     machine = json.loads(lines[-1])
     assert list(machine) == [
         "strategy", "ranks", "iterations", "gen_tokens_per_s", "parity_max_abs", "iteration_s", "forecast_s",
-        "scaled_by", "wall_s", "run_dir", "saved", "reward_first", "reward_last", "kl_first", "kl_last",
+        "scaled_by", "wall_s", "run_dir", "reward_timeouts", "saved", "reward_first", "reward_last",
+        "kl_first", "kl_last",
     ]  # fmt: skip
     assert (machine["reward_first"], machine["reward_last"], machine["kl_last"]) == (-0.5, 0.25, 0.01)
     assert machine["saved"] == ["actor"]

@@ -32,7 +32,7 @@ def score(tmp_path):
         if model is not None:
             batch = scorer.batch(PROMPTS_BP, RESPONSES_BG)
             scores_B += sequence_scores(model, batch, forward(model, batch))
-        return scores_B + (scorer.of_functions(PROMPTS_BP, RESPONSES_BG, range(3))[0] if scorer.functions else 0.0)
+        return scores_B + (scorer.of_functions(PROMPTS_BP, RESPONSES_BG, range(3)).scores_B if scorer.specs else 0.0)
 
     return score
 

@@ -27,6 +27,8 @@ MAY_CHANGE = (
     "device",
     "parity_tolerance",
     "wandb",
+    "reward_workers",
+    "reward_timeout_s",  # a response that runs out makes a run inexact anyway
     "micro_batch",
     "generation.max_sequences",
     "generation.block_size",

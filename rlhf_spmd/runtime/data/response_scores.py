@@ -2,7 +2,8 @@
 
 # B sequences, P prompt tokens, G response tokens, T tokens
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,51 +16,87 @@ from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
-from rlhf_spmd.runtime.data.reward_function import load_reward_function
+from rlhf_spmd.runtime.data.reward_function import label_of, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.data.reward_workers import RewardWorkers, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Scores of rows. logs: numbers of each row for the log, by name; None where there is none. num_late: rows for
+    which a reward function ran out of time."""
+
+    scores_B: Tensor  # float32
+    logs: dict[str, list[float | None]] = field(default_factory=dict)
+    num_late: int = 0
 
 
 class Scorer:
     """Prepares rows for the reward model and calls the reward function. The function, and a reward model with another
     tokenizer than the actor, get decoded text."""
 
-    def __init__(self, config: Config, role: str, tokenizer: Tokenizer, data: PromptSet | None = None):
-        """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for."""
+    def __init__(
+        self,
+        config: Config,
+        role: str,
+        tokenizer: Tokenizer,
+        data: PromptSet | None = None,
+        *,
+        calls: bool = True,
+        beat: Callable[[], None] = lambda: None,
+    ):
+        """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
+        calls: whether this rank calls the reward functions, and starts workers for them; beat: see RewardWorkers."""
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
         columns = list(data.records([0])[0]) if data is not None else []
-        self.functions = [load_reward_function(spec, columns) for spec in split_functions(config.reward_function)]
-        self.weights = config.reward_weights or (1.0,) * len(self.functions)
+        self.specs = split_functions(config.reward_function)
+        self.functions, self.workers = [], None
+        if not config.reward_workers:
+            self.functions = [load_reward_function(spec, columns) for spec in self.specs]
+        elif calls:
+            limits = {"num": config.reward_workers, "timeout_s": config.reward_timeout_s}
+            self.workers = RewardWorkers(self.specs, columns, **limits, beat=beat)
+        self.weights = config.reward_weights or (1.0,) * len(self.specs)
+        self.late_score = config.reward_on_timeout
         self.own_tokenizer = None
         if folder and not same_tokenizer(folder, config.main_folder):
             self.own_tokenizer = load_tokenizer(folder)
 
-    def of_functions(
-        self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]
-    ) -> tuple[Tensor, dict[str, list[float | None]]]:
-        """scores_B float32, the weighted sum of all functions, and numbers of each row for the log: the scores of each
-        function, if there are several, and whatever else the functions return. index_B: of the prompts in the data set.
-        Raises UserError if a function fails (see reward_function.py), or if none applies to a row."""
+    def of_functions(self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged:
+        """The weighted sums of all functions, and for the log the scores of each, if there are several, and whatever
+        else they return. index_B: of the prompts in the data set.
+
+        A function that ran out of time does not apply to the row. Raises UserError if a function fails (see
+        reward_function.py), or if none applies to a row for another reason than time."""
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.records(index_B) if self.data is not None else []
         rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns)
         total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
-        for function, weight in zip(self.functions, self.weights, strict=True):
-            scores, more = function.score(rows)
-            logs |= more | ({function.label: scores} if len(self.functions) > 1 else {})
+        by_function, late = self._by_function(rows)
+        for spec, (scores, more), weight in zip(self.specs, by_function, self.weights, strict=True):
+            logs |= more | ({label_of(spec): scores} if len(self.specs) > 1 else {})
             for row, score in enumerate(scores):
                 if score is not None:
                     total_B[row], applied_B[row] = total_B[row] + weight * score, True
+        for row in late:
+            if not applied_B[row]:
+                total_B[row], applied_B[row] = self.late_score, True
         if not all(applied_B):
             row = applied_B.index(False)
-            names = ", ".join(function.name for function in self.functions)
             raise UserError(
-                f"no reward function ({names}) gives response {rows.responses[row][:60]!r} to prompt "
+                f"no reward function ({', '.join(self.specs)}) gives response {rows.responses[row][:60]!r} to prompt "
                 f"{rows.prompts[row][:60]!r} a score: return a number, or add a function that applies to such rows"
             )
-        return torch.tensor(total_B, device=prompts_BP.device), logs
+        return Judged(torch.tensor(total_B, device=prompts_BP.device), logs, len(late))
+
+    def _by_function(self, rows: Scored) -> tuple[list[Scores], set[int]]:
+        """The scores of each function with its numbers for the log, and the rows that ran out of time."""
+        if self.workers is not None:
+            return self.workers.score(rows)
+        return [function.score(rows) for function in self.functions], set()
 
     def _texts(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[tuple[str, str]]:
         """Prompt and response of each row, without padding and special tokens."""

@@ -39,8 +39,7 @@ class RewardFunction:
 
     @property
     def label(self) -> str:
-        """Its name in the log: without the module."""
-        return self.name.rpartition(":")[2]
+        return label_of(self.name)
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """Scores of rows without further columns."""
@@ -60,7 +59,7 @@ class RewardFunction:
         except (Exception, SystemExit) as error:
             raise UserError(self._raised(error, rows)) from error
         scores = self._as_list(result.scores, len(rows))
-        found = [self._as_float(index, score, rows.prompts[index]) for index, score in enumerate(scores)]
+        found = [self._as_float(rows.first + index, score, rows.prompts[index]) for index, score in enumerate(scores)]
         logs = {f"{self.label}_{name}": self._logged(values, rows) for name, values in result.logs.items()}
         return found, {name: values for name, values in logs.items() if any(one is not None for one in values)}
 
@@ -86,12 +85,12 @@ class RewardFunction:
             )
         return list(scores)
 
-    def _as_float(self, index: int, score: object, prompt: str) -> float | None:
+    def _as_float(self, number: int, score: object, prompt: str) -> float | None:
         if score is None:
             return None
         value = score.item() if getattr(score, "ndim", None) == 0 else score  # a numpy or torch scalar
-        where = f"reward function {self.name} returned {_shorten(score)} for response {index}"
-        where += f" (prompt {_shorten(prompt)})"
+        where = f"reward function {self.name} returned {shortened(score)} for response {number}"
+        where += f" (prompt {shortened(prompt)})"
         if not isinstance(value, numbers.Real):
             raise UserError(f"{where}, which is not a number: return a finite float for every response")
         try:
@@ -107,7 +106,8 @@ class RewardFunction:
         index = self._find_response(error, rows)
         where = f"on a batch of {len(rows)} responses"
         if index is not None:
-            where = f"on response {index} {_shorten(rows.responses[index])} (prompt {_shorten(rows.prompts[index])})"
+            where = f"on response {rows.first + index} {shortened(rows.responses[index])}"
+            where += f" (prompt {shortened(rows.prompts[index])})"
         return (
             f"reward function {self.name} raised {described(error, self.function)} {where}: "
             "fix the function, or return a score for such a response"
@@ -115,6 +115,8 @@ class RewardFunction:
 
     def _find_response(self, error: BaseException, rows: Scored) -> int | None:
         """The first response that alone raises the same type of error; None if none does within SEARCH_S."""
+        if len(rows) == 1:
+            return 0
         deadline = time.perf_counter() + SEARCH_S
         for index in range(len(rows)):
             try:
@@ -125,6 +127,11 @@ class RewardFunction:
             if time.perf_counter() > deadline:
                 break
         return None
+
+
+def label_of(spec: str) -> str:
+    """The name of a function in the log: without the module."""
+    return spec.rpartition(":")[2]
 
 
 def load_reward_function(spec: str, columns: Sequence[str] = ()) -> RewardFunction:
@@ -148,7 +155,7 @@ def _load(spec: str, columns: Sequence[str]) -> Callable:
         raise UserError(f"{target} has no function {name!r}{_suggestion(module, name)}")
     function = getattr(module, name)
     if not callable(function):
-        raise UserError(f"{name} is {_shorten(function)}, not a function")
+        raise UserError(f"{name} is {shortened(function)}, not a function")
     if style_of(function) == "own":
         needed = dict.fromkeys(needs(function))
         try:
@@ -220,6 +227,7 @@ def _suggestion(module: ModuleType, name: str) -> str:
     return did_you_mean(name, own) or there
 
 
-def _shorten(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value as it is written in Python, with 60 characters at most."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -28,12 +28,14 @@ TAKEN = ("prompts", "responses")  # no columns, for a function that takes everyt
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Rows to score. columns: of the data set, without those that hold prompts as text or responses."""
+    """Rows to score. columns: of the data set, without those that hold prompts as text or responses. first: the number
+    of the first row, where these are some of the rows of a rank."""
 
     prompts: Sequence[str]
     responses: Sequence[str]
     tokens: Sequence[Sequence[int]] = ()  # of each response
     columns: Sequence[Mapping[str, Any]] = ()  # of each row
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -41,7 +43,8 @@ class Scored:
     def one(self, index: int) -> Scored:
         """The rows with only this one."""
         part = slice(index, index + 1)
-        return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part])
+        first = self.first + index
+        return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first)
 
     def column(self, name: str) -> list[Any]:
         return [row.get(name) for row in self.columns] if self.columns else [None] * len(self)
@@ -104,6 +107,15 @@ def _result(found: Any) -> Any:
         return await found
 
     return asyncio.run(awaited()) if inspect.isawaitable(found) else found
+
+
+def _results(found: Sequence[Any]) -> Sequence[Any]:
+    """What several calls returned; what they will return if they are async, all of them at once."""
+
+    async def awaited() -> list[Any]:
+        return await asyncio.gather(*found)
+
+    return asyncio.run(awaited()) if found and all(map(inspect.isawaitable, found)) else found
 
 
 def _conversations(rows: Scored) -> dict[str, list]:
@@ -175,8 +187,9 @@ def _arguments(function: Callable, rows: Scored, known: Mapping[str, Any]) -> di
 
 
 def _each(function: Callable, rows: Scored) -> Result:
-    """verl's: one call for each response, which returns a number, or a dict with `score` and more numbers."""
-    parameters, scores, logs = _parameters(function), [], {}
+    """verl's: one call for each response, which returns a number, or a dict with `score` and more numbers. Calls of an
+    async function run concurrently."""
+    parameters, made, scores, logs = _parameters(function), [], [], {}
     for index, response in enumerate(rows.responses):
         row = rows.columns[index] if rows.columns else {}
         model = row.get("reward_model")
@@ -184,7 +197,8 @@ def _each(function: Callable, rows: Scored) -> Result:
         known = {"solution_str": response, "ground_truth": truth}
         known |= {name: row.get(name) for name in ("data_source", "extra_info")}
         given = {name: value for name, value in (row | known).items() if name in parameters or _takes_all(function)}
-        found = _result(function(**given))
+        made.append(function(**given))
+    for index, found in enumerate(_results(made)):
         if isinstance(found, Mapping):
             if "score" not in found:
                 raise UserError(f"it returned a dict with {', '.join(map(repr, found))}, and no 'score'")

@@ -18,7 +18,7 @@ from rlhf_spmd.user_module import described
 
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
-    r"iteration|gen_tokens.*|response_length|ended_fraction|parity_.*|moved_.*|tokens_sha256|.*_(s|lr|grad_norm)"
+    r"iteration|gen_tokens.*|response_length|ended_fraction|parity_.*|moved_.*|tokens_sha256|reward_timeouts|.*_(s|lr|grad_norm)"
 )
 
 

@@ -1,9 +1,10 @@
 """Detects a hung job: a thread on every rank checks, a few times per deadline, whether any rank is active.
 
-A rank is active when it begins an instruction, or uses its processor or a disk; it reports this on the board. A rank
-that has been inactive for the deadline checks the others. If all have been inactive that long, the job hangs, and one
-rank reports which rank the others wait for. A rank that computes is not considered late, however long its peers wait,
-until torch's own timeouts end the wait after LONGEST_WAIT deadlines.
+A rank is active when it begins an instruction, uses its processor or a disk, or waits for processes of its own that are
+active (`beat`); it reports this on the board. A rank that has been inactive for the deadline checks the others. If all
+have been inactive that long, the job hangs, and one rank reports which rank the others wait for. A rank that computes
+is not considered late, however long its peers wait, until torch's own timeouts end the wait after LONGEST_WAIT
+deadlines.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Watch:
         self.world = world
         self.graph: WaitGraph | None = None
         self._begun, self._work, self._disk = -1, 0.0, -1
+        self._beats, self._beats_seen = 0, 0
         self._active = self._checked = time.monotonic()
         self._used: dict[int, float] = {}  # rank -> processor seconds at the last check
         self._over = threading.Event()
@@ -49,6 +51,10 @@ class Watch:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
+
+    def beat(self) -> None:
+        """This rank is active although it only waits: other processes work for it."""
+        self._beats += 1
 
     @property
     def interval_s(self) -> float:
@@ -80,13 +86,15 @@ class Watch:
         now, world = time.monotonic(), self.world
         used = resource.getrusage(resource.RUSAGE_SELF)
         work, disk = used.ru_utime + used.ru_stime, used.ru_majflt + used.ru_inblock + used.ru_oublock
-        begun = world.flight.count
+        begun, beats = world.flight.count, self._beats
         busy = work - self._work >= BUSY_SHARE * world.deadline_s or disk != self._disk
         if now - self._active > world.deadline_s / 2 and not world.is_meeting:
             busy = busy or waits_for_disk()
         was_stopped = now - self._checked > (SILENT_CHECKS + 1) * self.interval_s + 1.0  # perhaps with the whole job
-        if begun != self._begun or (busy and not world.is_meeting) or was_stopped:
+        has_begun = begun != self._begun or beats != self._beats_seen
+        if has_begun or (busy and not world.is_meeting) or was_stopped:
             self._active, self._begun, self._work, self._disk = now, begun, work, disk
+            self._beats_seen = beats
         self._checked = now
         world.board.report(active_s=time.time() - (now - self._active), is_meeting=world.is_meeting)
         return now - self._active

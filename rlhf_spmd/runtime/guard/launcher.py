@@ -15,6 +15,9 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI's mpiexec
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),  # srun
 )
+# How variables begin by which a launcher tells a process its place in an MPI world.
+OF_A_RANK = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_STEP", "SLURM_SRUN_COMM_")
+OF_A_RANK += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK")
 
 ABORT_S = 2.0  # time for the launcher to end this process
 
@@ -44,6 +47,12 @@ def _launched(environment: Mapping[str, str]) -> Launched:
         known.setdefault("SLURM_STEP_NUM_TASKS", known["SLURM_NTASKS"])
     present = (names for names in LAUNCHERS if names[0] in known and names[1] in known)
     return next((Launched(count, int(known[count]), int(known[rank])) for count, rank, _ in present), Launched())
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that a rank starts and that is no rank: an MPI library that it loads by accident
+    finds no world to join."""
+    return {name: text for name, text in environment.items() if not name.startswith(OF_A_RANK)}
 
 
 def check_world_size(size: int, environment: Mapping[str, str]) -> None:

@@ -41,6 +41,7 @@ class Result:
     scaled_by: float
     wall_s: float
     run_dir: str
+    reward_timeouts: int = 0  # responses for which a reward function ran out of time; > 0: the run is not exact
     saved: tuple[str, ...] = ()  # roles whose trained models are in the run folder
     evaluation: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # first and last value of its metrics
 

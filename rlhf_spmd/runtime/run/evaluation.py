@@ -14,7 +14,7 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
-from rlhf_spmd.plan.runtime_words import SCORES
+from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
@@ -146,7 +146,9 @@ class Evaluator:
         scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
         scores[scored["prompt"], scored["sample"]] = scored["score"]
         metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, self.options.right_at))
-        logged, _ = combine(answers)
+        logged, weights = combine(answers)
+        if TIMEOUTS in logged:
+            logged[TIMEOUTS] = float(round(logged[TIMEOUTS] * weights[TIMEOUTS]))
         metrics |= {name: value for name, value in logged.items() if name != "score" and not name.endswith("_sq")}
         metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
         return metrics

@@ -87,12 +87,16 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
 
 def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:
     """The scorer of the judge that is on this rank, if one is."""
-    judges = {
-        call.model
+    layouts = program.placement.layouts
+    judging = [
+        call
         for call in program.workload.workflow.placed_calls
-        if config.algorithm.roles[call.model].judge and world.rank in program.placement.layouts[call.name].ranks
-    }
-    return Scorer(config, judges.pop(), tokenizer, prompts) if judges else None
+        if config.algorithm.roles[call.model].judge and world.rank in layouts[call.name].ranks
+    ]
+    if not judging:
+        return None
+    calls = any(layouts[call.name].reports(world.rank) for call in judging)
+    return Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=world.watch.beat)
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

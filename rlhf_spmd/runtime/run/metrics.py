@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.plan.runtime_words import SCORES
+from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
 
 EXPLODED = 10.0  # times the largest value so far
@@ -36,6 +36,7 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
             name = call.outputs[0].removesuffix("s")  # mean of the judge's scores
             for judge in (name, *(f"{name}_{function}" for function in functions)):
                 found |= {judge: Metric(call.model), f"{judge}_std": Metric(call.model)}
+            found[TIMEOUTS] = Metric(call.model, "timeouts", "{:8.0f}")  # responses, of all ranks together
     for model in workflow.trained_models:
         advice = f"lower optimizer.{model}_lr, or look at the data"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice)  # before clipping

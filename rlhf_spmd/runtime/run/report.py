@@ -16,6 +16,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
+from rlhf_spmd.plan.runtime_words import TIMEOUTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.handlers.context import RunState
@@ -61,11 +62,24 @@ def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
     if "response_length" in metrics:
         metrics["gen_tokens"] = metrics["response_length"] * weights["response_length"]
         metrics["gen_tokens_per_s"] = metrics["gen_tokens"] / metrics["generate_s"]
+    if TIMEOUTS in metrics:
+        metrics[TIMEOUTS] = float(round(metrics[TIMEOUTS] * weights[TIMEOUTS]))
     for what in ("bytes", "messages"):
         metrics[f"moved_{what}"] = sum(answer["sent"][what] for answer in answers)
     if job.program.workload.workflow.generate_calls:
         metrics["tokens_sha256"] = tokens_sha256(answer["rows"] for answer in answers)
     return metrics
+
+
+def timeouts_note(history: Sequence[Mapping]) -> str:
+    """What the responses that ran out of time mean for a run; empty if there were none. history: its metrics."""
+    num = sum(metrics.get(TIMEOUTS, 0.0) for metrics in history)
+    if not num:
+        return ""
+    return (
+        f"a reward function ran out of reward_timeout_s for {num:.0f} responses, so this run cannot be repeated "
+        "exactly: which responses those are depends on the speed of the machine"
+    )
 
 
 def check_finite(metrics: Mapping, number: int) -> None:
@@ -266,5 +280,6 @@ def result(
         scaled_by=compared.scaled_by if compared else math.nan,
         wall_s=wall_s,
         run_dir=str(folder.path),
+        reward_timeouts=int(sum(metrics.get(TIMEOUTS, 0.0) for metrics in history)),
         saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
     )

@@ -111,6 +111,8 @@ def train(
     save_models(job, folder)
     compared = _write_timeline(job, folder, console, running, title, calibration)
     folder.close()
+    if text := report.timeouts_note(history):
+        folder.notes.append(text)
     result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared)
     result = replace(result, evaluation=running.evaluator.ends())
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
@@ -168,6 +170,8 @@ class Iterations:
         self.console.iteration(number + 1, config.iterations, metrics)
         for text in self.alarm.notes(metrics):
             self.console.note(text)
+        if (text := report.timeouts_note(self.history)) and not report.timeouts_note(self.history[:-1]):
+            self.console.note(f"warning: {text}")
         self.signals = {name for answer in self.answers for name in answer["signals"]}
         if END.name not in self.signals:  # then there is no time, and the resumed run evaluates
             self.evaluate()

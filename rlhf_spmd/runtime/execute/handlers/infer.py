@@ -3,6 +3,7 @@
 # B sequences, P prompt tokens, G response tokens
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from rlhf_spmd.model.sequences import Sequences, forward, lengths_of, sequence_s
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import SCORES
+from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
 from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
 from rlhf_spmd.runtime.execute.optimizer_step import read_output
@@ -66,9 +68,12 @@ def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place,
     """Stores the sum of the reward model's scores (None: there is no model, or no row) and the function's."""
     prompts, responses = (context.held(data, key, place).flatten(0, 1) for key in call.tokens)
     index_B = data.prompt_MC[place].flatten().tolist()
-    scores_B, logs = add_functions(context, call, prompts, responses, index_B, of_model_B)
+    judged = add_functions(context, call, prompts, responses, index_B, of_model_B)
+    scores_B, logs = judged.scores_B, judged.logs
     data.store.at(call.outputs[0], place)[:] = scores_B.unflatten(0, shape_of(place))
     name, meter = call.outputs[0].removesuffix("s"), context.meter(call, data)
+    if context.config.reward_timeout_s:
+        meter.add(TIMEOUTS, judged.num_late, len(scores_B))
     for label, values in ({"": scores_B.tolist()} | logs).items():
         found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
@@ -85,22 +90,22 @@ def add_functions(
     responses_BG: Tensor,
     index_B: Sequence[int],
     of_model_B: Tensor | None,
-) -> tuple[Tensor, dict[str, list[float | None]]]:
-    """scores_B: the reward model's, if there is one, plus those of the reward functions; and numbers of rows for the
-    log. A function runs on one rank for each row, which counts it for the log: it may be random or slow, and all ranks
-    with a row must use the same score. index_B: of the prompts in the data set."""
-    logs: dict[str, list[float | None]] = {}
+) -> Judged:
+    """The reward model's scores, if there is one, plus those of the reward functions. A function runs on one rank for
+    each row, which counts it for the log: it may be random or slow, and all ranks with a row must use the same score.
+    index_B: of the prompts in the data set."""
     scores_B = torch.zeros(len(prompts_BP), device=prompts_BP.device) if of_model_B is None else of_model_B
-    if not context.scorer.functions:
-        return scores_B, logs
+    if not context.scorer.specs:
+        return Judged(scores_B)
     rank = context.world.rank
     slices = context.layout(call).tensor_ranks(rank)
+    judged = Judged(scores_B)
     if rank == slices[0] and len(prompts_BP):
-        of_functions_B, logs = context.scorer.of_functions(prompts_BP, responses_BG, index_B)
-        scores_B = scores_B + of_functions_B
+        judged = context.scorer.of_functions(prompts_BP, responses_BG, index_B)
+        scores_B = scores_B + judged.scores_B
     if len(slices) > 1:
         dist.broadcast(scores_B, src=slices[0], group=context.world.group(group_name(slices)))
-    return scores_B, logs
+    return replace(judged, scores_B=scores_B)
 
 
 def scores(
@@ -117,4 +122,4 @@ def scores(
                 of_model_B = sequence_scores(model, batch, output) if model.parallel.is_last else None
             if not model.parallel.is_last:
                 return None
-    return add_functions(context, call, prompts_BP, responses_BG, index_B, of_model_B)[0]
+    return add_functions(context, call, prompts_BP, responses_BG, index_B, of_model_B).scores_B

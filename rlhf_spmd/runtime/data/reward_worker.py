@@ -1,0 +1,68 @@
+"""A process that calls reward functions for a rank, one row at a time (reward_workers.py): without MPI, torch or a GPU.
+
+It reads lines of JSON from a socket and answers each with one:
+
+    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": true}
+    {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
+
+An error in the user's code is answered with {"error": message}. The functions run in the main thread, so they may use
+SIGALRM. The process ends with its rank: by PR_SET_PDEATHSIG, and when the socket closes.
+
+Cost: the start of Python and the import of the user's file. Command: reward_workers.py starts it.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
+from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
+
+# What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
+# need scores. A handler and not SIG_IGN, which the processes that a reward function starts would inherit.
+LEFT_TO_THE_RANK = ASKED_BY | {signal.SIGUSR1, signal.SIGUSR2}
+
+
+def main() -> None:
+    """Serves the rank at the other end of the socket until that closes. Arguments: the socket's descriptor, and the
+    process id of the rank."""
+    descriptor, rank = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank:  # it ended before that
+        os._exit(1)
+    for number in LEFT_TO_THE_RANK:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("r") as lines:
+        functions: list[RewardFunction] = []
+        for line in lines:
+            try:
+                answer = _answer(json.loads(line), functions)
+            except UserError as error:
+                answer = {"error": str(error)}
+            sys.stdout.flush()  # what the function printed, before the rank goes on
+            try:
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+            except (BrokenPipeError, ConnectionResetError):  # the rank has ended
+                return
+
+
+def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:
+    """What a message asks for. functions: those loaded, filled by the first message. Raises UserError."""
+    if "functions" in message:
+        functions += [load_reward_function(spec, message["columns"]) for spec in message["functions"]]
+        return {"ready": True}
+    columns = [message["columns"]] if message["columns"] is not None else []
+    row = Scored([message["prompt"]], [message["response"]], [message["tokens"]], columns, first=message["row"])
+    scores, logs = functions[message["function"]].score(row)
+    return {"score": scores[0], "logs": {name: values[0] for name, values in logs.items()}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Reward functions in worker processes, as users run them: on two ranks, with a deadline, and when a rank is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.folders import write_all
+from tests.page_runs import metrics, timeless, trained, weights
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
+
+LIMIT_S = 120.0
+SOURCE = """
+import os, time
+
+def letters(prompts, responses):
+    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]
+
+def slow(prompts, responses):  # to the first prompt only, so that the same rows are late everywhere
+    with open(__file__ + ".workers", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(600 if prompts[0] == os.environ.get("SLOW_PROMPT") else 0)
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.fixture
+def words(tmp_path) -> list[str]:
+    (tmp_path / "r.py").write_text(SOURCE)
+    return [*write_all(tmp_path), f"reward_function={tmp_path / 'r.py'}:letters", "iterations=2"]
+
+
+def test_the_same_numbers_as_without_workers(words, tmp_path):
+    """To the bit: weights, metrics and samples, on two ranks, each with two workers."""
+    alone = trained(words, 2, tmp_path / "alone")
+    helped = trained([*words, "reward_workers=2"], 2, tmp_path / "helped")
+    assert timeless(alone) == timeless(helped) and weights(alone) == weights(helped)
+    assert (alone / "samples.txt").read_text() == (helped / "samples.txt").read_text()
+
+
+def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
+    """A rank waits for longer than deadline_s, which is no hang; the run says that it is not exact."""
+    text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    functions = f"reward_function={tmp_path / 'r.py'}:letters,{tmp_path / 'r.py'}:slow"
+    limits = ["reward_workers=2", "reward_timeout_s=4", "deadline_s=2", "num_samples=0"]
+    options = [*words, functions, *limits, "--runs", str(tmp_path), "--name", "run"]
+    environment = mpi_environment(SLOW_PROMPT=text)
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=environment)
+    assert status == 0, stdout + stderr
+    rows, last = metrics(tmp_path / "run"), json.loads(stdout.splitlines()[-1])
+    num = sum(row["reward_timeouts"] for row in rows)
+    assert num > 0 and last["reward_timeouts"] == num
+    assert stdout.count("warning: a reward function ran out of reward_timeout_s for") == 1
+    assert stdout.count(f"note: a reward function ran out of reward_timeout_s for {num:.0f} responses, so") == 1
+    assert all(row["score_slow"] == 1.0 for row in rows)  # of the rows that it applies to
+
+
+def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, tmp_path):
+    text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    functions = [f"reward_function={tmp_path / 'r.py'}:slow", "reward_on_timeout=-2", "num_samples=1"]
+    limits = ["reward_workers=2", "reward_timeout_s=0.5", "iterations=1"]
+    options = [*words, *functions, *limits, "--runs", str(tmp_path), "--name", "run"]
+    command = [sys.executable, "-m", "rlhf_spmd", "train", *options]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(SLOW_PROMPT=text))
+    assert status == 0, stdout + stderr
+    (row,) = metrics(tmp_path / "run")
+    num = int(options_of(tmp_path / "run")["rollout_batch"])
+    assert row["reward_timeouts"] > 0
+    assert row["score"] == pytest.approx(1.0 - 3.0 * row["reward_timeouts"] / num)
+
+
+def options_of(run: Path) -> dict:
+    return json.loads((run / "config.json").read_text())
+
+
+def test_no_worker_outlives_a_killed_rank(words, tmp_path):
+    """kill -9 of a rank while its workers sleep: the job ends, and so do the workers of both ranks."""
+    text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    function = f"reward_function={tmp_path / 'r.py'}:slow"
+    options = [*words, function, "reward_workers=2", "num_samples=1", "--runs", str(tmp_path), "--name", "run"]
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
+    environment = mpi_environment(SLOW_PROMPT=text)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            path = tmp_path / "r.py.workers"
+            wait(lambda: path.exists() and path.read_text().endswith("\n"))
+            worker = int(path.read_text().splitlines()[0])
+            rank = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+            workers = [process for process in processes() if b"reward_worker" in command_of(process)]
+            mine = [process for process in workers if f"{rank}".encode() in command_of(process).split(b"\0")]
+            assert worker in mine and len(mine) == 2
+            os.kill(rank, signal.SIGKILL)
+            stderr = job.communicate(timeout=LIMIT_S)[1]
+        finally:
+            job.kill()
+    assert job.returncode != 0 and "was ended by SIGKILL" in stderr, stderr
+    wait(lambda: not any(command_of(process) for process in mine))
+
+
+def processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def command_of(process: int) -> bytes:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait(condition) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < LIMIT_S
+        time.sleep(0.02)
