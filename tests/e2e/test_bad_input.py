@@ -340,14 +340,6 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-@pytest.mark.parametrize(
-    "words", [["train", "--resume", ""], ["check", "flattening", "--layout", ""], ["train", "--algorithm", ""]]
-)
-def test_an_empty_word_is_refused(words, warm):
-    status, _, stderr = warm.run(words)
-    assert status == 2 and "it is empty (a variable that is not set?)" in stderr
-
-
 def test_different_configs(folder, tmp_path):
     """Ranks started with different options find out before they compute anything."""
     good = [*python(folder, tmp_path), "seed=1"]

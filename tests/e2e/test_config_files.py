@@ -74,3 +74,11 @@ def test_the_next_commands_name_the_file(first, warm):
     status, stdout, stderr = warm.run(words)
     assert status == 0 and "--config" in words, stderr
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "--resume", ""], ["check", "flattening", "--layout", ""], ["train", "--algorithm", ""]]
+)
+def test_an_empty_word_is_refused(words, warm):
+    status, _, stderr = warm.run(words)
+    assert status == 2 and "it is empty (a variable that is not set?)" in stderr
