@@ -147,6 +147,8 @@ def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
         logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]
         if rules.ratio_level == "sequence":
             logs = [sum(logs) / len(logs)] * len(logs)
+        elif rules.ratio_level == "product":
+            logs = [sum(logs)] * len(logs)
         factors, tokens = weights(one, rules), []
         for t, log in enumerate(logs):
             term = factors[t] * token_loss(one, t, torch.exp(log), rules)

@@ -167,6 +167,7 @@ VARIANTS = [
     {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "mask", "scale": "batch"},
     {"ratio_level": "sequence", "aggregation": "seq-mean-token-mean", "clip_low": 3e-2, "clip_high": 4e-2},  # GSPO
     {"ratio_level": "sequence"},
+    {"ratio_level": "product", "aggregation": "seq-mean-token-mean"},  # RLOO as TRL computes it
     {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.4},
     {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.4, "kl_coef": 0.1},
     {"dual_clip": 1.5},
