@@ -39,7 +39,7 @@ SEEN_BY_STRATEGIES = tuple(
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("speed", "forecast", "numbers", "faults", "first_light", "embedded"), SHARED
+    ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "embedded"), SHARED
 )
 
 
