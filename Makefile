@@ -7,7 +7,7 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-grpo demo-smollm2 test test-unit test-slow test-mpi test-smollm2 test-slurm lint format clean
+.PHONY: demo demo-grpo demo-smollm2 test test-unit test-slow test-mpi test-smollm2 test-slurm lint format peers clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -42,12 +42,19 @@ format: .venv/.installed-test
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+peers: .venv-peers/.installed  ## TRL, for `python -m bench against-trl`, in an environment of its own
+
 clean:
-	rm -rf .venv .cache runs
+	rm -rf .venv .venv-peers .cache runs
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) -e ".[mpi]"
+	touch $@
+
+.venv-peers/.installed: constraints.txt constraints-peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-peers.txt trl
 	touch $@
 
 .venv/.installed-test: .venv/.installed

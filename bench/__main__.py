@@ -38,6 +38,9 @@ ROOMS = {
     "first_light": {
         "first-light": "the first minutes on a GPU: is everything correct on it, and as fast as promised? one folder",
     },
+    "against_trl": {
+        "against-trl": "TRL's trainers on the same rows: losses, gradients, a step of SGD; needs `make peers`",
+    },
     "embedded": {
         "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
         "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, prompts), made anew: 5 minutes",

@@ -40,7 +40,7 @@ PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "s
 # each those before it
 SHARED = tuple(f"bench.{name}" for name in ("rows", "plots", "options_page", "evidence", "columns", "tables"))
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("speed", "forecast", "numbers", "faults", "first_light", "embedded"), SHARED
+    ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "embedded"), SHARED
 )
 
 

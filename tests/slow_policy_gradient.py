@@ -42,6 +42,7 @@ class Rules:
     aggregation: str = "token-mean"
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_unbiased: bool = False
     importance_weights: str = "none"
     importance_cap: float = 2.0
     rejection: str = "none"
@@ -147,11 +148,14 @@ def loss(groups: list[list[Sample]], rules: Rules) -> Tensor:
         logs = [new - old for new, old in zip(one.logprobs, one.old, strict=True)]
         if rules.ratio_level == "sequence":
             logs = [sum(logs) / len(logs)] * len(logs)
+        elif rules.ratio_level == "product":
+            logs = [sum(logs)] * len(logs)
         factors, tokens = weights(one, rules), []
         for t, log in enumerate(logs):
             term = factors[t] * token_loss(one, t, torch.exp(log), rules)
             if rules.kl_coef:
-                term = term + rules.kl_coef * divergence(one.logprobs[t] - one.reference[t], rules.kl_estimator)
+                kl = divergence(one.logprobs[t] - one.reference[t], rules.kl_estimator)
+                term = term + rules.kl_coef * (kl * torch.exp(log) if rules.kl_unbiased else kl)
             tokens.append(term)
         per_sequence.append(tokens)
     if not per_sequence:

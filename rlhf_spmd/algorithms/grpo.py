@@ -31,6 +31,7 @@ class Options(policy_gradient.Options):
     """Options of GRPO. The KL divergence is a term of the loss."""
 
     kl_estimator: KLEstimator = "k3"  # with d = logprob - reference logprob: d, d^2/2, exp(-d) + d - 1
+    kl_unbiased: bool = False  # the KL term is multiplied by the ratio, which makes its gradient that of the KL
     scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the standard deviation of rewards
     scale_eps: PositiveFloat = 1e-4  # added to that standard deviation
     overlong: Literal["keep", "shape", "mask"] = "keep"  # shape: long responses lose reward; mask: truncated ones out

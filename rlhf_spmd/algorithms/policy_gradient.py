@@ -15,6 +15,7 @@ from rlhf_spmd.algorithms.page import Metric, NonNegative
 from rlhf_spmd.plan.workflow import Role
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+RatioLevel = Literal["token", "sequence", "product"]
 KLEstimator = Literal["k1", "k2", "k3"]
 ROLES = {
     "actor": Role("lm", lr=1e-6, saved=True),
@@ -28,7 +29,7 @@ class Options(page.Options):
     """Options of the policy loss."""
 
     kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: there is no reference
-    ratio_level: Literal["token", "sequence"] = "token"  # probability ratios; sequence: geometric mean over a response
+    ratio_level: RatioLevel = "token"  # probability ratios; sequence: geometric mean over a response; product: of all
     surrogate: Literal["clip", "cispo"] = "clip"  # cispo: clipped ratios are weights, and every token has a gradient
     clip_low: NonNegative = 0.2  # ratios are clipped at 1 - clip_low
     clip_high: NonNegative = 0.2  # ratios are clipped at 1 + clip_high

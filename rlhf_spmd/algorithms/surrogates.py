@@ -8,7 +8,8 @@ trained on; elsewhere other [B, G] tensors may hold anything, even NaN.
 
 Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et
 al. 2020, arXiv 1912.09729; [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu
-et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585.
+et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585; [RLOO]
+Ahmadian et al. 2024, arXiv 2402.14740; [V3.2] DeepSeek-AI 2025, arXiv 2512.02556.
 """
 
 from typing import Literal
@@ -19,7 +20,7 @@ from torch import Tensor
 from rlhf_spmd.algorithms.advantages import Sums
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Level = Literal["token", "sequence"]
+Level = Literal["token", "sequence", "product"]
 MAX_LOG_RATIO = 20.0  # nats: a log-ratio beyond it overflows nothing and means nothing
 REJECTED = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}  # default ranges of weights
 
@@ -41,6 +42,7 @@ def surrogate_loss(
     aggregation: Aggregation = "token-mean",
     kl_coef: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_unbiased: bool = False,
     entropy_coef: float = 0.0,
     importance_weights: Literal["none", "token", "sequence"] = "none",
     importance_cap: float = 2.0,
@@ -49,8 +51,10 @@ def surrogate_loss(
 ) -> tuple[Tensor, Sums]:
     """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
 
-    ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7).
-    generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training weights.
+    ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product" their
+    product: the response is one action ([RLOO]).
+    kl_unbiased: the KL term is multiplied by the ratio, with its gradient, so that with k3 and ratios of tokens the
+    term's gradient is that of the KL itself ([V3.2], unbiased KL estimate). generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training weights.
     """
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
@@ -58,6 +62,8 @@ def surrogate_loss(
     d_BG = log_ratio_BG.detach().double()
     if ratio_level == "sequence":
         log_ratio_BG = sequence_mean(log_ratio_BG, mask_BG)
+    elif ratio_level == "product":
+        log_ratio_BG = torch.where(mask_BG, log_ratio_BG.sum(1, keepdim=True), 0.0)
     ratio_BG = log_ratio_BG.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     below_BG, above_BG = ratio_BG < 1.0 - clip_low, ratio_BG > 1.0 + clip_high
     if surrogate == "cispo":
@@ -86,7 +92,7 @@ def surrogate_loss(
         sums |= counted
     if ref_logprobs_BG is not None:
         difference_BG = torch.where(mask_BG, logprobs_BG - ref_logprobs_BG, 0.0)
-        penalty_BG = kl_estimate(difference_BG, kl_estimator)
+        penalty_BG = kl_estimate(difference_BG, kl_estimator) * (ratio_BG if kl_unbiased else 1.0)
         loss_BG = loss_BG + kl_coef * penalty_BG
         kl = difference_BG.detach().double().sum()
         sums |= {"kl": (kl, num_responses), "kl_per_token": (kl, num_tokens)}

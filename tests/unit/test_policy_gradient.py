@@ -39,6 +39,7 @@ OF_LOSS = (
     "aggregation",
     "kl_coef",
     "kl_estimator",
+    "kl_unbiased",
     "importance_weights",
     "importance_cap",
     "rejection",
@@ -161,12 +162,15 @@ VARIANTS = [
     {},
     {"kl_coef": 0.04},
     {"kl_coef": 0.04, "kl_estimator": "k1"},
+    {"kl_coef": 0.04, "kl_unbiased": True},
+    {"kl_coef": 0.04, "kl_unbiased": True, "ratio_level": "sequence", "aggregation": "seq-mean-token-mean"},
     {"kl_coef": 0.04, "kl_estimator": "k2", "aggregation": "seq-mean-token-mean"},
     {"scale": "none", "aggregation": "seq-mean-token-sum-norm"},  # Dr.GRPO
     {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "shape", "overlong_buffer": 4},  # DAPO
     {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "mask", "scale": "batch"},
     {"ratio_level": "sequence", "aggregation": "seq-mean-token-mean", "clip_low": 3e-2, "clip_high": 4e-2},  # GSPO
     {"ratio_level": "sequence"},
+    {"ratio_level": "product", "aggregation": "seq-mean-token-mean"},  # RLOO as TRL computes it
     {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.4},
     {"surrogate": "cispo", "clip_low": 0.3, "clip_high": 0.4, "kl_coef": 0.1},
     {"dual_clip": 1.5},
@@ -186,6 +190,34 @@ def test_grpo_is_what_the_slow_twin_computes(changes):
     advantages, used = fast_advantages(batch, rules)
     assert used.flatten().tolist() == [float(one.used) for group in groups for one in group]
     assert_same(groups, batch, fast_loss(batch, advantages, used, rules), slow.loss(groups, rules))
+
+
+def test_an_unbiased_kl_term_has_the_gradient_of_the_kl():
+    """The expectation over all tokens of a distribution, with ratio 1."""
+    own = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.0, 0.5, -0.5, 0.2], dtype=torch.float64).log_softmax(0)
+    logprobs = own.log_softmax(0)
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    mask, slopes = torch.ones(4, 1, dtype=torch.bool), {}
+    for unbiased in (True, False):
+        terms = [
+            surrogate_loss(
+                logprobs[token].view(1, 1),
+                logprobs[token].detach().view(1, 1),
+                torch.zeros(1, dtype=torch.float64),
+                mask[:1],
+                ref_logprobs_BG=reference[token].view(1, 1),
+                kl_coef=1.0,
+                kl_unbiased=unbiased,
+            )[0]
+            for token in range(4)
+        ]
+        expected = sum(p * term for p, term in zip(logprobs.detach().exp(), terms, strict=True))
+        torch.testing.assert_close(expected, kl, **CLOSE)
+        (slopes[unbiased],) = torch.autograd.grad(expected, own, retain_graph=True)
+    (wanted,) = torch.autograd.grad(kl, own)
+    torch.testing.assert_close(slopes[True], wanted, **CLOSE)
+    assert not torch.allclose(slopes[False], wanted, rtol=1e-2)
 
 
 def test_rloo_is_what_the_slow_twin_computes():

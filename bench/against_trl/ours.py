@@ -1,0 +1,138 @@
+"""Our half of the equality: an iteration of the real runtime on one rank, whose old logprobs are perturbed.
+
+Prompts, responses, rewards and old logprobs of the iteration are what TRL is then given.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from bench.against_trl.cases import Case
+from bench.against_trl.widened import widened
+from rlhf_spmd import presets
+from rlhf_spmd.runtime.engines.flat_engine import FlatEngine
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.handlers import generate
+from rlhf_spmd.runtime.execute.iteration import ALL
+from rlhf_spmd.runtime.weights import rank_models
+from tests.runs import RunOf, compiled
+from tests.trainee import whole_weights
+
+NO_CLIPPING = 1e30  # of the gradient's norm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """A step: its loss, gradients and weights after it by name, metrics of the iteration, and its rows."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    after: dict[str, Tensor]
+    metrics: dict[str, Any]
+    rows: list[dict]
+
+
+class SGD:
+    """Stands in for AdamW in an engine."""
+
+    def __init__(self, masters: list[Tensor]):
+        self._optimizer = torch.optim.SGD(masters, lr=1.0)
+
+    def step(self, *, lr: float) -> None:
+        assert lr == 1.0
+        self._optimizer.step()
+
+
+def one_step(case: Case, words: list[str], *, dtype: str, seed: int, wide: bool = False) -> Taken:
+    """One step of SGD at learning rate 1 on the responses of one iteration. words: options of models, prompts, reward
+    and sizes, with one mini-batch in the iteration. wide: without casts (widened.py)."""
+    fixed = ["iterations=1", "parity_tolerance=100", "optimizer.actor_lr=1", f"optimizer.max_grad_norm={NO_CLIPPING}"]
+    config = presets.load("tiny", [*words, *fixed, f"seed={seed}", *case.options], algorithm=case.page)
+    gradients: dict[str, Tensor] = {}
+    with in_precision(dtype), noted_gradients(gradients), perturbed(case.noise, seed):
+        config = dataclasses.replace(config, dtype=dtype)
+        run = RunOf(config, program=compiled(config))
+        engine = run.job.models.engines["actor"]
+        engine._adamw = SGD(engine.masters)
+        with widened() if wide else nullcontext():
+            metrics = run.iteration()
+    return Taken(metrics["policy_loss"], gradients, whole_weights(engine), metrics, rows_of(run))
+
+
+@contextmanager
+def in_precision(dtype: str) -> Iterator[None]:
+    """Lets a run compute in float64, which no user can ask for."""
+    with (
+        patch.dict(rank_models.DTYPES, {"float64": torch.float64}),
+        patch.dict(optimizer_step.PARITY_TOLERANCE, {"float64": 1e-4}),
+    ):
+        assert dtype in rank_models.DTYPES, dtype
+        yield
+
+
+@contextmanager
+def noted_gradients(found: dict[str, Tensor]) -> Iterator[None]:
+    """Keeps the summed gradient of the (only) engine's first step, by weight."""
+    real = FlatEngine._norm
+
+    def noted(engine: FlatEngine) -> float:
+        assert not found, "the iteration has one step"
+        found.update({name: g.clone() for name, g in zip(engine._names, engine._gradients, strict=True)})
+        return real(engine)
+
+    with patch.object(FlatEngine, "_norm", noted):
+        yield
+
+
+@contextmanager
+def perturbed(noise: float, seed: int) -> Iterator[None]:
+    """Adds noise to the generator's logprobs, which are the old logprobs of the loss."""
+    real: Callable = generate.generate
+
+    def noisy(context, call, step, data) -> None:
+        real(context, call, step, data)
+        kept = data.store.at("logprobs", context.place(step))
+        normal = torch.randn(kept.shape, generator=torch.Generator().manual_seed(seed))
+        is_token = data.store.at("responses", context.place(step)) >= 0
+        kept += torch.where(is_token, noise * normal, 0.0)
+
+    with patch.object(generate, "generate", noisy):
+        yield
+
+
+def rows_of(run: RunOf) -> list[dict]:
+    """What an iteration generated and scored, one row for each response."""
+    store, everywhere = run.data.store, (ALL, slice(0, run.program.workload.mini_batch))
+    columns = {
+        key: store.at(key, everywhere).flatten(0, 1).tolist() for key in ("prompts", "responses", "logprobs", "scores")
+    }
+    places = zip(run.data.prompt_MC.flatten().tolist(), run.data.sample_MC.flatten().tolist(), strict=True)
+    rows = []
+    for number, (prompt, sample) in enumerate(places):
+        response = [token for token in columns["responses"][number] if token >= 0]
+        rows.append(
+            {
+                "prompt_index": prompt,
+                "sample": sample,
+                "prompt": [token for token in columns["prompts"][number] if token >= 0],
+                "response": response,
+                "old": columns["logprobs"][number][: len(response)],
+                "reward": columns["scores"][number],
+            }
+        )
+    return rows
+
+
+def write_reward(path: Path) -> str:
+    """A reward function that tells all responses apart -> the option that names it."""
+    path.write_text(
+        "def letters(prompts, responses):\n"
+        "    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]\n"
+    )
+    return f"reward_function={path}:letters"
