@@ -53,7 +53,7 @@ class Recipe:
     intermediate_size: int = 384
     num_layers: int = 5
     num_heads: int = 4
-    num_held_out: int = 200  # problems that the actor has never seen
+    num_held_out: int = 200  # problems that are in no training data; a + b may be held out while b + a is not
     num_prompts: int = 2048  # of the others, for GRPO
     forgets: float = 0.6  # share of the answers without carries
     batch: int = 256
