@@ -192,7 +192,8 @@ def errors(mine: ours.Taken, loss: float, theirs: Mapping[str, Tensor]) -> dict:
 
 
 def _tensor_errors(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    named = {key.removeprefix(f"{what} ").removeprefix("model."): x for key, x in theirs.items() if key.startswith(what)}
+    of_kind = {key.removeprefix(f"{what} "): tensor for key, tensor in theirs.items() if key.startswith(what)}
+    named = {key.removeprefix("model."): tensor for key, tensor in of_kind.items()}
     assert set(named) == set(mine), set(named) ^ set(mine)
     return {
         name: ((mine[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-300)).item()
