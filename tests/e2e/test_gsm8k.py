@@ -67,13 +67,14 @@ def folder(tmp_path_factory) -> Path:
         }
         for one in range(12)
     ]
-    (folder / "gsm8k_train.raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for split, some in (("train", rows[:9]), ("test", rows[9:])):
+        (folder / f"gsm8k_{split}.raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     scripts = [block for language, block in blocks(PAGE) if language == "python"]
     for name, source in zip(("prepare.py", "format.py"), scripts, strict=True):
         (folder / name).write_text(source)
     (file,) = [block for language, block in blocks(PAGE) if language == "yaml"]
     (folder / "gsm8k.yaml").write_text(file)
-    (prepare,) = [line for line in commands(PAGE) if "prepare.py" in line]
+    prepare = "; ".join(line for line in commands(PAGE) if "prepare.py" in line)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(prepare, shell=True, cwd=folder, check=True, timeout=60, env=environment)
     write_model(folder / MODEL, [json.dumps(row) for row in rows])
@@ -94,8 +95,10 @@ def test_the_first_try_of_the_page(folder):
     run = folder / result["run_dir"]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     table = {line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| `")}
-    named = {name.strip(" `") for cell in table for name in cell.split(",")}
-    assert named - rows[0].keys() == set()  # the metrics that the page explains are there
+    named = {name.strip(" `") for cell in table for name in cell.partition(" in ")[0].split(",")}
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in evaluations] == [0, 2]
+    assert named - rows[0].keys() - evaluations[0].keys() == set()  # the metrics that the page explains are there
     samples = (run / "samples.txt").read_text()
     assert "<|im_start|>user" in samples and "Write the answer behind ####" in samples
 
