@@ -109,6 +109,15 @@ def bare(hint):
     return hint.__origin__ if get_origin(hint) is Annotated else hint
 
 
+NEEDED = {  # options that make no sense without others
+    **dict.fromkeys(("ppo.importance_weights", "ppo.rejection"), ["ppo.old_logprobs=recompute"]),
+    "ppo.rejection_range": ["ppo.old_logprobs=recompute", "ppo.rejection=token"],
+    **dict.fromkeys(("reward_weights", "reward_workers"), ["reward_function=m:f"]),
+    "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
+    **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
+}
+
+
 def test_every_key_can_be_overridden():
     """And only that key changes."""
     samples = {int: "8", float: "0.5", bool: "true", str: "x"}
@@ -120,11 +129,8 @@ def test_every_key_can_be_overridden():
         choices = [bare(choice) for choice in get_args(hint)]
         others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
         kind = next((t for t in (*choices, hint) if t in samples), None)
-        text = others[0] if others else samples[kind]
-        needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
-        needs = ["reward_function=m:f"] if key in ("reward_weights", "reward_workers") else needs
-        needs = ["reward_function=m:f", "reward_workers=2"] if key == "reward_timeout_s" else needs
-        base, changed = load("tiny", needs), load("tiny", [*needs, f"{key}={text}"])
+        text = others[0] if others else "0.5,2" if key == "ppo.rejection_range" else samples[kind]
+        base, changed = (load("tiny", [*NEEDED.get(key, []), *more]) for more in ([], [f"{key}={text}"]))
         assert value_of(changed, key) != value_of(base, key), key
         assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key
 

@@ -63,7 +63,7 @@ def prepare(config: Config, program: Program, world: World) -> Job:
         scorer = None
         if judging:
             calls = any(program.placement.layouts[call.name].reports(world.rank) for call in judging)
-            scorer = Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=world.watch.beat)
+            scorer = Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=lambda: world.watch.beat())
     world.agree("the start", {"prompts": prompts.fingerprint()})
     models.start()
     calls = Calls(CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode))
