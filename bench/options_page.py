@@ -264,11 +264,20 @@ def type_text(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "texts" if "text" in type_text(get_args(annotation)[0]) else "numbers"
+        return _tuple_text(get_args(annotation))
     if get_origin(annotation) in (dict, collections.abc.Mapping):
         of_values = get_args(annotation)[1]
         return "any" if of_values is Any else type_text(of_values)
     return {int: "whole number", float: "number", bool: "`true` `false`", str: "text"}[annotation]
+
+
+def _tuple_text(parts: tuple[Any, ...]) -> str:
+    """Values with commas: any number of one type (`texts`), or a fixed number (`2 numbers, each above 0`)."""
+    is_open = parts[-1] is Ellipsis
+    inner, _, bounds = type_text(parts[0]).partition(", ")
+    assert is_open or len(set(parts)) == 1, f"there are no words for {parts}"
+    many = inner.replace("number", "numbers").replace("text", "texts")
+    return ("" if is_open else f"{len(parts)} ") + many + (f", each {bounds}" if bounds else "")
 
 
 def _bound(one: Any) -> str:

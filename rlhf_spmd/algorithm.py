@@ -22,6 +22,7 @@ FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates")
 NO_PAGES = (  # modules beside the pages
     "page",
     "policy_gradient",
+    "off_policy",
     "training_order",
     "masks",
     "logprob_parity",

@@ -54,7 +54,7 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
 
 
 MATH = ("advantages", "group_advantages", "losses", "masks", "logprob_parity", "surrogates")
-PAGES = ("plan", "algorithms.page", "algorithms.controllers", "algorithms.policy_gradient")
+PAGES = ("plan", *(f"algorithms.{name}" for name in ("page", "controllers", "off_policy", "policy_gradient")))
 TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 # module or package -> what of ours it may import (beside errors); the longest matching name counts.
 OURS: dict[str, tuple[str, ...]] = {

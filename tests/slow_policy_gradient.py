@@ -77,6 +77,18 @@ def grpo_advantages(groups: list[list[Sample]], rules: Rules) -> None:
             one.advantages = [a] * len(one.old)
 
 
+def first_groups(mini_batches: list[list[list[Sample]]], num_wanted: int) -> None:
+    """Of each mini-batch only the first so many groups with a sample in use stay in use."""
+    for groups in mini_batches:
+        num_found = 0
+        for group in groups:
+            if any(one.used for one in group):
+                num_found += 1
+                if num_found > num_wanted:
+                    for one in group:
+                        one.used = False
+
+
 def rloo_advantages(groups: list[list[Sample]], kl_coef: float) -> None:
     for group in groups:
         rewards = [

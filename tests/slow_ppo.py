@@ -33,6 +33,10 @@ class Options:
     score_std: float = 1.0
     whiten: str = "mini_batch"  # or "batch"
     clip_ratio: float = 0.2
+    importance_weights: str = "none"  # or "token" or "sequence"
+    importance_cap: float = 2.0
+    rejection: str = "none"  # or "token" or "sequence" or "geometric"
+    rejection_range: tuple[float, float] | None = None
     clip_value: float = 0.2
     value_coef: float = 0.5
     actor_lr: float = 1e-3
@@ -48,10 +52,11 @@ class Options:
 class Rollout:
     prompt: list[int]
     response: list[int]  # G tokens, the EOS included if it ended
-    logprobs: list[float]  # G, of the policy that generated
+    logprobs: list[float]  # G, of the policy before training
     ref_logprobs: list[float]  # G
     values: list[float]  # G + 1: entry t before response token t, the last one after the last token
     score: float
+    generator: list[float] | None = None  # G, as the generator gave them; None: logprobs
 
     def ended(self, eos_ids: Sequence[int]) -> bool:
         return len(self.response) > 0 and self.response[-1] in eos_ids
@@ -180,6 +185,25 @@ def whitened(per_sequence: list[list[float]]) -> list[list[float]]:
     return [[(a - mean) / math.sqrt(variance + 1e-8) for a in sequence] for sequence in per_sequence]
 
 
+def corrections(rollout: Rollout, o: Options) -> list[float]:
+    """What the surrogate of each token is multiplied by, where the generator is not the policy before training."""
+    drawn = rollout.generator or rollout.logprobs
+    logs = [old - generated for old, generated in zip(rollout.logprobs, drawn, strict=True)]
+    result = []
+    for log in logs:
+        w = {"token": log, "sequence": math.fsum(logs), "geometric": math.fsum(logs) / len(logs)}
+        factor = 1.0
+        if o.importance_weights != "none":
+            factor = min(math.exp(w[o.importance_weights]), o.importance_cap)
+        if o.rejection != "none":
+            usual = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}
+            low, high = o.rejection_range or usual[o.rejection]
+            if not low <= math.exp(w[o.rejection]) <= high:
+                factor = 0.0
+        result.append(factor)
+    return result
+
+
 def policy_gradient(actor: nn.Module, logits: Callable, batch: list, o: Options) -> tuple[float, float, float, dict]:
     """Loss, clip fraction, approximate KL and gradients of one mini-batch of (rollout, whitened advantages)."""
     num_tokens = sum(len(rollout.response) for rollout, _ in batch)
@@ -188,12 +212,13 @@ def policy_gradient(actor: nn.Module, logits: Callable, batch: list, o: Options)
     for rollout, advantage in batch:
         terms = []
         new_logprobs = response_logprobs(logits, actor, rollout.prompt, rollout.response, o)
-        for new, old, a in zip(new_logprobs, rollout.logprobs, advantage, strict=True):
+        factors = corrections(rollout, o)
+        for new, old, a, factor in zip(new_logprobs, rollout.logprobs, advantage, factors, strict=True):
             ratio = torch.exp(new - old)
             r, low, high = ratio.item(), 1 - o.clip_ratio, 1 + o.clip_ratio
             # The surrogate has no gradient where clipping makes it worse for us than the free one would be.
             clipped = (a > 0 and r > high) or (a < 0 and r < low)
-            terms.append(-a * (high if r > high else low) + 0 * new if clipped else -a * ratio)
+            terms.append(factor * (-a * (high if r > high else low) + 0 * new if clipped else -a * ratio))
             num_clipped += clipped
             kl += r - 1 - math.log(r)
         loss += backward(terms, num_tokens)

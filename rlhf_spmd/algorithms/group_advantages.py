@@ -131,6 +131,34 @@ def group_advantages_finish(
     return advantages_NS, used_NS
 
 
+def group_starts(scores_NS: Tensor) -> Tensor:
+    """1.0 for the first sample of each group, 0.0 for the others: starts_NS, for functions that see no groups."""
+    starts_NS = torch.zeros_like(scores_NS)
+    starts_NS[:, 0] = 1.0
+    return starts_NS
+
+
+def first_groups(used_MC: Tensor, starts_MC: Tensor, *, oversampling: float) -> tuple[Tensor, Sums]:
+    """Of the groups of each mini-batch that have a response to train on, the first ones, so that one of `oversampling`
+    groups is trained on: trained_MC, which is used_MC but for the groups left over, where it is 0.0, and sums.
+
+    M mini-batches, C columns; the samples of a prompt are neighbours. The order is that of the columns, which is random
+    and does not depend on ranks."""
+    group_MC = starts_MC.cumsum(1).long() - 1
+    num_groups = int(starts_MC[0].sum())
+    num_wanted = round(num_groups / oversampling)
+    is_kept_MN = torch.zeros(len(used_MC), num_groups, dtype=torch.long, device=used_MC.device)
+    is_kept_MN = is_kept_MN.scatter_add(1, group_MC, (used_MC > 0).long()) > 0
+    is_trained_MN = is_kept_MN & (is_kept_MN.cumsum(1) <= num_wanted)
+    trained_MC = torch.where(is_trained_MN.gather(1, group_MC), used_MC, 0.0)
+    num_trained_M = is_trained_MN.sum(1).double()
+    sums = {
+        "trained_groups": (num_trained_M.sum(), len(used_MC)),
+        "short_steps": ((num_trained_M < num_wanted).sum().double(), len(used_MC)),
+    }
+    return trained_MC, sums
+
+
 # ---- RLOO -----------------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,9 @@ and aggregation=seq-mean-token-mean is the paper's own. The tensor math is in gr
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from rlhf_spmd.algorithms import policy_gradient
 from rlhf_spmd.algorithms.page import Metric, NonNegative
@@ -24,6 +24,7 @@ TITLE = "GRPO"
 DATA = {"prompts": "prompt"}
 ROLES = policy_gradient.ROLES
 SAMPLES_PER_PROMPT = 8
+Factor = Annotated[float, Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Options(policy_gradient.Options):
     overlong_penalty: NonNegative = 1.0  # reward lost at the limit
     drop_equal_groups: bool = False  # groups whose rewards are all equal are left out of the loss
     min_groups: NonNegativeInt = 0  # groups that must be left in an iteration; fewer end the run; > 0: no streaming
+    oversampling: Factor = 1.0  # groups of a mini-batch for each one that is trained on; the first ones left are
 
 
 def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
@@ -54,20 +56,27 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts) -> N
     )
     if kl:
         loss["ref_logprobs"] = kl["ref_logprobs"]
-    leaves_out = options.drop_equal_groups or options.overlong == "mask"
+    if options.oversampling > 1:
+        starts = compute("group_starts", scores=scores, makes={"starts": "row"}, scope="group")
+        used = compute("first_groups", used=used, starts=starts, makes={"trained": "row"}, scope="mini_batch")
     model("actor").train(
         "surrogate_loss",
         prompts,
         responses,
         advantages=advantages,
-        only=used if leaves_out else None,
+        only=used if leaves_out(options) else None,
         divisor=policy_gradient.divisor(options),
         entropy=True,
         **loss,
     )
 
 
-def problem(options: Options, *, samples_per_prompt: int, max_new_tokens: int) -> str:
+def leaves_out(options: Options) -> bool:
+    """Whether some responses may be left out of the loss."""
+    return options.drop_equal_groups or options.overlong == "mask"
+
+
+def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_new_tokens: int) -> str:
     """Why these options make no sense together or with those of the run; empty if they do."""
     if samples_per_prompt < 2:
         return "a response is compared with the others of its prompt: set samples_per_prompt=8, or at least 2"
@@ -75,6 +84,16 @@ def problem(options: Options, *, samples_per_prompt: int, max_new_tokens: int) -
         return "overlong=shape and overlong_buffer=TOKENS belong together; give both, or none"
     if options.overlong_buffer > max_new_tokens:
         return f"overlong_buffer={options.overlong_buffer} is more than generation.max_new_tokens={max_new_tokens}"
+    if options.oversampling > 1:
+        wanted = mini_batch / samples_per_prompt / options.oversampling
+        if not leaves_out(options):
+            return "oversampling makes up for what is left out: set drop_equal_groups=true, or leave oversampling out"
+        if mini_batch % samples_per_prompt or round(wanted) < 1 or abs(wanted - round(wanted)) > 1e-6:
+            return (
+                f"oversampling={options.oversampling:g}: a mini-batch of {mini_batch} responses has "
+                f"{mini_batch / samples_per_prompt:g} groups of samples_per_prompt={samples_per_prompt}, of which "
+                f"{wanted:g} would be trained on; choose mini_batch so that both are whole numbers"
+            )
     return policy_gradient.loss_problem(options)
 
 
@@ -88,5 +107,10 @@ def refused(options: Options, *, can_end: bool) -> str:
 METRICS = policy_gradient.METRICS | {
     "group_std": Metric("reward"),  # mean over groups of the standard deviation of their rewards
     "equal_groups": Metric("reward", "equal", "{:7.1%}"),  # share of the groups whose rewards are all equal
-    "used": Metric("reward"),  # share of the responses that are trained on
+    "used": Metric("reward"),  # share of the responses that are not left out, before those left over by oversampling
+    "trained_groups": Metric("reward", "groups", "{:7.2f}"),  # mean per mini-batch; with oversampling
+    # share of the mini-batches with fewer groups than oversampling is to give
+    "short_steps": Metric(
+        "reward", limits=(0.0, 0.25), advice="too few groups differ: raise oversampling together with mini_batch"
+    ),
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.advantages import Sums, moments, whitened
+from rlhf_spmd.algorithms.surrogates import clipped, off_policy_weights
 
 
 def policy_loss(
@@ -23,9 +24,14 @@ def policy_loss(
     advantages_BG: Tensor,
     mask_BG: Tensor,
     entropy_BG: Tensor | None = None,
+    generator_logprobs_BG: Tensor | None = None,
     *,
     clip_ratio: float = 0.2,
     entropy_coef: float = 0.0,
+    importance_weights: Literal["none", "token", "sequence"] = "none",
+    importance_cap: float = 2.0,
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none",
+    rejection_range: tuple[float, float] | None = None,
 ) -> tuple[Tensor, Sums]:
     """The clipped surrogate ([PPO] eq. 7, negated) *summed* over the mask, and sums for the log.
 
@@ -33,18 +39,31 @@ def policy_loss(
 
     less entropy_coef * H[pi(. | before the token)] (eq. 9) where the entropies are given. `approx_kl` sums exp(d) - 1 -
     d, which is never negative and an unbiased estimate of KL(old || new) [KL]; `approx_kl_sq` sums d^2 / 2, its
-    second-order form.
+    second-order form. generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass; the
+    surrogate is then multiplied by `off_policy_weights` (surrogates.py).
     """
     difference_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
     ratio_BG = difference_BG.exp()
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
-    free_BG = -advantages_BG * ratio_BG
-    clipped_BG = -advantages_BG * ratio_BG.clamp(1.0 - clip_ratio, 1.0 + clip_ratio)
-    loss_sum = torch.where(mask_BG, torch.maximum(free_BG, clipped_BG), 0.0).sum()
+    loss_BG = clipped(ratio_BG, advantages_BG, clip_low=clip_ratio, clip_high=clip_ratio)
+    num_clipped = (loss_BG > -advantages_BG * ratio_BG).sum().double()
+    counted: Sums = {}
+    if generator_logprobs_BG is not None:
+        weights_BG, counted = off_policy_weights(
+            old_logprobs_BG,
+            generator_logprobs_BG,
+            mask_BG,
+            importance_weights=importance_weights,
+            importance_cap=importance_cap,
+            rejection=rejection,
+            rejection_range=rejection_range,
+        )
+        loss_BG = loss_BG * weights_BG
+    loss_sum = torch.where(mask_BG, loss_BG, 0.0).sum()
     d_BG = difference_BG.detach().double()
     sums = {
         "policy_loss": loss_sum.detach().double(),
-        "clip_fraction": (clipped_BG > free_BG).sum().double(),
+        "clip_fraction": num_clipped,
         "ratio": torch.where(mask_BG, d_BG.exp(), 0.0).sum(),
         "approx_kl": (d_BG.expm1() - d_BG).sum(),
         "approx_kl_sq": 0.5 * d_BG.square().sum(),
@@ -53,7 +72,7 @@ def policy_loss(
         entropy_sum = torch.where(mask_BG, entropy_BG, 0.0).sum()
         loss_sum = loss_sum - entropy_coef * entropy_sum
         sums["entropy"] = entropy_sum.detach().double()
-    return loss_sum, _per_token(sums, mask_BG)
+    return loss_sum, _per_token(sums, mask_BG) | counted
 
 
 def policy_loss_sums(advantages_BG: Tensor, mask_BG: Tensor) -> Tensor:

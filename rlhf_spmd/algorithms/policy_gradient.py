@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat
 
-from rlhf_spmd.algorithms import page
+from rlhf_spmd.algorithms import off_policy
 from rlhf_spmd.algorithms.page import Metric, NonNegative
 from rlhf_spmd.plan.workflow import Role
 
@@ -25,7 +25,7 @@ ROLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options(page.Options):
+class Options(off_policy.Options):
     """Options of the policy loss."""
 
     kl_coef: NonNegative = 0.0  # weight of the KL divergence from the reference; 0: there is no reference
@@ -36,11 +36,6 @@ class Options(page.Options):
     dual_clip: PositiveFloat | None = None  # where an advantage A is negative, the loss is at most -dual_clip * A
     aggregation: Aggregation = "token-mean"  # how tokens' losses become one; norm: by generation.max_new_tokens
     entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
-    old_logprobs: Literal["generator", "recompute"] = "generator"  # recompute: another forward pass of the actor
-    importance_weights: Literal["none", "token", "sequence"] = "none"  # of old logprobs over the generator's
-    importance_cap: PositiveFloat = 2.0  # largest importance weight
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none"  # what importance weights leave out
-    rejection_range: tuple[PositiveFloat, PositiveFloat] | None = None  # weights that stay; none: usual for rejection
 
 
 def rollout(options: Options, model: Callable, prompts: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
@@ -48,12 +43,9 @@ def rollout(options: Options, model: Callable, prompts: Any) -> tuple[Any, Any, 
     actor = model("actor")
     responses, logprobs = actor.generate(prompts)
     old = logprobs
-    loss: dict[str, Any] = {}
     if options.old_logprobs == "recompute":
         old = actor.infer("logprobs", prompts, responses, output="old_logprobs")
-        if corrects(options):
-            loss["generator_logprobs"] = logprobs
-    loss["old_logprobs"] = old
+    loss = off_policy.of_loss(options, logprobs) | {"old_logprobs": old}
     kl: dict[str, Any] = {}
     if options.kl_coef > 0:
         kl = {"logprobs": old}
@@ -67,22 +59,10 @@ def divisor(options: Options) -> Literal["tokens", "responses"]:
     return "tokens" if options.aggregation == "token-mean" else "responses"
 
 
-def corrects(options: Options) -> bool:
-    """Whether the loss is corrected for differences between the generator and the training weights."""
-    return options.importance_weights != "none" or options.rejection != "none"
-
-
 def loss_problem(options: Options) -> str:
     """Why options of the loss contradict each other; empty if they do not."""
-    if corrects(options) and options.old_logprobs != "recompute":
-        return (
-            "importance_weights and rejection compare old logprobs with the generator's, and old_logprobs=generator "
-            "makes them the same; set old_logprobs=recompute"
-        )
-    if options.rejection_range and options.rejection == "none":
-        return "rejection_range is given, but rejection=none; choose rejection=token, sequence or geometric"
-    if options.rejection_range and options.rejection_range[0] >= options.rejection_range[1]:
-        return f"rejection_range={options.rejection_range}: the first number must be smaller than the second"
+    if found := off_policy.problem(options):
+        return found
     if options.dual_clip is not None and options.dual_clip <= 1:
         return f"dual_clip={options.dual_clip}: it must be larger than 1, e.g. 3"
     if options.dual_clip is not None and options.surrogate == "cispo":
@@ -112,6 +92,4 @@ METRICS = {
     "ratio": Metric("policy", limits=(0.5, 2.0), advice=f"the actor has left the policy that generated: {TOO_FAR}"),
     # mean over tokens of exp(d) - 1 - d, d = new - old logprob, nats
     "approx_kl": Metric("policy", floor=0.1, advice=f"an iteration changes the actor too much: {TOO_FAR}"),
-    "importance_weight": Metric("policy"),  # mean over tokens of the factor that corrects the loss
-    "rejected": Metric("policy"),  # share of the tokens that rejection leaves out
-}
+} | off_policy.METRICS

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from rlhf_spmd.algorithms import page
+from rlhf_spmd.algorithms import off_policy
 from rlhf_spmd.algorithms.controllers import RunningMoments, next_kl_coef
 from rlhf_spmd.algorithms.page import Fraction01, Metric, NonNegative
 from rlhf_spmd.plan.workflow import Role
@@ -26,7 +26,7 @@ ROLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options(page.Options):
+class Options(off_policy.Options):
     """Options of PPO. The defaults are the rules that the published reference implementations agree on."""
 
     epochs: PositiveInt = 4  # passes over the rows of an iteration
@@ -40,7 +40,6 @@ class Options(page.Options):
     clip_value: PositiveFloat = 0.2  # range of a value around its old value in the value loss
     entropy_coef: NonNegative = 0.0  # bonus per nat of entropy of the distribution that a token was sampled from
     whiten: Literal["mini_batch", "batch"] = "mini_batch"  # where advantages are whitened; batch: no streaming
-    old_logprobs: Literal["generator", "recompute"] = "generator"  # recompute: another forward pass of the actor
     truncation: Literal["penalty", "bootstrap", "score"] = "penalty"  # reward of a response without an end of sequence
     truncation_penalty: float = -1.0  # the reward under truncation=penalty
     clip_score: PositiveFloat | None = None  # scores are clipped to this range around 0
@@ -52,6 +51,7 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts) -> N
     """One iteration."""
     actor, critic, reference, reward = map(model, ("actor", "critic", "reference", "reward"))
     responses, logprobs = actor.generate(prompts)
+    corrections = off_policy.of_loss(options, logprobs)
     if options.old_logprobs == "recompute":
         logprobs = actor.infer("logprobs", prompts, responses, output="old_logprobs")
     ref_logprobs = reference.infer("logprobs", prompts, responses, output="ref_logprobs")
@@ -70,9 +70,21 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts) -> N
     stop = ("approx_kl", options.kl_early_stop) if options.kl_early_stop else None
     entropy = options.entropy_coef > 0
     actor.train(
-        "policy_loss", prompts, responses, old_logprobs=logprobs, advantages=advantages, entropy=entropy, stop=stop
+        "policy_loss",
+        prompts,
+        responses,
+        old_logprobs=logprobs,
+        advantages=advantages,
+        entropy=entropy,
+        stop=stop,
+        **corrections,
     )
     critic.train("value_loss", prompts, responses, old_values=values, returns=returns)
+
+
+def problem(options: Options) -> str:
+    """Why these options make no sense together; empty if they do."""
+    return off_policy.problem(options)
 
 
 def refused(options: Options, *, can_end: bool) -> str:
@@ -150,4 +162,4 @@ METRICS = {
     "value_error_sq": Metric("value"),
     "value": Metric("value"),
     "return": Metric("value"),
-}
+} | off_policy.METRICS

@@ -1,4 +1,5 @@
 """The policy loss of the algorithms without a critic, from its parts: ratio, clip, KL term, weights, aggregation.
+PPO's loss (losses.py) shares the clip and the weights.
 
 Pure functions of tensors. Losses are *sums* over the mask; the caller divides by a count of the global mini-batch (its
 response tokens, or its responses), so results do not depend on ranks or micro-batches.

@@ -271,6 +271,21 @@ CASES = {
         ("reward_workers=2",), ("reward_workers=2 are for reward functions", "reward_function is empty")
     ),
     "a negative number of workers": Case(("reward_workers=-1",), ("reward_workers=-1", "greater than or equal to 0")),
+    "corrections of equal logprobs": Case(
+        ("ppo.importance_weights=token",), ("importance_weights and rejection compare", "set old_logprobs=recompute")
+    ),
+    "an empty range of weights": Case(
+        ("ppo.old_logprobs=recompute", "ppo.rejection=token", "ppo.rejection_range=2,0.5"),
+        ("rejection_range=(2.0, 0.5)", "first number must be smaller"),
+    ),
+    "oversampling without dropping": Case(
+        ("--algorithm", "grpo", "samples_per_prompt=2", "grpo.oversampling=2"),
+        ("oversampling makes up for what is left out", "set drop_equal_groups=true"),
+    ),
+    "a broken number of groups": Case(
+        ("--algorithm", "grpo", "samples_per_prompt=4", "grpo.drop_equal_groups=true", "grpo.oversampling=2"),
+        ("a mini-batch of 12 responses has 3 groups", "1.5 would be trained on", "choose mini_batch"),
+    ),
     "reward function missing": Case(
         ("reward_function={folder}/r.py:g",), ("r.py", "'g'"), {"r.py": "def f(prompts, responses): ...\n"}
     ),
@@ -350,23 +365,6 @@ def test_different_configs(folder, tmp_path):
     for words in ("option seed is not the same on every rank", "'1' on rank 0", "'2' on rank 1"):
         assert words in stderr, stderr
     assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["tain"], "invalid choice: 'tain'"),
-        ([], "required: VERB"),
-        (["check", "flattening"], "check runs in one process"),
-    ],
-)
-def test_many_processes_and_not_train(words, says):
-    """mpirun also starts verbs that run in one process."""
-    command = [*mpi_command(3), sys.executable, "-m", "rlhf_spmd", *words]
-    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
-    assert status not in (0, None)
-    assert stderr.count("rlhf_spmd: error:") == 1 and says in stderr, stderr
-    assert stdout == ""
 
 
 def test_no_run_folder_is_left_by_bad_input(folder, warm, tmp_path):

@@ -3,11 +3,13 @@
 import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.folders import write_all
+from tests.run_mpi import mpi_command, run_limited
 
 STRATEGY = Path(__file__).parents[2] / "strategies" / "flattening.py"
 
@@ -82,3 +84,20 @@ def test_the_next_commands_name_the_file(first, warm):
 def test_an_empty_word_is_refused(words, warm):
     status, _, stderr = warm.run(words)
     assert status == 2 and "it is empty (a variable that is not set?)" in stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tain"], "invalid choice: 'tain'"),
+        ([], "required: VERB"),
+        (["check", "flattening"], "check runs in one process"),
+    ],
+)
+def test_many_processes_and_not_train(words, says):
+    """mpirun also starts verbs that run in one process."""
+    command = [*mpi_command(3), sys.executable, "-m", "rlhf_spmd", *words]
+    status, stdout, stderr = run_limited(command, limit_s=60.0)
+    assert status not in (0, None)
+    assert stderr.count("rlhf_spmd: error:") == 1 and says in stderr, stderr
+    assert stdout == ""

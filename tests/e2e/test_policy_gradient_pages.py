@@ -1,4 +1,5 @@
-"""GRPO, RLOO, ReMax and REINFORCE++ trained as a user would: the same numbers on any ranks, and under any strategy."""
+"""GRPO, RLOO, ReMax, REINFORCE++ and the corrections of PPO trained as a user would: the same numbers on any ranks, and
+under any strategy."""
 
 import json
 import sys
@@ -16,8 +17,18 @@ CASES = {  # page, options, ranks, placement
     "grpo on 3": ("grpo", ("grpo.kl_coef=0.04",), 3, ()),
     "grpo, separation": ("grpo", DAPO, 4, SEPARATION),
     "grpo, tp and pp": ("grpo", DAPO, 4, REALLOCATION),
+    "grpo, oversampling": ("grpo", (*DAPO, "grpo.oversampling=2"), 4, SEPARATION),
+    "grpo, oversampling on 3": ("grpo", (*DAPO, "grpo.oversampling=4", "grpo.min_groups=1"), 3, ()),
     "grpo, batch scale": ("grpo", ("grpo.scale=batch", "grpo.drop_equal_groups=true"), 3, ()),
     "grpo, corrections": ("grpo", tuple(f"grpo.{word}" for word in CORRECTED), 4, SEPARATION),
+    "ppo, corrections": ("ppo", tuple(f"ppo.{word}" for word in CORRECTED), 4, SEPARATION),
+    "rloo, corrections": ("rloo", tuple(f"rloo.{word}" for word in CORRECTED), 3, ()),
+    "reinforce++, corrections": (
+        "reinforce_plus_plus",
+        tuple(f"reinforce_plus_plus.{word}" for word in CORRECTED),
+        3,
+        (),
+    ),
     "gspo": ("grpo", ("grpo.ratio_level=sequence", "grpo.aggregation=seq-mean-token-mean"), 3, ()),
     "rloo": ("rloo", (), 4, SEPARATION),
     "rloo on 3": ("rloo", (), 3, ()),
@@ -26,7 +37,7 @@ CASES = {  # page, options, ranks, placement
     "reinforce++": ("reinforce_plus_plus", (), 4, REALLOCATION),
     "reinforce++ with baseline": ("reinforce_plus_plus", ("reinforce_plus_plus.baseline=group",), 3, ()),
 }
-FAST = ("grpo, separation", "grpo, tp and pp", "remax on 3")
+FAST = ("grpo, oversampling on 3", "grpo, separation", "grpo, tp and pp", "remax on 3")
 REWARD = """
 def few(prompts, responses):
     return [float(len(response.split()) > 4) + 0.5 * float("ba" in response) for response in responses]
@@ -74,6 +85,9 @@ def test_the_same_numbers_anywhere(name, options, tmp_path):
     assert len(rows) == 2 and rows[0] != rows[1] and rows[0]["actor_grad_norm"] > 0
     if "grpo.drop_equal_groups=true" in of_case(name, options):
         assert 0 < rows[0]["used"] < 1
+    if "grpo.oversampling=2" in of_case(name, options):  # 2 of the 4 groups of a mini-batch, unless too few are left
+        assert all(0 < row["trained_groups"] <= 2 for row in rows)
+        assert all((row["short_steps"] > 0) == (row["trained_groups"] < 2) for row in rows)
     assert_same(trained([*of_case(name, options), *placement], num_ranks, tmp_path / "placed"), one, name)
 
 

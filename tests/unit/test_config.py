@@ -4,12 +4,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, get_origin
 
 import pytest
 import torch
 
-from rlhf_spmd import presets
 from rlhf_spmd.config import Config, make_workload, options_of, parse_value, resolved
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig, to_hf
@@ -107,31 +106,6 @@ def test_an_override_of_every_type(override, value):
 def bare(hint):
     """A type without what limits it."""
     return hint.__origin__ if get_origin(hint) is Annotated else hint
-
-
-def test_every_key_can_be_overridden():
-    """And only that key changes."""
-    samples = {int: "8", float: "0.5", bool: "true", str: "x"}
-    usual = load("tiny")
-    for key in presets.all_keys():
-        if key in ("preset", "strategy", "shape", "rollout_batch", "mini_batch", "samples_per_prompt"):
-            continue
-        hint = bare(options_of(usual)[key][0])
-        choices = [bare(choice) for choice in get_args(hint)]
-        others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
-        kind = next((t for t in (*choices, hint) if t in samples), None)
-        text = others[0] if others else str(not value_of(usual, key)) if kind is bool else samples[kind]
-        needs = ["generation.top_k=8"] if key in ("generation.top_p", "generation.min_p") else []
-        needs = ["reward_function=m:f"] if key in ("reward_weights", "reward_workers") else needs
-        needs = ["reward_function=m:f", "reward_workers=2"] if key == "reward_timeout_s" else needs
-        if key.startswith("eval.") and key != "eval.prompts":
-            needs = ["eval.prompts=x", "eval.temperature=1", "checkpoint.best=mean@1"]
-            needs = needs[:2] if key == "eval.samples_per_prompt" else needs
-        if key == "checkpoint.best":
-            needs, text = ["eval.prompts=x"], "pass@1"
-        base, changed = load("tiny", needs), load("tiny", [*needs, f"{key}={text}"])
-        assert value_of(changed, key) != value_of(base, key), key
-        assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key
 
 
 def test_the_last_of_several_overrides_wins():

@@ -23,7 +23,13 @@ RULES = {  # row -> option: its default
     8: {"ppo.whiten": "mini_batch"},
     9: {"ppo.clip_ratio": 0.2},
     10: {"ppo.clip_value": 0.2},
-    12: {"ppo.old_logprobs": "generator"},
+    12: {
+        "ppo.old_logprobs": "generator",
+        "ppo.importance_weights": "none",
+        "ppo.importance_cap": 2.0,
+        "ppo.rejection": "none",
+        "ppo.rejection_range": None,
+    },
     13: {"generation.temperature": 1.0},
     14: {"generation.top_k": 0, "generation.top_p": 1.0, "generation.min_p": 0.0, "generation.min_new_tokens": 0},
     16: {"ppo.epochs": 4},
@@ -78,7 +84,9 @@ def test_the_math_has_the_same_defaults():
         controllers.next_kl_coef: {"target": "kl_target", "horizon": "kl_horizon"},
         advantages.shaped_scores: {name: name for name in ("truncation", "truncation_penalty", "clip_score")},
         advantages.gae: {"gamma": "gamma", "lam": "lam"},
-        losses.policy_loss: {name: name for name in ("clip_ratio", "entropy_coef")},
+        losses.policy_loss: {
+            name: name for name in ("clip_ratio", "entropy_coef", "importance_weights", "importance_cap", "rejection")
+        },
         losses.value_loss: {"clip_value": "clip_value"},
     }
     for function, parameters in names.items():

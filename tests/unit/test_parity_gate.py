@@ -6,20 +6,22 @@ import torch
 from rlhf_spmd import presets
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training
+from rlhf_spmd.runtime.execute.optimizer_step import MEAN_TOKENS, Training, corrects
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 
 SHAPE = (8, 2 * MEAN_TOKENS // 8)
 
 
-def gate(difference_BG: torch.Tensor, *options: str) -> None:
-    """Through the gate of a bfloat16 run with logprobs that differ by this much."""
+def gate(difference_BG: torch.Tensor, *options: str, corrected: bool = False) -> dict:
+    """Through the gate of a bfloat16 run with logprobs that differ by this much -> what is logged of it."""
     config = presets.load("tiny", ["dtype=bfloat16", *options])
     training = Training(config, make_workload(config), 0, {}, None)
     old_BG = torch.full(difference_BG.shape, -3.0)
     responses_BG = torch.zeros(difference_BG.shape, dtype=torch.int64)
     mask_BG = torch.ones(difference_BG.shape, dtype=torch.bool)
-    training._parity_gate(old_BG, old_BG + difference_BG, mask_BG, responses_BG, Meter())
+    meter = Meter()
+    training._parity_gate(old_BG, old_BG + difference_BG, mask_BG, responses_BG, meter, corrected=corrected)
+    return meter.maxima
 
 
 def test_a_token_may_be_off_by_rounding():
@@ -42,3 +44,20 @@ def test_no_token_may_be_off_by_more_than_two_nats():
     difference_BG[2, 1] = -2.1
     with pytest.raises(UserError, match="2.10e.00 nats apart; the limit is parity_tolerance=2"):
         gate(difference_BG)
+
+
+def test_a_loss_that_corrects_differences_only_logs_them():
+    """Unless the user has set a limit, or a logprob is not a number."""
+    far = torch.full(SHAPE, -3.0)
+    assert gate(far, corrected=True) == {"parity_max_abs": 3.0}
+    with pytest.raises(UserError, match="the limit is parity_tolerance=1: raise it"):
+        gate(far, "parity_tolerance=1", corrected=True)
+    far[1, 2] = float("nan")
+    with pytest.raises(UserError, match="inf nats apart; lower the learning rates"):
+        gate(far, corrected=True)
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], False), (["ppo.rejection=token"], True)])
+def test_which_losses_correct(options, expected):
+    config = presets.load("tiny", ["ppo.old_logprobs=recompute", *options])
+    assert corrects(make_workload(config).workflow.train_call("actor")) == expected

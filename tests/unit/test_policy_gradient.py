@@ -17,10 +17,12 @@ from rlhf_spmd.algorithms.group_advantages import (
     batch_advantages,
     batch_advantages_finish,
     batch_advantages_sums,
+    first_groups,
     greedy_baseline_advantages,
     group_advantages,
     group_advantages_finish,
     group_advantages_sums,
+    group_starts,
     leave_one_out_advantages,
 )
 from rlhf_spmd.algorithms.surrogates import kl_estimate, surrogate_loss
@@ -192,36 +194,16 @@ def test_grpo_is_what_the_slow_twin_computes(changes):
     assert_same(groups, batch, fast_loss(batch, advantages, used, rules), slow.loss(groups, rules))
 
 
-def test_an_unbiased_kl_term_has_the_gradient_of_the_kl():
-    """The expectation over all tokens of a distribution, with ratio 1."""
-    own = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.0, 0.5, -0.5, 0.2], dtype=torch.float64).log_softmax(0)
-    logprobs = own.log_softmax(0)
-    kl = (logprobs.exp() * (logprobs - reference)).sum()
-    mask, slopes = torch.ones(4, 1, dtype=torch.bool), {}
-    for unbiased in (True, False):
-        terms = [
-            surrogate_loss(
-                logprobs[token].view(1, 1),
-                logprobs[token].detach().view(1, 1),
-                torch.zeros(1, dtype=torch.float64),
-                mask[:1],
-                ref_logprobs_BG=reference[token].view(1, 1),
-                kl_coef=1.0,
-                kl_unbiased=unbiased,
-            )[0]
-            for token in range(4)
-        ]
-        expected = sum(p * term for p, term in zip(logprobs.detach().exp(), terms, strict=True))
-        torch.testing.assert_close(expected, kl, **CLOSE)
-        (slopes[unbiased],) = torch.autograd.grad(expected, own, retain_graph=True)
-    (wanted,) = torch.autograd.grad(kl, own)
-    torch.testing.assert_close(slopes[True], wanted, **CLOSE)
-    assert not torch.allclose(slopes[False], wanted, rtol=1e-2)
+CORRECTED = [
+    {},
+    {"importance_weights": "token", "importance_cap": 1.2, "rejection": "geometric", "rejection_range": (0.9, 1.1)},
+    {"importance_weights": "sequence", "rejection": "token", "rejection_range": (0.8, 1.3)},
+]
 
 
-def test_rloo_is_what_the_slow_twin_computes():
-    rules, groups = Rules(limit=LIMIT), make_groups()
+@pytest.mark.parametrize("changes", CORRECTED, ids=["plain", "by token", "by response"])
+def test_rloo_is_what_the_slow_twin_computes(changes):
+    rules, groups = Rules(limit=LIMIT, **changes), make_groups()
     batch = make_batch(groups)
     slow.rloo_advantages(groups, 0.05)
     advantages, _ = leave_one_out_advantages(batch.scores, batch.mask, batch.old, batch.reference, kl_coef=0.05)
@@ -229,8 +211,9 @@ def test_rloo_is_what_the_slow_twin_computes():
     assert_same(groups, batch, fast, slow.loss(groups, rules))
 
 
-def test_remax_is_what_the_slow_twin_computes():
-    rules, groups = Rules(limit=LIMIT), make_groups()
+@pytest.mark.parametrize("changes", CORRECTED, ids=["plain", "by token", "by response"])
+def test_remax_is_what_the_slow_twin_computes(changes):
+    rules, groups = Rules(limit=LIMIT, **changes), make_groups()
     batch, samples = make_batch(groups), [one for group in groups for one in group]
     greedy = [0.3 * index - 1.0 for index in range(len(samples))]
     slow.remax_advantages(samples, greedy, 0.05)
@@ -242,9 +225,10 @@ def test_remax_is_what_the_slow_twin_computes():
     assert_same(groups, batch, fast, slow.loss(groups, rules))
 
 
+@pytest.mark.parametrize("changes", CORRECTED, ids=["plain", "by token", "by response"])
 @pytest.mark.parametrize("baseline", ["none", "group"])
-def test_reinforce_plus_plus_is_what_the_slow_twin_computes(baseline):
-    rules, groups = Rules(limit=LIMIT), make_groups()
+def test_reinforce_plus_plus_is_what_the_slow_twin_computes(baseline, changes):
+    rules, groups = Rules(limit=LIMIT, **changes), make_groups()
     batch = make_batch(groups)
     slow.reinforce_plus_plus_advantages(groups, 0.05, baseline)
     made, _ = batch_advantages(batch.scores, batch.mask, batch.old, batch.reference, baseline=baseline, kl_coef=0.05)
@@ -345,6 +329,35 @@ def test_rejected_tokens_stay_in_the_denominator():
     batch, rules = make_batch(groups), Rules(LIMIT, rejection="token", rejection_range=(1e9, 2e9))
     advantages, used = fast_advantages(batch, rules)
     assert fast_loss(batch, advantages, used, rules).item() == 0.0
+
+
+@pytest.mark.parametrize("oversampling", [1.0, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("overlong", ["keep", "mask"])
+def test_the_first_groups_left_are_trained_on(oversampling, overlong):
+    """Two mini-batches of eight groups, as the slow twin chooses; the loss of one is the twin's, too."""
+    rules = Rules(LIMIT, drop_equal_groups=True, overlong=overlong)
+    mini_batches = [make_groups(seed=seed) + make_groups(seed=seed + 9) for seed in range(2)]
+    for one in itertools.chain(*mini_batches[1][3:]):
+        one.score = 2.0  # too few differ
+    made, used = [], []
+    for groups in mini_batches:
+        slow.grpo_advantages(groups, rules)
+        batch = make_batch(groups)
+        made.append((batch, fast_advantages(batch, rules)[0]))
+        used.append(fast_advantages(batch, rules)[1])
+    used_MC = torch.stack([one.flatten() for one in used])
+    starts_MC = torch.stack([group_starts(one).flatten() for one in used])
+    trained_MC, sums = first_groups(used_MC, starts_MC, oversampling=oversampling)
+    num_wanted = round(8 / oversampling)
+    slow.first_groups(mini_batches, num_wanted)
+    expected = [[float(one.used) for group in groups for one in group] for groups in mini_batches]
+    assert trained_MC.tolist() == expected and trained_MC.sum() > 0
+    numbers = [sum(any(one.used for one in group) for group in groups) for groups in mini_batches]
+    assert float(sums["trained_groups"][0]) == sum(numbers) and max(numbers) <= num_wanted
+    assert float(sums["short_steps"][0]) == sum(number < num_wanted for number in numbers)
+    batch, advantages = made[0]
+    fast = fast_loss(batch, advantages, trained_MC[0].view(8, SAMPLES), rules)
+    assert_same(mini_batches[0], batch, fast, slow.loss(mini_batches[0], rules))
 
 
 def test_all_groups_equal():

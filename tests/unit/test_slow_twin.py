@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_spmd.algorithms.off_policy import corrects
 from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine
 from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.handlers import generate
 from rlhf_spmd.runtime.execute.iteration import Store
 from rlhf_spmd.runtime.weights import rank_models
 from tests import slow_ppo
@@ -54,6 +56,20 @@ VARIANTS = {
         "generation.top_p=0.9",
         "generation.min_p=0.15",
         "generation.min_new_tokens=2",
+    ],
+    "corrected by token": [
+        "ppo.old_logprobs=recompute",
+        "ppo.importance_weights=token",
+        "ppo.importance_cap=1.1",
+        "ppo.rejection=sequence",
+        "ppo.rejection_range=0.9,1.3",
+    ],
+    "corrected by response": [
+        "ppo.old_logprobs=recompute",
+        "ppo.importance_weights=sequence",
+        "ppo.rejection=geometric",
+        "ppo.rejection_range=0.97,1.05",
+        "ppo.clip_ratio=0.05",
     ],
     "four models": ["models.reference={folder}/reference", "models.critic={folder}/critic"],
     "optimizer": [
@@ -95,9 +111,26 @@ def float64(monkeypatch) -> None:
     monkeypatch.setattr(Store, "make", wide)
 
 
+@pytest.fixture(autouse=True)
+def other_generator(config, monkeypatch) -> None:
+    """Where the loss corrects for it, the generator's logprobs differ from training's by far more than its gate allows
+    a run without corrections."""
+    if not corrects(config.options):
+        return
+    real = generate.generate
+
+    def shifted(context, call, step, data) -> None:
+        real(context, call, step, data)
+        logprobs = data.store.at("logprobs", context.place(step))
+        logprobs += 0.2 * torch.sin(torch.arange(logprobs.numel(), dtype=logprobs.dtype)).view_as(logprobs)
+
+    monkeypatch.setattr(generate, "generate", shifted)
+
+
 def slow_options(config: Config) -> slow_ppo.Options:
     ppo, optimizer, generation = config.options, config.optimizer, config.generation
-    same = ("gamma", "lam", "truncation", "truncation_penalty", "clip_score", "whiten", "clip_ratio", "clip_value")
+    same = ["gamma", "lam", "truncation", "truncation_penalty", "clip_score", "whiten", "clip_ratio", "clip_value"]
+    same += ["importance_weights", "importance_cap", "rejection", "rejection_range"]
     return slow_ppo.Options(
         eos_ids=EOS_IDS,
         temperature=generation.temperature,
@@ -210,7 +243,9 @@ def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
                 slow.kept[tuple(prompt + response)] = [[token for token in kept if token >= 0] for kept in sets]
                 if config.dtype == "float64":  # in float32 a set may end between two tokens that are nearly as likely
                     slow.check_kept(prompt, response)
-            rollouts[row] = found = slow.judge(prompt, response)
+            found = slow.judge(prompt, response)
+            generator = store["logprobs"][m, c, : len(response)].tolist() if corrects(config.options) else None
+            rollouts[row] = dataclasses.replace(found, generator=generator)
             assert store["scores"][m, c].item() == pytest.approx(found.score, abs=STORED)
             for key, expected in (
                 ("logprobs", found.logprobs),
@@ -218,7 +253,8 @@ def rollouts_of(run: RunOf, slow: SlowRun) -> list[slow_ppo.Rollout]:
                 ("ref_logprobs", found.ref_logprobs),
                 ("values", found.values),
             ):
-                if key in store or key != "old_logprobs":
+                is_shifted = key == "logprobs" and corrects(config.options)
+                if (key in store or key != "old_logprobs") and not is_shifted:
                     assert store[key][m, c, : len(expected)].tolist() == pytest.approx(expected, abs=STORED), key
     return [rollouts[row] for row in range(num_rows)]
 
@@ -240,6 +276,8 @@ def both(run: RunOf, slow: SlowRun) -> list[slow_ppo.Step]:
     assert metrics["reward"] == pytest.approx(sum(slow_ppo.final_score(r, options) for r in rollouts) / num, abs=1e-5)
     assert metrics["ended_fraction"] == pytest.approx(sum(r.ended(EOS_IDS) for r in rollouts) / num)
     assert metrics["gen_tokens"] == pytest.approx(sum(len(r.response) for r in rollouts))
+    if corrects(config.options):
+        assert 0 < metrics["rejected"] < 1 and metrics["importance_weight"] != 1 and metrics["parity_max_abs"] > 0.1
     return slow.iteration(rollouts, order)
 
 

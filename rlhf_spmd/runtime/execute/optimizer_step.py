@@ -10,6 +10,7 @@ that train.
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
@@ -35,7 +36,7 @@ from rlhf_spmd.model.sequences import (
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import ENTROPY, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
+from rlhf_spmd.plan.runtime_words import ENTROPY, GENERATOR_LOGPROBS, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
@@ -47,6 +48,7 @@ Rows = dict[str, Tensor]  # data key -> [B, ...]
 # 0.125, so rounding moves one token in a thousand by half a nat (bench/LOG.md); a fault moves the mean by nats.
 PARITY_TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0}
 MEAN_TOLERANCE = {"bfloat16": 0.5}
+LARGEST = sys.float_info.max
 MEAN_TOKENS = 256  # the mean of fewer tokens is not checked
 
 
@@ -254,9 +256,8 @@ class Training:
         given = self._arguments(call, rows) | step.prepared[index] | read
         if call.drawn and step.run.epoch == 0 and step.run.mini_batch == 0:  # the weights are those that generated
             mask_BG = response_mask(rows[call.responses[0]])
-            self._parity_gate(
-                rows[call.drawn], outputs[LOGPROBS].detach(), mask_BG, rows[call.responses[0]], step.meter
-            )
+            tokens, new_BG = rows[call.responses[0]], outputs[LOGPROBS].detach()
+            self._parity_gate(rows[call.drawn], new_BG, mask_BG, tokens, step.meter, corrected=corrects(call))
         algorithm = self.config.algorithm
         total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
         step.stats.append(sums)
@@ -272,27 +273,48 @@ class Training:
             return dict(zip((LOGPROBS, ENTROPY), found, strict=True)) if call.entropy else {LOGPROBS: found}
         return {what: read_output(what, model, batch, output, None, self.sampling) for what in asked}
 
-    def _parity_gate(self, old_BG: Tensor, new_BG: Tensor, mask_BG: Tensor, responses_BG: Tensor, meter: Meter) -> None:
-        """Raises UserError unless both passes agree; called while the weights are still those that generated."""
+    def _parity_gate(
+        self,
+        old_BG: Tensor,
+        new_BG: Tensor,
+        mask_BG: Tensor,
+        responses_BG: Tensor,
+        meter: Meter,
+        *,
+        corrected: bool = False,
+    ) -> None:
+        """Raises UserError unless both passes agree; called while the weights are still those that generated.
+        corrected: the loss corrects differences, so only a limit that the user has set ends the run, or a logprob that
+        is not a number."""
         found = parity(old_BG, new_BG, mask_BG)
         meter.add("parity_mean_abs", found.sum_abs, found.num_tokens)
         meter.maximum("parity_max_abs", found.max_abs)
-        if found.max_abs > self.parity_tolerance:
+        is_free = corrected and self.config.parity_tolerance is None
+        if found.max_abs > (LARGEST if is_free else self.parity_tolerance):
             token = int(responses_BG[found.row, found.position])
+            fix = (
+                f"the limit is parity_tolerance={self.parity_tolerance:g}: raise it if this is rounding, use float32, "
+                "or let the loss correct it (importance_weights or rejection of the algorithm)"
+            )
             raise UserError(
                 f"generation and training disagree: token {token} at position {found.position} has logprob "
                 f"{float(old_BG[found.row, found.position]):.6f} from the generator and "
                 f"{float(new_BG[found.row, found.position]):.6f} in training, {found.max_abs:.2e} nats apart; "
-                f"the limit is parity_tolerance={self.parity_tolerance:g}: raise it if this is rounding, or use float32"
+                + (fix if math.isfinite(found.max_abs) else "lower the learning rates, or look at the model")
             )
         mean_limit = MEAN_TOLERANCE.get(self.config.dtype, math.inf) if found.num_tokens >= MEAN_TOKENS else math.inf
-        if found.mean_abs > mean_limit and self.config.parity_tolerance is None:
+        if found.mean_abs > mean_limit and not is_free and self.config.parity_tolerance is None:
             raise UserError(
                 f"generation and training disagree by {found.mean_abs:.2e} nats per token in the mean of "
                 f"{found.num_tokens:,} tokens, more than rounding gives (the limit is {mean_limit:g} in "
                 f"{self.config.dtype}): use float32 to see whether it goes away, or set parity_tolerance, "
                 "which is then the only limit"
             )
+
+
+def corrects(call: Call) -> bool:
+    """Whether the loss of a call gets the generator's logprobs beside the old ones, to correct the difference."""
+    return (GENERATOR_LOGPROBS, call.drawn) in call.arguments
 
 
 def sequences_of(call: Call, rows: Rows) -> Sequences:

@@ -96,7 +96,7 @@ def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer
     if not judging:
         return None
     calls = any(layouts[call.name].reports(world.rank) for call in judging)
-    return Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=world.watch.beat)
+    return Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=lambda: world.watch.beat())
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

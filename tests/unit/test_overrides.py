@@ -1,0 +1,39 @@
+"""Every option can be set by a word of the command line, and the word changes nothing else."""
+
+from typing import get_args
+
+from rlhf_spmd import presets
+from rlhf_spmd.config import options_of
+from rlhf_spmd.presets import load
+from tests.unit.test_config import bare, value_of
+
+NEEDED = {  # options that make no sense without others
+    **dict.fromkeys(("ppo.importance_weights", "ppo.rejection"), ["ppo.old_logprobs=recompute"]),
+    "ppo.rejection_range": ["ppo.old_logprobs=recompute", "ppo.rejection=token"],
+    **dict.fromkeys(("reward_weights", "reward_workers"), ["reward_function=m:f"]),
+    "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
+    **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
+    "checkpoint.best": ["eval.prompts=x"],
+    "eval.samples_per_prompt": ["eval.prompts=x", "eval.temperature=1"],
+}
+EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]
+VALUES = {"ppo.rejection_range": "0.5,2", "checkpoint.best": "pass@1"}
+
+
+def test_every_key_can_be_overridden():
+    """And only that key changes."""
+    samples = {int: "8", float: "0.5", bool: "true", str: "x"}
+    usual = load("tiny")
+    for key in presets.all_keys():
+        if key in ("preset", "strategy", "shape", "rollout_batch", "mini_batch", "samples_per_prompt"):
+            continue
+        hint = bare(options_of(usual)[key][0])
+        choices = [bare(choice) for choice in get_args(hint)]
+        others = [c for c in choices if isinstance(c, str) and c != value_of(usual, key)]
+        kind = next((t for t in (*choices, hint) if t in samples), None)
+        other = str(not value_of(usual, key)) if kind is bool else samples.get(kind)
+        text = VALUES.get(key) or (others[0] if others else other)
+        needs = NEEDED.get(key, EVALUATED if key.startswith("eval.") and key != "eval.prompts" else [])
+        base, changed = (load("tiny", [*needs, *more]) for more in ([], [f"{key}={text}"]))
+        assert value_of(changed, key) != value_of(base, key), key
+        assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key
