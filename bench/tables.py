@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from bench import evidence, options_page
+from bench import evidence, options_page, trl_table
 from bench.rows import REPOSITORY, RESULTS, STRATEGIES, on_ranks, read_rows
 
 PAGES = tuple(REPOSITORY / name for name in ("README.md", "bench/RESULTS.md", "docs/coming_from.md"))
@@ -219,6 +219,8 @@ SCANS: dict[str, Columns] = {
     },
 }
 SCANS["app_planner"] = SCANS["scan"]
+SCANS |= trl_table.COLUMNS
+JOINED |= trl_table.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {

@@ -37,7 +37,8 @@ SEEN_BY_STRATEGIES = tuple(
     for name in ("cluster", "shard", "layout", "runtime_words", "workflow", "workload", "placement", "validate")
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
-SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.tables")  # each those before it
+SHARED = ("bench.rows", "bench.plots", "bench.options_page", "bench.evidence", "bench.trl_table", "bench.tables")
+# each imports those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "embedded"), SHARED
 )

@@ -12,8 +12,8 @@ PLAIN_KL = {"use_bias_correction_kl": False}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One loss. ours: options of the page. theirs: options of GRPOConfig or RLOOConfig. noise: nats by which old logprobs
-    are perturbed, so large that some ratios are clipped on either side. difference: what the programs define
+    """One loss. ours: options of the page. theirs: options of GRPOConfig or RLOOConfig. noise: nats by which old
+    logprobs are perturbed, so large that some ratios are clipped on either side. difference: what the programs define
     differently."""
 
     name: str
@@ -61,8 +61,9 @@ CASES = (
         "GSPO",
         "grpo",
         ("ratio_level=sequence", "aggregation=seq-mean-token-mean", "clip_low=3e-4", "clip_high=4e-4"),
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, **PLAIN_KL},
-        noise=1e-3,
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+        | PLAIN_KL,
+        noise=3e-3,
     ),
     Case(
         "CISPO",
@@ -75,7 +76,7 @@ CASES = (
         "RLOO",
         "rloo",
         ("ratio_level=product", "aggregation=seq-mean-token-mean"),
-        noise=0.08,
+        noise=0.12,
         difference="TRL has one ratio for a response, the product of its tokens'; our default is one for each token",
     ),
 )

@@ -8,8 +8,8 @@ trained on; elsewhere other [B, G] tensors may hold anything, even NaN.
 
 Sources: [PPO] Schulman et al. 2017, arXiv 1707.06347; [KL] Schulman 2020, "Approximating KL Divergence"; [DUAL] Ye et
 al. 2020, arXiv 1912.09729; [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu
-et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585; [RLOO]
-Ahmadian et al. 2024, arXiv 2402.14740; [V3.2] DeepSeek-AI 2025, arXiv 2512.02556.
+et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISPO] MiniMax 2025, arXiv 2506.13585;
+[RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [V3.2] DeepSeek-AI 2025, arXiv 2512.02556.
 """
 
 from typing import Literal
@@ -52,9 +52,10 @@ def surrogate_loss(
     """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
 
     ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product" their
-    product: the response is one action ([RLOO]).
-    kl_unbiased: the KL term is multiplied by the ratio, with its gradient, so that with k3 and ratios of tokens the
-    term's gradient is that of the KL itself ([V3.2], unbiased KL estimate). generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training weights.
+    product: the response is one action ([RLOO]). kl_unbiased: the KL term is multiplied by the ratio, with its
+    gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
+    estimate). generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training
+    weights.
     """
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
