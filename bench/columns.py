@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from bench import trl_table
 from bench.rows import STRATEGIES
 
 
@@ -148,6 +149,8 @@ SCANS: dict[str, Columns] = {
     },
 }
 SCANS["app_planner"] = SCANS["scan"]
+SCANS |= trl_table.COLUMNS
+JOINED |= trl_table.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {

@@ -37,8 +37,9 @@ SEEN_BY_STRATEGIES = tuple(
     for name in ("cluster", "shard", "layout", "runtime_words", "workflow", "workload", "placement", "validate")
 )
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
-# each those before it
-SHARED = tuple(f"bench.{name}" for name in ("rows", "plots", "options_page", "evidence", "columns", "tables"))
+SHARED = tuple(
+    f"bench.{name}" for name in ("rows", "plots", "options_page", "evidence", "trl_table", "columns", "tables")
+)  # each those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "embedded"), SHARED
 )

@@ -7,43 +7,53 @@ equality: random Llamas in float64. An iteration of ours generates and scores re
     gradients and weights after the step are compared weight by weight. Both programs cast to float32 in the midst of a
     float64 model; a case is compared without these casts, and as it is.
 smollm2: the same with SmolLM2-135M in float32.
+steps: whole steps of SmolLM2-135M in turns, at full length and with spread lengths (steps.py).
 
-Cost on two cores: equality three minutes, smollm2 five.
-Command: python -m bench against-trl [PART ...]; without a part, all
+Cost on two cores: equality three minutes, smollm2 ten, steps fifteen.
+Command: python -m bench against-trl [PART ...] [--case LOSS]; without a part, all
 """
 
 import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from bench.against_trl import equality
-from bench.against_trl.cases import CASES
+from bench.against_trl import equality, steps
+from bench.against_trl.cases import CASES, LOSSES, Case
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
 
-ROWS = "against_trl"
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
+FILES = {"equality": "against_trl", "smollm2": "against_trl", "steps": "against_trl_steps"}  # of a part's rows
 
 
-def small_models(folder: Path) -> list[dict]:
-    return [row for setting in equality.small(folder) for row in equality.compared(setting, CASES, folder)]
+def small_models(folder: Path, cases: Sequence[Case]) -> list[dict]:
+    return [row for setting in equality.small(folder) for row in equality.compared(setting, cases, folder)]
 
 
-def smollm2(folder: Path) -> list[dict]:
+def smollm2(folder: Path, cases: Sequence[Case]) -> list[dict]:
     setting = equality.smollm2(SMOLLM2, folder)
-    return [row for case in CASES for row in equality.compared(setting, [case], folder)]
+    return [row for case in cases for row in equality.compared(setting, [case], folder)]
 
 
-PARTS: dict[str, Callable[[Path], list[dict]]] = {"equality": small_models, "smollm2": smollm2}
+def whole_steps(folder: Path, _: Sequence[Case]) -> list[dict]:
+    return steps.measured(SMOLLM2, folder)
+
+
+PARTS: dict[str, Callable[[Path, Sequence[Case]], list[dict]]] = {
+    "equality": small_models,
+    "smollm2": smollm2,
+    "steps": whole_steps,
+}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench against-trl", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--case", choices=list(LOSSES), help="equality and smollm2: only this loss; others' rows stay")
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -56,7 +66,7 @@ def main(arguments: list[str]) -> int:
     ok = True
     for part in parts:
         with tempfile.TemporaryDirectory(prefix="against_trl_") as folder:
-            rows = PARTS[part](Path(folder))
+            rows = PARTS[part](Path(folder), [LOSSES[parsed.case]] if parsed.case else CASES)
         keep(part, rows)
         ok &= all(row["ok"] for row in rows)
     print(json.dumps({"bench": "against-trl", "ok": ok}))
@@ -64,13 +74,19 @@ def main(arguments: list[str]) -> int:
 
 
 def keep(part: str, rows: list[dict]) -> None:
-    """Writes these rows in place of those of the same part, with the versions of both programs."""
-    path = RESULTS / f"{ROWS}.jsonl"
-    others = [row for row in read_rows(path) if row["part"] != part] if path.exists() else []
+    """Writes these rows in place of those of the same part and losses, with the versions of both programs."""
+    path, measured = RESULTS / f"{FILES[part]}.jsonl", {(part, row.get("case")) for row in rows}
+    old = read_rows(path) if path.exists() else []
+    others = [row for row in old if (row["part"], row.get("case")) not in measured]
     about = provenance()
     about["versions"] |= versions_of_peer()
     new = [{"bench": "against-trl", "part": part} | row | about for row in rows]
-    write(ROWS, sorted(others + new, key=lambda row: list(PARTS).index(row["part"])))
+    names = list(LOSSES)
+
+    def place(row: dict) -> tuple[int, int]:
+        return list(PARTS).index(row["part"]), names.index(row["case"]) if "case" in row else 0
+
+    write(FILES[part], sorted(others + new, key=place))
 
 
 def versions_of_peer() -> dict[str, str]:

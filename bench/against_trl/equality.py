@@ -88,11 +88,11 @@ def smollm2(folder: Path, scratch: Path) -> Setting:
     (actor / "generation_config.json").unlink()
     (actor / "config.json").unlink()
     (actor / "config.json").write_text(json.dumps(config))
-    sizes = ["data.max_prompt=32", "generation.max_new_tokens=48", "rollout_batch=4", "samples_per_prompt=4"]
-    sizes += ["mini_batch=16", "micro_batch=4", f"data.prompts={embedded.path_of('sentiment_prompts.txt')}"]
+    sizes = ["data.max_prompt=32", "generation.max_new_tokens=24", "rollout_batch=4", "samples_per_prompt=4"]
+    sizes += ["mini_batch=16", "micro_batch=8", f"data.prompts={embedded.path_of('sentiment_prompts.txt')}"]
     words = (*sizes, ours.write_reward(scratch / "reward.py"))
     reference = perturbed_copy(actor, scratch / "reference")
-    return Setting("SmolLM2-135M", actor, reference, words, "float32", 48, (False,))
+    return Setting("SmolLM2-135M", actor, reference, words, "float32", 24, (False,))
 
 
 def perturbed_copy(folder: Path, copy: Path) -> Path:
@@ -192,8 +192,8 @@ def errors(mine: ours.Taken, loss: float, theirs: Mapping[str, Tensor]) -> dict:
 
 
 def _tensor_errors(what: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    of_kind = {key.removeprefix(f"{what} "): tensor for key, tensor in theirs.items() if key.startswith(what)}
-    named = {key.removeprefix("model."): tensor for key, tensor in of_kind.items()}
+    chosen = {key.removeprefix(f"{what} "): x for key, x in theirs.items() if key.startswith(what)}
+    named = {key.removeprefix("model."): x for key, x in chosen.items()}
     assert set(named) == set(mine), set(named) ^ set(mine)
     return {
         name: ((mine[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-300)).item()

@@ -24,7 +24,7 @@ KINDS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 
 
 class Given:
-    """What TRL would generate and compute; a row has "prompt_index", "sample", "prompt", "response", "old", "reward".
+    """What TRL would generate and compute; rows have "prompt_index", "sample", "prompt", "response", "old", "reward".
     The k-th time that TRL asks for a prompt it gets the prompt's k-th sample."""
 
     def __init__(self, rows: list[dict]):

@@ -53,10 +53,10 @@ def surrogate_loss(
     """The loss, aggregated and summed, and sums for the log. advantages: of each response [B], or of each token [B, G].
 
     ratio_level "sequence" gives every token the geometric mean of the response's ratios ([GSPO] eq. 7); "product" their
-    product: the response is one action ([RLOO]).
-    kl_unbiased: the KL term is multiplied by the ratio, with its gradient, so that with k3 and ratios of tokens the
-    term's gradient is that of the KL itself ([V3.2], unbiased KL estimate). generator_logprobs: of the tokens as they
-    were drawn, where old_logprobs are another pass of the training weights.
+    product: the response is one action ([RLOO]). kl_unbiased: the KL term is multiplied by the ratio, with its
+    gradient; with k3 and ratios of tokens, the term's gradient is then that of the KL itself ([V3.2], unbiased KL
+    estimate). generator_logprobs: of the tokens as they were drawn, where old_logprobs are another pass of the training
+    weights.
     """
     advantages_BG = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(mask_BG)
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)

@@ -1,0 +1,54 @@
+"""The tables of the comparison with TRL: a line for each loss, and one for each kind of steps."""
+
+from collections.abc import Callable, Sequence
+
+Columns = dict[str, Callable[[dict], str]]
+EQUAL = ("loss_error", "gradient_error", "weights_error")
+
+
+def by_case(rows: Sequence[dict]) -> list[dict]:
+    """One row for each loss: the largest errors over the models, by precision."""
+    cases: dict[str, dict] = {}
+    for row in rows:
+        case = cases.setdefault(row["case"], {"case": row["case"], "difference": row["difference"]})
+        worst = case.setdefault(row["precision"], dict.fromkeys(EQUAL, 0.0))
+        for name in EQUAL:
+            worst[name] = max(worst[name], row[name])
+    return list(cases.values())
+
+
+def _errors(precision: str, *names: str) -> Callable[[dict], str]:
+    return lambda row: ", ".join(f"{row[precision][name]:.0e}" for name in names) if precision in row else "-"
+
+
+def _phases(who: str) -> Callable[[dict], str]:
+    return lambda row: ", ".join(f"{row[f'{who}_{phase}_s']:.1f}" for phase in ("generation", "reference", "training"))
+
+
+JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
+    "against_trl": (
+        "against_trl",
+        by_case,
+        {
+            "loss": lambda row: row["case"],
+            "float64: loss, gradient, weights after the step": _errors("float64", *EQUAL),
+            "with casts: loss, gradient": _errors("float64 with casts", *EQUAL[:2]),
+            "SmolLM2, float32: loss, gradient": _errors("float32", *EQUAL[:2]),
+            "conventions": lambda row: row["difference"] or "the same",
+        },
+    )
+}
+COLUMNS: dict[str, Columns] = {
+    "against_trl_steps": {
+        "responses": lambda row: row["work"],
+        "against": lambda row: row["peer"],
+        "step, s": lambda row: f"{row['ours_s']:.1f}",
+        "generation, reference, training": _phases("ours"),
+        "TRL's step, s": lambda row: f"{row['peer_s']:.1f}",
+        "TRL's generation, reference, training": _phases("peer"),
+        "times faster": lambda row: f"{row['ratio']:.2f}",
+        "promised": lambda row: f"{row['promised']:g}",
+        "floor, s": lambda row: f"{row['floor_s']:.1f}",
+        "its share of our step, of TRL's": lambda row: f"{row['ours_share']:.0%}, {row['peer_share']:.0%}",
+    },
+}
