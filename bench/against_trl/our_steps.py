@@ -21,7 +21,6 @@ from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from tests.runs import RunOf
 
-MICRO_BATCH = 8
 REWARD = "from bench.against_trl.work import reward\n\n\ndef letters(prompts, responses):\n"
 REWARD += "    return [reward(response) for response in responses]\n"
 
@@ -55,8 +54,8 @@ def config_of(model: str, folder: Path, prompts: tuple[str, ...]):
     rows = work.PROMPTS * work.SAMPLES
     words = [f"data.prompts={folder / 'prompts.jsonl'}", f"reward_function={folder / 'reward.py'}:letters"]
     words += [f"rollout_batch={work.PROMPTS}", f"samples_per_prompt={work.SAMPLES}", f"mini_batch={rows}"]
-    words += [f"micro_batch={MICRO_BATCH}", "iterations=10000", "data.max_prompt=64", "dtype=float32"]
-    words += [f"generation.max_new_tokens={work.SPREAD_LIMIT}", f"generation.min_new_tokens={work.SPREAD_LIMIT}"]
+    words += [f"micro_batch={work.MICRO_BATCH}", "iterations=10000", "data.max_prompt=64", "dtype=float32"]
+    words += [f"generation.max_new_tokens={work.LIMIT}", f"generation.min_new_tokens={work.LIMIT}"]
     words += [f"grpo.kl_coef={work.KL}", "grpo.kl_unbiased=true", f"optimizer.actor_lr={work.LR}"]
     return presets.load("model", words, model, algorithm="grpo")
 

@@ -1,10 +1,10 @@
 """Whole GRPO steps of SmolLM2-135M by both programs in turns: how many times faster, where the time goes, the floor.
 
-Each program is one process of one thread, in float32, with a reference (beta 0.04), the same two prompts with four
-samples each, one optimizer step for the 8 responses, AdamW, and responses of the same lengths. Neither computes old
-logprobs: ours come with the tokens, TRL takes those of the update. While one works the other waits. TRL's steps are
-taken with its default, checkpointing of activations, and without. Seconds are a processor's, which other work on the
-machine changes little; those of the clock are in the rows, too.
+Each program is one process of one thread, in float32, with a reference (beta 0.04), the same four prompts with
+eight samples each, micro-batches of 8, one optimizer step, AdamW, and responses of the same lengths. Neither computes
+old logprobs: ours come with the tokens, TRL takes those of the update. While one works the other waits. TRL's steps
+are taken with its default, checkpointing of activations, and without. Seconds are a processor's, which other work on
+the machine changes little; those of the clock are in the rows, too.
 """
 
 import json

@@ -103,13 +103,13 @@ def main(folder: str, *prompts: str) -> None:
     model.generate = functools.partial(model.generate, logits_processor=LogitsProcessorList([ends]))
     on_command = OnCommand(ends)
     with tempfile.TemporaryDirectory() as scratch:
-        rows = work.PROMPTS * work.SAMPLES
         config = options_of(
             "grpo",
             scratch,
             num_generations=work.SAMPLES,
-            per_device_train_batch_size=rows,
-            max_completion_length=work.SPREAD_LIMIT,
+            per_device_train_batch_size=work.MICRO_BATCH,
+            gradient_accumulation_steps=work.PROMPTS * work.SAMPLES // work.MICRO_BATCH,
+            max_completion_length=work.LIMIT,
             max_steps=MOST_STEPS,
             learning_rate=work.LR,
             beta=work.KL,

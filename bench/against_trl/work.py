@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-PROMPTS, SAMPLES = 2, 4
-FULL = 64  # tokens of every response at full length
-SPREAD_LIMIT, SPREAD_MEDIAN = 128, 20.0  # of spread lengths
+PROMPTS, SAMPLES = 4, 8
+MICRO_BATCH = 8  # responses
+LIMIT = 128  # tokens of a response; at full length each has as many
+SPREAD_MEDIAN = 20.0  # of spread lengths
 LR, KL = 1e-6, 0.04
 WORKS = ("full length", "spread lengths")
 
@@ -33,9 +34,9 @@ def lengths_of(work: str, step: int) -> list[int]:
     """Of the responses of a step: all to the limit, or log-normal with a sigma of 1, most of them far from it."""
     num = PROMPTS * SAMPLES
     if work == "full length":
-        return [FULL] * num
+        return [LIMIT] * num
     draw = random.Random(step)
-    return [min(max(round(draw.lognormvariate(math.log(SPREAD_MEDIAN), 1.0)), 1), SPREAD_LIMIT) for _ in range(num)]
+    return [min(max(round(draw.lognormvariate(math.log(SPREAD_MEDIAN), 1.0)), 1), LIMIT) for _ in range(num)]
 
 
 def reward(text: str) -> float:

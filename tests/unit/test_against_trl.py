@@ -78,11 +78,11 @@ def test_casts_are_widened():
 
 
 def test_lengths_are_the_same_for_both_programs():
-    assert work.lengths_of("full length", 1) == [work.FULL] * 8
+    assert work.lengths_of("full length", 1) == [work.LIMIT] * (work.PROMPTS * work.SAMPLES)
     spread = [work.lengths_of("spread lengths", step) for step in range(80)]
     assert spread == [work.lengths_of("spread lengths", step) for step in range(80)] and spread[0] != spread[1]
     flat = sorted(length for one in spread for length in one)
-    assert flat[0] >= 1 and flat[-1] == work.SPREAD_LIMIT
+    assert flat[0] >= 1 and flat[-1] == work.LIMIT
     assert 15 < flat[len(flat) // 2] < 25, "the median"
 
 
@@ -91,13 +91,14 @@ def test_the_floor_counts_products(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 3, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 1000, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    layer, head, tokens = 8 * (2 * 8 + 2 * 4) + 3 * 8 * 4, 8 * 1000, work.FULL * 8
+    prompts, rows, limit = work.PROMPTS, work.PROMPTS * work.SAMPLES, work.LIMIT
+    layer, head, tokens = 8 * (2 * 8 + 2 * 4) + 3 * 8 * 4, 8 * 1000, limit * rows
     prompt = 10.0
-    generated = 2 * (3 * layer * (2 * prompt + tokens - 8) + head * tokens)
-    passes = 4 * 2 * (3 * layer * (8 * prompt + tokens) + head * tokens)
-    found = steps.step_flops(tmp_path, "full length", int(2 * prompt))
-    contexts = 3 * 4 * 8 * (2 * prompt * prompt / 2 + 8 * (work.FULL - 1) * (prompt + work.FULL / 2))
-    contexts += 4 * 3 * 4 * 8 * 8 * (prompt + work.FULL) ** 2 / 2
+    generated = 2 * (3 * layer * (prompts * prompt + tokens - rows) + head * tokens)
+    passes = 4 * 2 * (3 * layer * (rows * prompt + tokens) + head * tokens)
+    found = steps.step_flops(tmp_path, "full length", int(prompts * prompt))
+    contexts = 3 * 4 * 8 * (prompts * prompt * prompt / 2 + rows * (limit - 1) * (prompt + limit / 2))
+    contexts += 4 * 3 * 4 * 8 * rows * (prompt + limit) ** 2 / 2
     assert found == pytest.approx(generated + passes + contexts, rel=1e-12)
 
 
