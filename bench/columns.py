@@ -149,11 +149,13 @@ SCANS: dict[str, Columns] = {
     },
 }
 SCANS["app_planner"] = SCANS["scan"]
+SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
 SCANS |= trl_table.COLUMNS
 JOINED |= trl_table.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {
+        "algorithm": lambda row: f"`{row['algorithm']}`",
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",
         "options": lambda row: row["options"] or "-",
@@ -162,6 +164,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "of the weights": lambda row: f"{row['weights_error']:.1e}",
     },
     "bfloat16": {
+        "algorithm": lambda row: f"`{row['algorithm']}`",
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",
         "reward, first iteration": lambda row: f"{row['rewards'][0]:+.3f}",
@@ -272,6 +275,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "gap": lambda row: _percent(row.get("gap")),
     },
     "faults": {
+        "algorithm": lambda row: f"`{row['algorithm']}`",
         "strategy": lambda row: f"`{row['strategy']}`",
         "ranks": lambda row: str(row["ranks"]),
         "points": lambda row: str(row["points"]),

@@ -21,7 +21,7 @@ STRATEGIES = (
     "reallocation",
     "planner",
 )  # that are forecast
-TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s")  # metrics of a run that are times
+TIMED = ("iteration_s", "generate_s", "gen_tokens_per_s", "evaluation_s")  # metrics of a run that are times
 ABOUT = ("date", "commit", "hardware", "python", "versions")  # of every row
 
 

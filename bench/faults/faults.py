@@ -6,7 +6,10 @@ first quarter of the iterations, the last time in the last, and the run is resum
 but for times, weights, moments, responses) is compared byte by byte with an undisturbed run: one kill that spoils it
 spoils all four. Rows are added as they come: an interrupted bench goes on where it was.
 
-Cost: half a minute for four kills on an idle machine, so 21 with --quick are four minutes and all 700 two hours.
+PPO runs under every strategy and a plan of `auto`; the other algorithms run with an evaluation set, whose rows and best
+checkpoint are compared, too.
+
+Cost: half a minute for four kills on an idle machine, so 33 with --quick are six minutes and all 780 two hours.
 Command: python -m bench faults [--quick]
 """
 
@@ -25,17 +28,27 @@ from pathlib import Path
 from bench.rows import ABOUT, REPOSITORY, RESULTS, TIMED, provenance, read_rows, write
 from bench.speed.strategies import TWO_TYPES
 from bench.tables import text_table
+from rlhf_spmd import embedded
 
 STRATEGIES = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation", "heterogeneous", "auto")
 NUM_RANKS, NUM_KILLS = 4, 4  # kills of one run
-NUM_RUNS = 25  # of a strategy
+NUM_RUNS, NUM_RUNS_OF_OTHERS = 25, 5  # of a strategy; of a strategy with another algorithm
 NUM_QUICK = 3  # kills of a strategy with --quick, of one run
 DEADLINE_S = 60.0  # of a job of which a rank is dead
 ORPHAN_S = 5.0  # processes of an ended job get so long to be gone
 LIMIT_S = 300.0
 ITERATIONS = 8  # a multiple of NUM_KILLS
-OPTIONS = ["rollout_batch=32", "mini_batch=16", "ppo.epochs=2", "generation.max_new_tokens=12", "num_samples=2"]
-OPTIONS += [f"iterations={ITERATIONS}", "checkpoint.every=1", "ppo.kl_controller=adaptive", "deadline_s=30"]
+OPTIONS = ["mini_batch=16", "generation.max_new_tokens=12", "num_samples=2", f"iterations={ITERATIONS}"]
+OPTIONS += ["checkpoint.every=1", "deadline_s=30"]
+EVALUATED = [f"eval.prompts={embedded.path_of('prompts.jsonl')}", "eval.num_prompts=8", "eval.every=3"]
+EVALUATED += ["checkpoint.best=mean@1"]
+WORDS = {
+    "ppo": ["rollout_batch=32", "ppo.epochs=2", "ppo.kl_controller=adaptive"],
+    "grpo": ["rollout_batch=8", "samples_per_prompt=4", "grpo.epochs=2", "grpo.oversampling=2", *EVALUATED],
+    "remax": ["rollout_batch=32", "remax.epochs=2", *EVALUATED],
+}
+WORDS["grpo"] += ["grpo.drop_equal_groups=true", "rollouts.every=1"]
+CASES = {"ppo": STRATEGIES, "grpo": ("flattening", "separation", "reallocation"), "remax": ("separation",)}
 POINTS = RESULTS / "fault_points.jsonl"
 
 
@@ -45,9 +58,12 @@ def main(arguments: list[str]) -> int:
     quick = parser.parse_args(arguments).quick
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         points = Path(folder) / "points.jsonl" if quick else POINTS
-        for strategy in STRATEGIES:
-            measure(strategy, 1 if quick else NUM_RUNS, NUM_QUICK if quick else NUM_KILLS, points, Path(folder))
-        rows = [summary(strategy, read_rows(points)) for strategy in STRATEGIES]
+        cases = [(algorithm, strategy) for algorithm, strategies in CASES.items() for strategy in strategies]
+        for algorithm, strategy in cases:
+            num_runs = NUM_RUNS if algorithm == "ppo" else NUM_RUNS_OF_OTHERS
+            num_runs, num_kills = (1, NUM_QUICK) if quick else (num_runs, NUM_KILLS)
+            measure(algorithm, strategy, num_runs, num_kills, points, Path(folder))
+        rows = [summary(*case, read_rows(points)) for case in cases]
     if not quick:
         write("faults", rows)
     print(text_table("faults", rows))
@@ -58,25 +74,28 @@ def main(arguments: list[str]) -> int:
     return 0 if result["ok"] else 1
 
 
-def measure(strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
-    """Adds the missing runs of a strategy."""
-    done = {row["run"] for row in read_rows(points) if row["strategy"] == strategy} if points.exists() else set()
-    options = [*OPTIONS, *strategy_words(strategy, folder)]
+def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points: Path, folder: Path) -> None:
+    """Adds the missing runs of an algorithm under a strategy."""
+    found = read_rows(points) if points.exists() else []
+    done = {row["run"] for row in found if (row["algorithm"], row["strategy"]) == (algorithm, strategy)}
+    options = ["--algorithm", algorithm, *OPTIONS, *WORDS[algorithm], *strategy_words(strategy, folder)]
+    name = f"{algorithm}-{strategy}"
     expected, iteration_s = None, 0.0
     for run in sorted(set(range(num_runs)) - done):
         if expected is None:
-            alone = Started(NUM_RANKS, folder / strategy, *options)
+            alone = Started(NUM_RANKS, folder / name, *options)
             status, stderr = alone.end()
             assert status == 0, stderr
             expected, iteration_s = outcome(alone.folder), slowest_s(alone.folder)
-        rows = killed(options, folder / f"{strategy}-{run}", expected, iteration_s, num_kills, f"{strategy} {run}")
-        about = {"bench": "faults", "strategy": strategy, "run": run}
+        seed = f"{name} {run}" if algorithm != "ppo" else f"{strategy} {run}"  # as before there were others
+        rows = killed(options, folder / f"{name}-{run}", expected, iteration_s, num_kills, seed)
+        about = {"bench": "faults", "algorithm": algorithm, "strategy": strategy, "run": run}
         points.parent.mkdir(exist_ok=True)
         with points.open("a") as file:
             file.write("".join(json.dumps(about | row | provenance()) + "\n" for row in rows))
         names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")
         for row in rows:
-            print(f"{strategy} {run}: " + ", ".join(f"{name} {row[name]}" for name in names), flush=True)
+            print(f"{name} {run}: " + ", ".join(f"{key} {row[key]}" for key in names), flush=True)
 
 
 def strategy_words(strategy: str, folder: Path) -> list[str]:
@@ -115,16 +134,17 @@ def killed(
     return [row | {"equal": equal, "why_not": why_not} for row in rows]
 
 
-def summary(strategy: str, points: list[dict]) -> dict:
-    """The row of a strategy."""
-    mine = [row for row in points if row["strategy"] == strategy]
+def summary(algorithm: str, strategy: str, points: list[dict]) -> dict:
+    """The row of an algorithm under a strategy."""
+    mine = [row for row in points if (row["algorithm"], row["strategy"]) == (algorithm, strategy)]
     found = {name: sum(row[name] for row in mine) for name in ("equal", "orphans", "named")}
     found |= {"hangs": sum(row["hang"] for row in mine), "slowest_end_s": max(row["end_s"] for row in mine)}
     found["killed"] = sum(row["rank"] is not None for row in mine)  # the others had ended before
     ok = found["equal"] == len(mine) and found["named"] == found["killed"]
     ok = ok and not found["hangs"] and not found["orphans"]
     about = {name: mine[-1][name] for name in ABOUT if name in mine[-1]}  # a bench that went on may have new ones
-    return {"bench": "faults", "strategy": strategy, "ranks": NUM_RANKS, "points": len(mine), **found, "ok": ok} | about
+    case = {"bench": "faults", "algorithm": algorithm, "strategy": strategy, "ranks": NUM_RANKS}
+    return case | {"points": len(mine), **found, "ok": ok} | about
 
 
 # ---- runs under way --------------------------------------------------------------------------------------------------
@@ -218,12 +238,18 @@ def slowest_s(folder: Path) -> float:
 
 
 def outcome(folder: Path) -> dict:
-    """All that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor, responses."""
-    rows = read_rows(folder / "metrics.jsonl")
+    """All that a run leaves and that does not tell the time: metrics, the last checkpoint, the actor, responses, and
+    what an evaluation and `rollouts.every` add."""
+    tables = [name for name in ("metrics", "evaluations") if (folder / f"{name}.jsonl").exists()]
     last = max((folder / "checkpoints").glob("iteration-*"))
     names = [path.relative_to(folder) for path in last.glob("rank-*")] + [last.relative_to(folder) / "state.json"]
     names += [Path("actor/model.safetensors"), Path("samples.jsonl")]
+    names += [path.relative_to(folder) for name in ("best", "rollouts") for path in (folder / name).rglob("*.*")]
     return {
-        "metrics": [{name: value for name, value in row.items() if name not in TIMED} for row in rows],
+        **{name: _timeless(read_rows(folder / f"{name}.jsonl")) for name in tables},
         **{str(name): (folder / name).read_bytes() for name in names if (folder / name).exists()},
     }
+
+
+def _timeless(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows]

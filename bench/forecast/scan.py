@@ -129,6 +129,7 @@ def row_of(case: Case, found: Found, workload: Workload, calibration: Calibratio
     """A row: case, seconds and bytes. Sizes are of the fullest device."""
     about = {
         "bench": "scan",
+        "algorithm": case.algorithm,
         "preset": case.preset,
         "layout": case.layout,
         "strategy": case.strategy,
@@ -205,7 +206,7 @@ def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[
 def with_speed_up(rows: Iterable[dict]) -> list[dict]:
     """The rows with `speed_up`: over flattening in the same place; None where either does not fit."""
     rows = list(rows)
-    place = ("preset", "layout", "nodes")
+    place = ("algorithm", "preset", "layout", "nodes")
     flat = {tuple(row[key] for key in place): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
     for row in rows:
         base_s = flat.get(tuple(row[key] for key in place))
@@ -215,9 +216,11 @@ def with_speed_up(rows: Iterable[dict]) -> list[dict]:
 
 def explained(plan: Mapping, rows: Sequence[Mapping]) -> str:
     """Which plan the planner took, and where it saves what the strategies take, in lines."""
-    place = ("preset", "layout", "nodes")
+    place = ("algorithm", "preset", "layout", "nodes")
     alike = [row for row in rows if all(row[key] == plan[key] for key in place) and row["iteration_s"]]
-    lines = [f"{plan['preset']} on {plan['layout']}: the planner's plan is {plan['options']['plan']}"]
+    lines = [
+        f"{plan['algorithm']}, {plan['preset']} on {plan['layout']}: the planner's plan is {plan['options']['plan']}"
+    ]
     for row in sorted(alike, key=lambda row: row["iteration_s"]):
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["device_s"].items())
         lines.append(f"  {row['strategy']:<14} {row['iteration_s']:6.1f} s: {phases}")
@@ -230,8 +233,9 @@ def run_suite(cases: Sequence[Case]) -> list[dict]:
     rows = []
     with tqdm(cases, unit="case", leave=False) as bar:
         for case in bar:
-            bar.set_description(f"{case.preset} {case.layout} {case.strategy}")
-            workload, (cluster, calibration) = make_workload(load(case.preset)), machine(case)
+            bar.set_description(f"{case.algorithm} {case.preset} {case.layout} {case.strategy}")
+            workload = make_workload(load(case.preset, algorithm=case.algorithm))
+            cluster, calibration = machine(case)
             found = solve(case, workload, cluster, calibration)
             rows.append(row_of(case, found, workload, calibration))
     return with_speed_up(rows)

@@ -27,7 +27,7 @@ class Case:
     """One forecast. nodes: device type of each node, of 8 devices; () : all are DEVICE, as many as the layout says.
 
     options: of the strategy; a value that is a tuple is searched over, and so is what grid_of() says of the others.
-    exact: these options and no others, whether they fit or not.
+    exact: these options and no others, whether they fit or not. algorithm: name of a page.
     """
 
     preset: str
@@ -36,6 +36,7 @@ class Case:
     options: Mapping[str, Any]
     nodes: tuple[str, ...] = ()
     exact: bool = False
+    algorithm: str = "ppo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,15 @@ def planner_first(rows: Sequence[Mapping]) -> Claims:
     return {"planner_first": exceptions(pairs)}
 
 
+def planner_first_for_each(rows: Sequence[Mapping]) -> Claims:
+    """The same of every algorithm by itself."""
+    found: list[str] = []
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        slower = planner_first([row for row in rows if row["algorithm"] == name])["planner_first"]
+        found += [f"{name}, {case}" for case in slower or ["nothing fits"]] if slower != [] else []
+    return {"planner_first": found}
+
+
 def frozen_halved(rows: Sequence[Mapping]) -> Claims:
     """Interleaving halves the replicas of reference and reward model; under ZeRO 3 they take what they took."""
     found: dict[str, list[str]] = {"replicas_halved": [], "shards_unchanged": [], "shadows_cost": []}
@@ -184,6 +194,7 @@ def tuned(presets: Sequence[str], layouts: Sequence[str], strategies: Sequence[s
     return tuple(Case(*names, options={}) for names in product(presets, layouts, strategies))
 
 
+FAMILY = ("grpo", "rloo", "remax", "reinforce_plus_plus")
 MIXED = tuple((DEVICE,) * (4 - number) + (OTHER_DEVICE,) * number for number in (1, 2, 3))
 SUITES = {
     "all": Suite(
@@ -219,6 +230,12 @@ SUITES = {
         "which plan is best for 13B on two nodes",
         tuned(("llama-13b",), ("2x8",), STRATEGIES),
         planner_first,
+        ("planner_first",),
+    ),
+    "algorithms": Suite(
+        "GRPO and its relatives for 7B on one node",
+        tuple(Case("llama-7b", "1x8", strategy, {}, algorithm=name) for name, strategy in product(FAMILY, STRATEGIES)),
+        planner_first_for_each,
         ("planner_first",),
     ),
     "heterogeneous": Suite(

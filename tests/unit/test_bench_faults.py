@@ -7,15 +7,24 @@ import pytest
 from bench.faults.faults import outcome, summary
 from bench.tables import text_table
 
-POINT = {"strategy": "flattening", "rank": 2, "equal": True, "hang": False, "orphans": 0, "named": True, "end_s": 0.3}
+POINT = {
+    "algorithm": "ppo",
+    "strategy": "flattening",
+    "rank": 2,
+    "equal": True,
+    "hang": False,
+    "orphans": 0,
+    "named": True,
+    "end_s": 0.3,
+}
 TOO_LATE = POINT | {"rank": None, "named": False}  # the run had ended before: nobody was killed, nobody can be named
 
 
 @pytest.mark.parametrize("wrong", [{"equal": False}, {"hang": True}, {"orphans": 1}, {"named": False}])
 def test_one_bad_point_is_not_ok(wrong):
     others = [POINT | {"strategy": "separation", "equal": False}]
-    assert summary("flattening", [POINT, POINT, TOO_LATE, *others])["ok"]
-    row = summary("flattening", [POINT, POINT | wrong, *others])
+    assert summary("ppo", "flattening", [POINT, POINT, TOO_LATE, *others])["ok"]
+    row = summary("ppo", "flattening", [POINT, POINT | wrong, *others])
     assert not row["ok"] and row["points"] == 2
     assert "flattening" in text_table("faults", [row])
 
@@ -23,7 +32,7 @@ def test_one_bad_point_is_not_ok(wrong):
 def test_a_row_was_measured_where_its_points_were():
     """Not where the bench ended that went on with those of an earlier commit."""
     points = [POINT | {"commit": "a"}, POINT | {"commit": "b"}, POINT | {"strategy": "separation", "commit": "c"}]
-    assert summary("flattening", points)["commit"] == "b"
+    assert summary("ppo", "flattening", points)["commit"] == "b"
 
 
 def test_times_are_not_compared_and_all_else_is(tmp_path):
