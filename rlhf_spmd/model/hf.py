@@ -151,10 +151,15 @@ class ChatTemplate:
     the first conversation."""
 
     def __init__(self, folder: str | Path, file: str = ""):
-        """folder: of the tokenizer, whose template is used unless `file` holds another one."""
+        """folder: of the tokenizer, whose template is used unless `file` holds another one. Raises UserError."""
         self.folder, self.file = Path(folder), file
         self._tokenizer: Any = None
         self._template: str | None = None
+        if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
+            try:
+                self._template = Path(file).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 
     def render(self, where: str, messages: list[dict[str, str]]) -> str:
         """The text of a conversation up to the beginning of the assistant's answer. where: file and place. Raises
@@ -171,11 +176,6 @@ class ChatTemplate:
     def _load(self, where: str) -> None:
         from transformers import AutoTokenizer
 
-        if self.file:
-            try:
-                self._template = Path(self.file).read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"data.chat_template={self.file} can't be read: {error}") from None
         tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         if not self.file and not tokenizer.chat_template:
             raise UserError(

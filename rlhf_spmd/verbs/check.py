@@ -48,6 +48,8 @@ def evaluation_of(config: Config, training: Program) -> Program | None:
 
     key = config.data.key or config.algorithm.data[PROMPTS]
     num = sum(len(read_records(Path(path), key)) for path in prompt_files(evaluated(config)))
+    if not num:
+        raise UserError(f"eval.prompts={evaluation.prompts} holds no prompt; add some, or drop eval.prompts")
     return evaluation_program(
         training,
         num_prompts=min(num, evaluation.num_prompts) if evaluation.num_prompts else num,

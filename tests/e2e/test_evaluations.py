@@ -125,12 +125,15 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
     ("words", "says"),
     [
         (["eval.prompts=nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
+        (["eval.prompts=HERE/empty.jsonl"], "empty.jsonl holds no prompt; add some, or drop eval.prompts"),
         (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
         (["checkpoint.best=mean@3/z"], "names x, y; choose one"),
         (["eval.reward_function=nowhere.py:f"], "nowhere.py"),
     ],
 )
 def test_bad_input_on_two_ranks(words, says, options, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    words = [word.replace("HERE", str(tmp_path)) for word in words]
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options, *words, "--runs", str(tmp_path)]
     status, _, stderr = run_limited(command, limit_s=60.0)
     assert status == 2 and says in stderr and stderr.count("error:") == 1 and "Traceback" not in stderr, stderr

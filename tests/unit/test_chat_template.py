@@ -38,7 +38,7 @@ def test_what_is_missing_is_told(tmp_path):
     with pytest.raises(UserError, match=r"p.jsonl, line 1: .* has no chat template; give data.chat_template=FILE"):
         ChatTemplate(folder).render("p.jsonl, line 1", CHAT)
     with pytest.raises(UserError, match=r"data.chat_template=no.jinja can't be read"):
-        ChatTemplate(folder, "no.jinja").render("p.jsonl, line 1", CHAT)
+        ChatTemplate(folder, "no.jinja")  # before, and although no prompt may be a conversation
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('only user and assistant') }}")
     with pytest.raises(UserError, match=r"line 1: the chat template does not take .*: only user and assistant"):
         ChatTemplate(folder, str(tmp_path / "strict.jinja")).render("p.jsonl, line 1", CHAT)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data import reward_worker
 from rlhf_spmd.runtime.data.reward_function import load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
 from rlhf_spmd.runtime.data.reward_workers import RewardWorkers
@@ -224,3 +226,12 @@ def test_workers_end_with_their_rank(number, file):
     while any(map(is_alive, processes)):
         assert time.monotonic() - began < 10
         time.sleep(0.02)
+
+
+def test_a_rank_that_ends_without_reading_the_answer_is_no_error():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(b"an answer")
+        ours.sendall(b"a line\n")
+        ours.close()  # with unread data, so that the worker's next read is reset
+        assert list(reward_worker._lines(theirs)) in ([], ["a line\n"])

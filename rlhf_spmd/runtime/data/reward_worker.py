@@ -17,6 +17,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -39,9 +41,9 @@ def main() -> None:
     for number in LEFT_TO_THE_RANK:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("r") as lines:
+    with socket.socket(fileno=descriptor) as connection:
         functions: list[RewardFunction] = []
-        for line in lines:
+        for line in _lines(connection):
             try:
                 answer = _answer(json.loads(line), functions)
             except UserError as error:
@@ -51,6 +53,12 @@ def main() -> None:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
             except (BrokenPipeError, ConnectionResetError):  # the rank has ended
                 return
+
+
+def _lines(connection: socket.socket) -> Iterator[str]:
+    """The lines that the rank sends, until it ends or closes the connection."""
+    with connection.makefile("r") as lines, suppress(ConnectionResetError):  # it ended without reading our answer
+        yield from lines
 
 
 def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[str, Any]:

@@ -146,7 +146,8 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     """The message about one rank's failure. reporter: this rank, if the message must name it; where: its position."""
     text = str(error) if isinstance(error, UserError) else explain(error)
     is_complete = isinstance(error, DeadlineError | PeerError)  # these name ranks and position themselves
-    parts = [f"reported by {reporter}"] * bool(reporter) + [f"in {where}"] * bool(where)
+    position = where if where.startswith("after ") else f"in {where}"
+    parts = [f"reported by {reporter}"] * bool(reporter) + [position] * bool(where)
     by = f" ({', '.join(parts)})" if parts and not is_complete else ""
     if text is not None:
         lines = [f"{PREFIX}{text}{by}"]
