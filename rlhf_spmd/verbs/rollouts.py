@@ -53,6 +53,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
     """The folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
+    if not run.is_dir():
+        raise UserError(f"{run} is not a folder; give the run folder that train printed")
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
     known = sorted((run / FOLDER).glob(f"{kind}-*"))
     if not known:

@@ -81,3 +81,8 @@ def test_parquet_parts(run, capsys):
 def test_bad_words(words, says, run, capsys):
     assert main(["rollouts", str(run), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_does_not_exist(tmp_path, capsys):
+    assert main(["rollouts", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a folder; give the run folder that train printed" in capsys.readouterr().err
