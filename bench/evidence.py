@@ -35,9 +35,11 @@ def _same_tokens() -> dict[str, str]:
     found = [row for row in _of("invariance") if row["ranks"] > 1]
     same, worst = [row for row in found if row["same_tokens"]], max(row["metrics_error"] for row in found)
     ranks, strategies = sorted({row["ranks"] for row in found}), dict.fromkeys(row["strategy"] for row in found)
+    algorithms = {row["algorithm"] for row in found}
     return _row(
-        f"Placements that draw the tokens of one rank, in float32 with three seeds ({_listed(tuple(strategies))}; "
-        f"{_listed(ranks)} ranks); largest relative error of losses, norms, KL and reward",
+        f"Placements that draw the tokens of one rank, in float32 with three seeds ({len(algorithms)} algorithms; "
+        f"{_listed(tuple(strategies))}; {_listed(ranks)} ranks); largest relative error of losses, norms, "
+        "KL and reward",
         f"{len(same)} of {len(found)}; {worst:.1e}",
         "measured, CPU",
         "the-same-numbers-everywhere",

@@ -133,6 +133,8 @@ def _counted_reduction(apply: Callable, now: list[Traffic]) -> Callable:
 
 def _refused(name: str) -> Callable:
     def refused(*_):
-        raise NotImplementedError(f"{name} is not counted")
+        raise RuntimeError(
+            f"a kernel uses {name}, whose traffic this bench cannot count; a count without it would be too low"
+        )
 
     return refused

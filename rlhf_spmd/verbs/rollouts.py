@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.data.readers import read_records
+from rlhf_spmd.runtime.guard.postmortem import check_is_folder
 
 FOLDER = "rollouts"
 PLACE, TEXTS = ("iteration", "prompt_index", "sample"), ("prompt", "response")
@@ -53,8 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
     """The folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
-    if not run.is_dir():
-        raise UserError(f"{run} is not a folder; give the run folder that train printed")
+    check_is_folder(run)
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
     known = sorted((run / FOLDER).glob(f"{kind}-*"))
     if not known:

@@ -46,10 +46,15 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
     return rank, share
 
 
-def records_of(run: Path) -> list[Record]:
-    """The flight records of a run folder, by rank. Raises UserError if there are none."""
+def check_is_folder(run: Path) -> None:
+    """Raises UserError if what a command names as a run folder is no folder."""
     if not run.is_dir():
         raise UserError(f"{run} is not a folder; give the run folder that train printed")
+
+
+def records_of(run: Path) -> list[Record]:
+    """The flight records of a run folder, by rank. Raises UserError if there are none."""
+    check_is_folder(run)
     records = read_records(run)
     if not records:
         raise UserError(f"{run} has no flight records; `train` writes them after it has created its run folder")
