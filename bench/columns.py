@@ -16,13 +16,14 @@ def by_place(rows: Sequence[dict]) -> list[dict]:
 
 
 def by_system(rows: Sequence[dict]) -> list[dict]:
-    """One row for each system whose published runs were forecast."""
-    errors: dict[str, list[float]] = {}
+    """One row for each system whose published runs were forecast, and for each way in which the constants came to
+    them."""
+    errors: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        errors.setdefault(row["system"], []).append(abs(row["error"]))
+        errors.setdefault((row["system"], row["seconds_are"]), []).append(abs(row["error"]))
     return [
-        {"system": system, "rows": len(found), "mean": sum(found) / len(found), "worst": max(found)}
-        for system, found in errors.items()
+        {"system": system, "seconds_are": how, "rows": len(found), "mean": sum(found) / len(found), "worst": max(found)}
+        for (system, how), found in sorted(errors.items())
     ]
 
 
@@ -51,11 +52,6 @@ def _phase(name: str) -> Callable[[dict], str]:
     return lambda row: _number(row["device_s"][name] if "device_s" in row else None)
 
 
-def _fitted(row: dict) -> str:
-    """Whether the constants of `bench validate` were fitted to the rows of this system."""
-    return "fitted" if row["system"] == "ReaL-Heuristic" else "forecast"
-
-
 Columns = dict[str, Callable[[dict], str]]
 PLACE: Columns = {
     "model": lambda row: row["preset"],
@@ -79,12 +75,28 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
         },
     ),
+    "validate_searched": (
+        "validate",
+        lambda rows: [row for row in rows if "ratio" in row],
+        {
+            "actor": lambda row: f"{row['actor_b']}B",
+            "GPUs": lambda row: row["n_gpus"],
+            "new tokens": lambda row: row["gen_len"],
+            "seconds are": lambda row: row["seconds_are"],
+            "forecast, s": lambda row: _number(row["forecast_s"]),
+            "published, s": lambda row: _number(float(row["sec_per_iter"])),
+            "error": lambda row: f"{row['error']:+.1%}",
+            "times as fast as the heuristic plan": lambda row: _number(row["ratio"], 2),
+            "published": lambda row: _number(row["published_ratio"], 2),
+            "in this planner's space, s": lambda row: _number(row["own_space_s"]),
+        },
+    ),
     "validate_systems": (
         "validate",
         by_system,
         {
             "system": lambda row: row["system"],
-            "seconds are": _fitted,
+            "seconds are": lambda row: row["seconds_are"],
             "published rows": lambda row: str(row["rows"]),
             "mean error": lambda row: _percent(row["mean"]),
             "worst": lambda row: _percent(row["worst"]),
@@ -241,7 +253,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
     },
     "validate": {
         "system": lambda row: row["system"],
-        "seconds are": _fitted,
+        "seconds are": lambda row: row["seconds_are"],
         "actor, critic": lambda row: f"{row['actor_b']}B, {row['critic_b']}B",
         "GPUs": lambda row: row["n_gpus"],
         "new tokens": lambda row: row["gen_len"],

@@ -37,7 +37,7 @@ PHASES = {
 }
 DRAWN_LAYOUT = {"llama-7b": "1x8", "llama-13b": "2x8", "llama-33b": "4x8", "llama-65b": "8x8"}  # where most fit
 FORECAST = "Forecast by calibration a100-80g; nothing has validated its network between nodes."
-MARKERS = "os^"
+MARKERS = "os^D"
 TIMELINES = RESULTS / "timelines.json"  # what was recorded of the runs that are drawn
 LEAST = 1e-8  # of differences: what is less counts as equal
 Panel = Callable[[Axes, Sequence[Mapping]], None]
@@ -149,12 +149,12 @@ def published(rows: Sequence[Mapping], path: Path) -> Path:
         axes.plot([low, high], [low, high], color=FAINT_INK, lw=1)
         for index, system in enumerate(dict.fromkeys(row["system"] for row in rows)):
             mine = [row for row in rows if row["system"] == system]
-            fitted = system == "ReaL-Heuristic"
+            fitted = any(row["seconds_are"] == "fitted" for row in mine)
             error = sum(abs(row["error"]) for row in mine) / len(mine)
-            words = "fitted to these runs" if fitted else "forecast"
+            words = "two thirds fitted" if fitted else "forecast"
             axes.plot(
                 [float(row["sec_per_iter"]) for row in mine], [row["forecast_s"] for row in mine], ls="", ms=6,
-                marker=MARKERS[index % 3], color=SYSTEMS[index % 3], mec="white", mew=0.6,
+                marker=MARKERS[index], color=SYSTEMS[index], mec="white", mew=0.6,
                 label=f"{system}: {words},\n{error:.0%} mean error" if error > 0.1 else
                 f"{system}: {words},\n{error:.1%} mean error",
             )  # fmt: skip

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,7 +13,14 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
 
-MAY_BE_ZERO = ("seconds", "layer_s", "decode_layer_s", "latency_s")  # all other numbers must be positive
+MAY_BE_ZERO = (
+    "seconds",
+    "layer_s",
+    "decode_layer_s",
+    "decode_reduce_s",
+    "graph_layer_s",
+    "latency_s",
+)  # all other numbers must be positive
 
 
 class _CalibrationFile(BaseModel):
@@ -28,13 +35,29 @@ class _CalibrationFile(BaseModel):
     between: Link
     pipelined_prefill: bool = False
     machine: Machine | None = None
+    sources: dict[str, str] = Field(default_factory=dict)
 
 
 SHIPPED = Path(__file__).parent / "calibrations"
 
 
+NETWORKS = {  # between nodes: of one device while all devices of its node send
+    "200g-per-gpu": Link(25e9, 1e-5),
+    "200g-per-node": Link(25e9 / 8, 1e-5),
+}
+
+
 def load_calibration(name: str) -> Calibration:
-    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`). Raises UserError naming the error."""
+    """Loads a calibration by name (`a100-80g`) or file (`path/to/mine.json`); `+NETWORK` behind it replaces the link
+    between nodes (`a100-80g+200g-per-node`). Raises UserError naming the error."""
+    machine, plus, network = name.rpartition("+")
+    if plus and (network in NETWORKS or not name.endswith(".json")):
+        if network not in NETWORKS:
+            hint = did_you_mean(network, NETWORKS)
+            raise UserError(f"calibration {name!r}: unknown network {network!r}{hint}; known: {', '.join(NETWORKS)}")
+        found = load_calibration(machine)
+        sources = found.sources | {f"between.{one}": "data sheet" for one in ("bytes_per_s", "latency_s")}
+        return replace(found, name=f"{found.name}+{network}", between=NETWORKS[network], sources=sources)
     if name.endswith(".json"):
         return read_calibration(name)
     known = sorted(path.stem for path in SHIPPED.glob("*.json"))
@@ -64,7 +87,10 @@ def read_calibration(path: str) -> Calibration:
     except UserError as error:  # of a table
         raise UserError(f"calibration {path}: {error}") from None
     parts = {name: getattr(file, name) for name in _CalibrationFile.model_fields if name != "version"}
-    found = Calibration(name=Path(path).stem, **parts)
+    try:
+        found = Calibration(name=Path(path).stem, **parts)
+    except UserError as error:  # of its sources
+        raise UserError(f"calibration {path}: {error}") from None
     if wrong := next(_wrong_numbers(asdict(found)), None):
         raise UserError(f"calibration {path}: {wrong}; see rlhf_spmd/calibration_file.py")
     return found

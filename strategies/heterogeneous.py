@@ -22,7 +22,9 @@ def place(
     generation_pp: int = 1,
     training_tp: int = 1,
     training_pp: int = 1,
+    stream: bool = True,
     in_flight: int = 2,
+    decode_mini_batches: int = 2,
     zero: int = 0,
     recompute: bool = False,
     micro_batch: int | None = None,
@@ -48,4 +50,6 @@ def place(
         generation={"pp": generation_pp, "tp": generation_tp},
         limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
+        decode_mini_batches=decode_mini_batches,
+        stream=stream,
     )

@@ -24,7 +24,9 @@ def place(
     generation_pp: int = 1,
     training_tp: int = 1,
     training_pp: int = 1,
+    stream: bool = True,
     in_flight: int = 2,
+    decode_mini_batches: int = 2,
     zero: int = 0,
     recompute: bool = False,
     micro_batch: int | None = None,
@@ -34,10 +36,11 @@ def place(
     ratios: share of these ranks for each model, such as actor=1/2,critic=1/6,reference=1/6,reward=1/6 under PPO; a
     model that is not named gets all of them. generation_tp: tensor-parallel slices of each model on these ranks.
     generation_pp: pipeline stages of each model on these ranks. training_tp: tensor-parallel slices of the models in
-    training. training_pp: pipeline stages of the models in training. in_flight: mini-batches that may be in transit at
-    once while streaming. zero: ZeRO stage of the models in training. recompute: compute activations again in the
-    backward pass. micro_batch: sequences per forward; None: the option micro_batch. tokens: most tokens per forward;
-    replaces micro_batch."""
+    training. training_pp: pipeline stages of the models in training. stream: start training on the first mini-batches
+    while others are generated. in_flight: mini-batches that may be in transit at once while streaming.
+    decode_mini_batches: mini-batches whose rows a replica decodes at once while streaming. zero: ZeRO stage of the
+    models in training. recompute: compute activations again in the backward pass. micro_batch: sequences per forward;
+    None: the option micro_batch. tokens: most tokens per forward; replaces micro_batch."""
     size = cluster.num_devices
     num = size // 2 if generation_ranks is None else generation_ranks
     if not 0 < num < size:
@@ -55,4 +58,6 @@ def place(
         generation={"pp": generation_pp, "tp": generation_tp},
         limits={"micro_batch": micro_batch, "tokens": tokens},
         in_flight=in_flight,
+        decode_mini_batches=decode_mini_batches,
+        stream=stream,
     )

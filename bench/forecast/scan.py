@@ -105,7 +105,8 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
         return Found(case.options, program, None if why else forecast(program, calibration), why)
     grid = suites.grid_of(case.strategy, cluster.num_devices)
     grid |= {name: value if isinstance(value, tuple) else (value,) for name, value in case.options.items()}
-    best = best_options(strategy, workload, cluster, calibration, grid)
+    later = suites.later_grid_of(case.strategy, cluster.num_devices)
+    best = best_options(strategy, workload, cluster, calibration, grid, later)
     counts = {"num_points": best.num_points, "num_fit": best.num_fit, "num_forecasts": best.num_forecasts}
     return Found(best.options, best.program, best.forecast, best.why, counts)
 

@@ -64,6 +64,15 @@ def grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
     return {"generation_ranks": tuple(num_devices * quarters // 4 for quarters in (1, 2, 3)), **split}
 
 
+def later_grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
+    """Options that are chosen one after another, once those of grid_of() are known."""
+    if strategy not in ("separation", "heterogeneous"):
+        return {}
+    ranks = tuple(num_devices * eighths // 8 for eighths in range(1, 8)) if num_devices >= 8 else ()
+    splits = {"generation_ranks": ranks} if strategy == "separation" else {}
+    return splits | {"decode_mini_batches": (1, 4, 8), "in_flight": (1, 4), "stream": (False,)}
+
+
 # ---- claims: pure functions of rows ---------------------------------------------------------------------------------
 
 

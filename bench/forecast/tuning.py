@@ -121,8 +121,10 @@ def best_options(
     cluster: Cluster,
     calibration: Calibration,
     grid: Mapping[str, Sequence[Any]],
+    later: Mapping[str, Sequence[Any]] | None = None,
 ) -> Tuned:
-    """The point of a grid (option -> values) with the shortest forecast among those that fit the devices.
+    """The point of a grid (option -> values) with the shortest forecast among those that fit the devices. later:
+    options that are then chosen one after another.
 
     Points that place() or `validate` refuses are left out.
     """
@@ -156,8 +158,25 @@ def best_options(
         found = forecast(program, calibration)
         if best is None or found.makespan_s < best[2].makespan_s:
             best = options, program, found
+    for name, values in (later or {}).items() if best else ():
+        for value in values:
+            found = _forecast(strategy, workload, cluster, calibration, best[0] | {name: value})
+            num_forecasts += 1
+            if found is not None and found[2].makespan_s < best[2].makespan_s:
+                best = found
     why = "" if best else _why(nearest, refused)
     return Tuned(*(best or ({}, None, None)), why, len(points), len(fitting), num_forecasts)
+
+
+def _forecast(
+    strategy: Strategy, workload: Workload, cluster: Cluster, calibration: Calibration, options: dict[str, Any]
+) -> tuple[dict[str, Any], Program, Forecast] | None:
+    """Options with their program and its forecast; None if the strategy refuses them or they do not fit."""
+    try:
+        program = strategy.compile(workload, cluster, options)
+    except UserError:
+        return None
+    return None if memory(program) else (options, program, forecast(program, calibration))
 
 
 def _why(nearest: tuple[int, dict[str, Any]] | None, refused: str) -> str:

@@ -4,8 +4,8 @@ differs.
 What they run is documented: in the launch scripts with which the authors of ReaL measured the others (repositories
 garrett4wade/DeepSpeedExamples and garrett4wade/OpenRLHF: sosp_benchmark.py, slurm_launch.py, slurm_ray_launch.py), in
 the code of the systems that these start, and in ReaLHF's issue 10. Where the scripts tried several configurations and
-kept the fastest, so do we. No number here is fitted by regression, but USABLE and HOST_ADAM were chosen with the
-published rows in sight (bench/data/README.md says how much hangs on them).
+kept the fastest, so do we. No number here is fitted by regression, but USABLE, HOST_ADAM and EAGER_LAYER_S were chosen
+with the published rows in sight (bench/data/README.md says how much hangs on them).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,6 +29,9 @@ USABLE = 0.8
 # Weights per second and rank of DeepSpeed's Adam in host memory: 72.7e9 weights on 32 A100 in about 10 s (DeepSpeed's
 # issue 6834: four nodes, taken as 8 devices each). Good to a factor of two: threads and processors differ.
 HOST_ADAM = 0.23e9
+# Seconds in which `generate` of transformers starts a layer of a decode step: about 26 tokens a second of 7 billion
+# weights, as users report of an A100. DeepSpeed-Chat's hybrid engine is taken to be no faster.
+EAGER_LAYER_S = 1.2e-3
 MODELS = ("actor", "critic", "reference", "reward")
 # OpenRLHF's GPUs of actor, critic, reference, reward and vLLM; in the second table actor and critic share theirs
 SPLITS = {8: (4, 2, 1, 1, 0), 16: (8, 4, 2, 2, 0), 32: (16, 4, 4, 2, 6), 64: (32, 8, 8, 4, 12)}
@@ -41,14 +44,16 @@ class Plan:
 
     num_gathers: how often DeepSpeed's ZeRO 3 gathers a weight for a micro-batch of training; None: not DeepSpeed.
     host_adam: the optimizer's states lie in host memory, where the host makes the step.
-    launches: a decode step takes no less than starting its kernels; not where it is a CUDA graph.
+    decode_layer_s, graphs: how a decode step is started, unless as the calibration says: by the host, in so many
+        seconds a layer, or as a CUDA graph, which takes none.
     """
 
     name: str
     placement: Placement
     num_gathers: int | None = None
     host_adam: bool = False
-    launches: bool = True
+    decode_layer_s: float | None = None
+    graphs: bool = False
 
 
 def real_heuristic(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
@@ -83,7 +88,7 @@ def deepspeed_chat(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
                 layouts[call.name] = replace(train, zero=zero)
             elif call.kind == "generate" and tp > 1:
                 layouts[call.name] = Layout.grid_of(cluster.ranks, tp=tp)
-        yield Plan(f"ZeRO {zero}, generation tp {tp}", Placement(layouts), num_gathers=3)
+        yield Plan(f"ZeRO {zero}, generation tp {tp}", Placement(layouts), num_gathers=3, decode_layer_s=EAGER_LAYER_S)
 
 
 def openrlhf(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
@@ -107,7 +112,8 @@ def openrlhf(workload: Workload, cluster: Cluster) -> Iterator[Plan]:
             layouts[call.name] = Layout.grid_of(engines, tp=tp)
     for host in (False, True):
         name = f"ZeRO {zero}{', Adam in host memory' if host else ''}{f', vLLM tp {tp}' if engines else ''}"
-        yield Plan(name, Placement(layouts), num_gathers=2, host_adam=host, launches=not engines)
+        decode = {"graphs": True} if engines else {"decode_layer_s": EAGER_LAYER_S}
+        yield Plan(name, Placement(layouts), num_gathers=2, host_adam=host, **decode)
 
 
 def _data_parallel(ranks: tuple[int, ...], workload: Workload) -> tuple[Layout, Layout]:
@@ -182,9 +188,11 @@ def fits(program: Program, plan: Plan) -> bool:
 
 def simulated(program: Program, plan: Plan, calibration: Calibration) -> Forecast:
     """The forecast of a program, with what the system does in another way than ours."""
-    if not plan.launches:
-        devices = {name: replace(device, decode_layer_s=0.0) for name, device in calibration.devices.items()}
-        calibration = replace(calibration, devices=devices)
+    started = {"graph_layer_s": 0.0} if plan.graphs else {}
+    if plan.decode_layer_s is not None:
+        started = {"decode_layer_s": plan.decode_layer_s}
+    devices = {name: replace(device, **started) for name, device in calibration.devices.items()}
+    calibration = replace(calibration, devices=devices)
     if plan.num_gathers is None:
         return forecast(program, calibration)
     times, cost = times_of(program, calibration), Cost(calibration, program.workload, program.cluster)

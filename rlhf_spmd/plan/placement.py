@@ -11,6 +11,8 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workflow import Call, Workflow
 from rlhf_spmd.plan.workload import Workload
 
+DECODE_MINI_BATCHES = 2  # if nothing else is said
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -22,6 +24,8 @@ class Placement:
     stream: calls before training run mini-batch by mini-batch, and the first epoch of training starts on each
         mini-batch as it arrives, unless something needs the whole batch before training (see `streams`).
     in_flight: mini-batches that a rank may have sent ahead, or be ready to receive, while streaming.
+    decode_mini_batches: mini-batches whose rows a replica decodes at once while streaming. A step of few rows is hardly
+        cheaper than one of many, but the first mini-batch ends later among many.
     """
 
     layouts: Mapping[str, Layout]
@@ -29,6 +33,7 @@ class Placement:
     joint: tuple[tuple[str, ...], ...] = ()
     stream: bool = False
     in_flight: int = 2
+    decode_mini_batches: int = DECODE_MINI_BATCHES
 
     def __post_init__(self) -> None:
         for field, names in (("own_first", self.own_first), ("joint", self.joint), *(("joint", s) for s in self.joint)):
@@ -88,8 +93,10 @@ class Placement:
         generation: Mapping[str, Any],
         limits: Mapping[str, Any],
         in_flight: int,
+        decode_mini_batches: int = DECODE_MINI_BATCHES,
+        stream: bool = True,
     ) -> "Placement":
-        """Training on some ranks, all other calls on the rest, streaming. ratios: of the generation ranks; without any,
+        """Training on some ranks, all other calls on the rest. ratios: of the generation ranks; without any,
         each model has ranks of its own where there are enough of them, generation the most. training, generation,
         limits: fields of the layouts, `limits` those of both."""
         before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
@@ -112,7 +119,7 @@ class Placement:
                 layouts[call.name] = Layout.data_parallel(share[call.model], **limits)
             else:
                 layouts[call.name] = Layout.grid_of(share[call.model], **generation, **limits)
-        return cls(layouts, stream=True, in_flight=in_flight)
+        return cls(layouts, stream=stream, in_flight=in_flight, decode_mini_batches=decode_mini_batches)
 
     def streams(self, workload: Workload) -> bool:
         """Whether an iteration streams: the placement asks for it, and no call needs the whole batch."""

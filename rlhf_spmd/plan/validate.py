@@ -39,7 +39,7 @@ def validate(placement: Placement, workload: Workload, cluster: Cluster) -> None
 
 
 def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]:
-    """What is wrong with own_first, joint and in_flight."""
+    """What is wrong with own_first, joint, in_flight and decode_mini_batches."""
     known = {call.name for call in workflow.placed_calls if call.kind != "train"}
     for field, names in (("own_first", placement.own_first), ("joint", sum(placement.joint, ()))):
         yield from (f"{field} names {name}, which is no call before training" for name in names if name not in known)
@@ -56,8 +56,9 @@ def _overlap_problems(placement: Placement, workflow: Workflow) -> Iterator[str]
         for call in members:
             if made & set(call.inputs):
                 yield f"joint: {call.name} reads what {' and '.join(calls)} make; take it out of the set"
-    if placement.in_flight < 1:
-        yield f"in_flight {placement.in_flight} is less than 1; raise it"
+    for field in ("in_flight", "decode_mini_batches"):
+        if getattr(placement, field) < 1:
+            yield f"{field} {getattr(placement, field)} is less than 1; raise it"
 
 
 def _stream_problems(placement: Placement, workload: Workload) -> Iterator[str]:

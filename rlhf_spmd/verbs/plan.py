@@ -68,6 +68,8 @@ def run(parsed: argparse.Namespace) -> int:
     where = f"{config.preset} on {cluster} ({', '.join(cluster.device_types)})"
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
+    if calibration.sources:
+        print(f"constants {calibration.sources_text}")
     print(plans_table(rows, calibration))
     source = module_source(winner, config, calibration, _words(parsed))
     save(out, lambda path: path.write_text(source))

@@ -27,7 +27,7 @@ def table(**parts) -> Measured:
 
 
 def calibration(*measured: Measured) -> Calibration:
-    device = Device(1e9, 1e9, 1e9, 0.1, 0.2, 2, measured)
+    device = Device(1e9, 1e9, 1e9, 0.1, 0.2, decode_reduce_s=0.3, num_workers=2, measured=measured)
     return Calibration("mine", {"cpu": device}, Link(1e6, 0.5), Link(1e5, 1.5), "made up")
 
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-from rlhf_spmd.calibration_file import read_calibration
+from rlhf_spmd.calibration_file import load_calibration, read_calibration
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.calibration import ByLength, Calibration, Curve, Device, Layered, Link, Measured
+from rlhf_spmd.plan.cost.calibration import OF_DEVICE, ByLength, Calibration, Curve, Device, Layered, Link, Measured
 from rlhf_spmd.plan.cost.forecast import forecast, times_of
 from rlhf_spmd.plan.cost.memory import num_params
 from rlhf_spmd.plan.cost.seconds import STATE_BYTES, Cost, all_gather_s, decode_steps, head_flops, layer_flops
@@ -111,10 +111,41 @@ def test_prompts_pass_the_stages(pipelined):
     cost = cost_of(machine(pipelined_prefill=pipelined), 4, pp=4)
     layers_s = SHAPE.num_layers / 4 * layer_flops(SHAPE, 16 * 5, 2.5) / 1e9
     head_s = head_flops(SHAPE, 16 * 5) / 1e9
+    tokens_s = 7 * (SHAPE.num_layers * layer_flops(SHAPE, 16, 5 + 3.5) + head_flops(SHAPE, 16)) / 1e9
     expected = 4 * layers_s + head_s
     if pipelined:  # quarters; the last stage, which has the head, takes longest
         expected = (expected + 3 * (layers_s + head_s)) / 4
-    assert cost.times.run_s(0, Run("actor_generate")) == pytest.approx(expected)
+    assert cost.times.run_s(0, Run("actor_generate")) == pytest.approx(expected + tokens_s)
+
+
+def decode_s(calibration: Calibration, size: int = 1, cluster: str = "", **layout) -> float:
+    """Of one step of all 16 rows."""
+    case = cost_of(calibration, size, cluster, **layout)
+    call, grid = case.program.workload.workflow.call("actor_generate"), case.program.placement.layouts["actor_generate"]
+    cost = Cost(calibration, case.program.workload, case.program.cluster)
+    return sum(cost.decode_s(call, grid, rank, 16) for rank in grid.stage_ranks(0))
+
+
+def test_a_decode_step_is_started_read_and_computed():
+    """The longest of starting it, reading, and products; all-reduces come on top of the work of the device."""
+    free, layers = {"matrix_flops": 1e30}, SHAPE.num_layers
+    starts = {"decode_layer_s": 0.25, "decode_reduce_s": 0.5}
+    assert decode_s(machine(**free, **starts)) == pytest.approx(layers * 0.25)  # nothing to reduce
+    assert decode_s(machine(**free, **starts), 2, tp=2) == pytest.approx(layers * (0.25 + 2 * 0.5))
+    assert decode_s(machine(**free, **starts), 4, pp=2, tp=2) == pytest.approx(layers * (0.25 + 2 * 0.5))
+    as_graph = machine(**free, **starts, graph_layer_s=0.125)
+    assert decode_s(as_graph, 2, tp=2) == pytest.approx(layers * 0.125)
+    products_s = (layers * layer_flops(SHAPE, 16, 5 + 3.5) + head_flops(SHAPE, 16)) / 1e9
+    assert decode_s(machine()) == pytest.approx(products_s)
+    assert decode_s(machine(decode_layer_s=2 * products_s / layers)) == pytest.approx(2 * products_s)
+
+
+def test_all_reduces_of_a_decode_step_have_latency_and_bytes_inside_and_between_nodes():
+    inside, between = Link(1e6, 0.25), Link(1e3, 0.5)
+    slow = machine(matrix_flops=1e30, inside=inside, between=between)
+    for cluster, link in (("1x2", inside), ("2x1", between)):
+        once_s = 2 * (1 / 2 * 16 * 64 * 2 / link.bytes_per_s + link.latency_s)  # 16 rows of 64 numbers of 2 bytes
+        assert decode_s(slow, 2, cluster, tp=2) == pytest.approx(2 * SHAPE.num_layers * once_s)
 
 
 @pytest.mark.parametrize(("num_stages", "size"), [(2, 1), (4, 2), (4, 8)])
@@ -206,6 +237,36 @@ def test_an_unknown_type_of_device_is_refused():
         cost_of(machine(), 1, device="h100-80g")
 
 
+SMALLEST = """{"version": 1, "provenance": "none", "sources": {"layer_s": "fitted"}, "devices": {"cpu": {
+    "matrix_flops": 1, "memory_bytes_per_s": 1, "host_bytes_per_s": 1, "layer_s": 1, "decode_layer_s": 1}},
+    "inside": {"bytes_per_s": 1, "latency_s": 0}, "between": {"bytes_per_s": 1, "latency_s": 0}}"""
+
+
+def test_a_calibration_says_where_its_constants_come_from(tmp_path):
+    (tmp_path / "mine.json").write_text(SMALLEST)
+    assert read_calibration(str(tmp_path / "mine.json")).sources == {"layer_s": "fitted"}
+    for name in ("a100-80g", "h100-80g", "cpu-2core"):
+        calibration = load_calibration(name)
+        constants = {f"{link}.{one}" for link in ("inside", "between") for one in ("bytes_per_s", "latency_s")}
+        for device in calibration.devices.values():
+            constants |= {one for one in OF_DEVICE if getattr(device, one) is not None}
+        assert set(calibration.sources) == constants, name
+
+
+def test_a_network_by_name_replaces_the_link_between_nodes(tmp_path):
+    (tmp_path / "mine.json").write_text(SMALLEST)
+    for name in ("a100-80g", str(tmp_path / "mine.json")):
+        given, found = load_calibration(name), load_calibration(f"{name}+200g-per-node")
+        assert (found.between.bytes_per_s, found.name) == (25e9 / 8, f"{given.name}+200g-per-node")
+        assert (found.devices, found.inside) == (given.devices, given.inside)
+    (tmp_path / "a+b.json").write_text(SMALLEST)
+    assert load_calibration(str(tmp_path / "a+b.json")).name == "a+b"
+    with pytest.raises(UserError, match="did you mean '200g-per-node'"):
+        load_calibration("a100-80g+200g-per-nod")
+    with pytest.raises(UserError, match="unknown calibration 'a100'"):
+        load_calibration("a100+200g-per-node")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -213,6 +274,8 @@ def test_an_unknown_type_of_device_is_refused():
         ('{"version": 0}', "version 0"),
         ('{"version": 1, "provenance": "none", "devices": {}}', "devices"),
         ("[]", "it: "),
+        (SMALLEST.replace('"fitted"', '"guessed"'), "sources: layer_s has 'guessed'; write one of measured"),
+        (SMALLEST.replace('"layer_s": "', '"layers_s": "'), "sources: there is no constant 'layers_s'"),
     ],
 )
 def test_bad_calibrations_are_refused_by_name(tmp_path, content, says):

@@ -45,6 +45,7 @@ def seconds_of(found: Calibration) -> dict[str, float]:
         "decode": one.decode.at(2, 3.0),
         "ends": one.ends.at(3.0),
         "decode layer": device.decode_layer_s,
+        "reduce": device.decode_reduce_s,
         "memory": 1 / device.memory_bytes_per_s,
     }
 
@@ -54,7 +55,7 @@ def seconds_of(found: Calibration) -> dict[str, float]:
     [
         ("inference", ("forward", "longer", "matrix", "layer")),
         ("training", ("train", "update")),
-        ("generation", ("prefill", "decode", "ends", "decode layer", "memory")),
+        ("generation", ("prefill", "decode", "ends", "decode layer", "reduce", "memory")),
     ],
 )
 def test_a_factor_is_of_its_kind(kind, names):

@@ -67,12 +67,17 @@ def _of_devices(calibration: Calibration, change: Callable[[Device], Device]) ->
     return replace(calibration, devices={kind: change(one) for kind, one in calibration.devices.items()})
 
 
+def _without_starts(device: Device) -> Device:
+    graph_layer_s = None if device.graph_layer_s is None else 0.0
+    return replace(device, layer_s=0.0, decode_layer_s=0.0, decode_reduce_s=0.0, graph_layer_s=graph_layer_s)
+
+
 def _endless(calibration: Calibration) -> dict[str, Calibration]:
     """Calibrations in which one resource takes no time."""
     return {
         "products": _of_devices(calibration, lambda one: replace(one, matrix_flops=inf)),
         "memory": _of_devices(calibration, lambda one: replace(one, memory_bytes_per_s=inf)),
-        "kernel starts": _of_devices(calibration, lambda one: replace(one, layer_s=0.0, decode_layer_s=0.0)),
+        "kernel starts": _of_devices(calibration, _without_starts),
         "messages": replace(calibration, inside=Link(inf, 0.0), between=Link(inf, 0.0)),
         "host memory": _of_devices(calibration, lambda one: replace(one, host_bytes_per_s=inf)),
     }

@@ -6,12 +6,19 @@ seconds of a layer, and of the rest, for shapes that were measured on it (runtim
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workload import ModelShape
 
+SOURCES = ("measured", "fitted", "data sheet", "assumed")  # where a constant may come from
+OF_DEVICE = (
+    *("matrix_flops", "memory_bytes_per_s", "host_bytes_per_s", "layer_s", "decode_layer_s", "decode_reduce_s"),
+    "graph_layer_s",
+)
+OF_LINKS = ("inside.bytes_per_s", "inside.latency_s", "between.bytes_per_s", "between.latency_s")
+CONSTANTS = (*OF_DEVICE, *OF_LINKS)
 VERSION = 1  # of the meaning of these constants; a file of another version is refused
 
 
@@ -104,9 +111,12 @@ class Device:
 
     matrix_flops: FLOP/s of large products in the compute precision. memory_bytes_per_s: of a long read.
     host_bytes_per_s: between host and device memory. layer_s: seconds of a layer of a forward pass beside its products
-    and messages (starting its kernels). decode_layer_s: the least seconds of a layer of a decode step. num_workers: how
-    many ranks of a node compute at full speed at the same time, if they share its cores (a container may have a core
-    and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the constants.
+    and messages (starting its kernels). decode_layer_s, decode_reduce_s: seconds in which the host starts the kernels
+    of a layer of a decode step, and one all-reduce among its slices. graph_layer_s: seconds of a layer between its
+    kernels where decode steps are replayed as CUDA graphs, which the host starts at once; None: it starts each kernel.
+    num_workers: how many ranks of a node compute at full speed at the same time, if they share its cores (a container
+    may have a core and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the
+    constants.
     """
 
     matrix_flops: float
@@ -114,8 +124,16 @@ class Device:
     host_bytes_per_s: float
     layer_s: float
     decode_layer_s: float
+    decode_reduce_s: float = 0.0
+    graph_layer_s: float | None = None
     num_workers: float | None = None
     measured: tuple[Measured, ...] = ()
+
+    def start_decode_s(self, num_layers: int, num_reduces: int) -> float:
+        """Seconds in which a decode step of so many layers and all-reduces is started, while the device may work."""
+        if self.graph_layer_s is not None:
+            return num_layers * self.graph_layer_s
+        return num_layers * self.decode_layer_s + num_reduces * self.decode_reduce_s
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
         """The table of a shape with any number of layers."""
@@ -152,7 +170,8 @@ class Machine:
 class Calibration:
     """devices: by type. inside, between: links of devices in one node and in two. pipelined_prefill: whether a copy
     with stages cuts the prompts of generation into as many micro-batches, so that its stages work at the same time.
-    provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine."""
+    provenance: the source of the numbers. machine: where they were measured; None: unknown, or not on one machine.
+    sources: where constants (CONSTANTS) come from, one of SOURCES."""
 
     name: str
     devices: Mapping[str, Device]
@@ -161,6 +180,20 @@ class Calibration:
     provenance: str
     pipelined_prefill: bool = False
     machine: Machine | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, source in self.sources.items():
+            if name not in CONSTANTS:
+                raise UserError(f"sources: there is no constant {name!r}; there are {', '.join(CONSTANTS)}")
+            if source not in SOURCES:
+                raise UserError(f"sources: {name} has {source!r}; write one of {', '.join(SOURCES)}")
+
+    @property
+    def sources_text(self) -> str:
+        """The constants by where they come from, for people."""
+        groups = {source: [name for name, of in self.sources.items() if of == source] for source in SOURCES}
+        return "; ".join(f"{source}: {', '.join(names)}" for source, names in groups.items() if names)
 
     def require(self, device: str) -> None:
         """Raises UserError unless this type of device has been measured."""

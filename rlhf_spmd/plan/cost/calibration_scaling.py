@@ -81,6 +81,7 @@ def scaled(calibration: Calibration, device: str, scale: Scale) -> Calibration:
         memory_bytes_per_s=before.memory_bytes_per_s / scale.generation,
         layer_s=before.layer_s * scale.inference,
         decode_layer_s=before.decode_layer_s * scale.generation,
+        decode_reduce_s=before.decode_reduce_s * scale.generation,
         num_workers=scale.num_workers,
         measured=tuple(_table(one, scale) for one in before.measured),
     )

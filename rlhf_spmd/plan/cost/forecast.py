@@ -7,7 +7,7 @@ from rlhf_spmd.plan.cost.seconds import Cost, Lengths
 from rlhf_spmd.plan.cost.simulate import Forecast, Times, simulate
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.placement import weights_layout
-from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Load, Message, Program, Run
+from rlhf_spmd.plan.program.instructions import Load, Message, Program, Run
 from rlhf_spmd.plan.program.pipeline import usual_number
 from rlhf_spmd.plan.workflow import Call
 
@@ -126,7 +126,7 @@ class _Costs:
             return 0.0
         places = workload.max_sequences
         if step.mini_batch is not None:
-            places = min(places, MINI_BATCHES_AT_ONCE * len(columns))
+            places = min(places, self.program.placement.decode_mini_batches * len(columns))
         key = (step.call, rank, columns)
         if key not in self.done_s:
             self.done_s[key] = self.cost.generate_s(call, layout, rank, rows, places)

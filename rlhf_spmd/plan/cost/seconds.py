@@ -4,7 +4,11 @@ A layer's products take 2 FLOPs per weight and token, its causal attention 4 per
 half of which is masked. Under tensor parallelism with sequence parallelism each block gathers its tokens before and
 scatters their sum after (Korthikanti et al., arXiv 2205.05198): 4 (tp - 1) / tp of t x h numbers per layer and pass.
 No product hides these messages or the start of a layer. A backward pass takes two forwards, and one more with
-recomputation. A decode step reads all weights, keys and values, but takes no less than starting its layers.
+recomputation.
+
+A decode step of b rows and L layers takes max(start, max(read, products) + reduces): starting it, L decode_layer_s + 2
+L decode_reduce_s (tp > 1), or L graph_layer_s as a CUDA graph; reading all weights, keys and values; its products; and
+two all-reduces of b x h numbers per layer (Megatron, arXiv 1909.08053), 2 (tp - 1) / tp of them over the link.
 
 If the calibration has tables of a shape (Measured), seconds of passes, steps and updates come from these instead.
 """
@@ -180,11 +184,17 @@ class Cost:
         table = self.table(call.model, layout, rank)
         if table is not None and table.decode is not None:
             return table.decode.at(num_layers, places, rest=shard.stage == shard.pp - 1)
-        least_s = num_layers * device.decode_layer_s
         prompt, response = workload.max_prompt, workload.max_response
-        cached = places * (prompt + response / 2) / (prompt + response) * sequence_bytes(workload, call, layout, rank)
-        read = workload.param_bytes * num_params(shape, shard) + cached
-        return max(least_s, read / device.memory_bytes_per_s)
+        context = prompt + response / 2
+        cached = places * context / (prompt + response) * sequence_bytes(workload, call, layout, rank)
+        read_s = (workload.param_bytes * num_params(shape, shard) + cached) / device.memory_bytes_per_s
+        head = head_flops(shape, places) if shard.stage == shard.pp - 1 else 0.0
+        flops = (num_layers * layer_flops(shape, places, context) + head) / layout.tp
+        num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
+        link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes
+        reduce_s = num_reduces * 2 * all_gather_s(link, layout.tp, hidden_bytes)
+        start_s = device.start_decode_s(num_layers, num_reduces)
+        return max(start_s, max(read_s, flops / device.matrix_flops) + reduce_s)
 
 
 def decode_steps(responses: Sequence[int], places: int) -> Iterator[tuple[int, int, list[int]]]:

@@ -31,7 +31,6 @@ from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 
-MINI_BATCHES_AT_ONCE = 2  # that a replica decodes at once while streaming: a step of few rows is hardly cheaper
 BUCKET_BYTES = 64 * 2**20  # of weights in transit: large enough for bandwidth, small enough to overlap
 
 

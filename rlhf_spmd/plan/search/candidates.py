@@ -1,16 +1,24 @@
 """A call in a layout, in a few numbers: seconds by closed forms from seconds.py, bytes by the formulas of memory.py."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import activation_bytes, cache_bytes, num_params, reduce_numel, zero_bytes
 from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
 from rlhf_spmd.plan.layout import Layout
-from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE
+from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES
 from rlhf_spmd.plan.program.pipeline import pass_bytes
 from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
+
+Allowed = Callable[[Call, Layout, Cluster], bool]  # whether the search may give a call a layout
+
+
+def anything(call: Call, layout: Layout, cluster: Cluster) -> bool:
+    """The whole search space."""
+    return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +68,8 @@ class Candidate:
 class CallCosts:
     """Candidates of calls with their costs, computed once for all meshes of one kind."""
 
-    def __init__(self, cost: Cost):
-        self.cost, self.workload = cost, cost.workload
+    def __init__(self, cost: Cost, allowed: Allowed = anything):
+        self.cost, self.workload, self.allowed = cost, cost.workload, allowed
         num_rows = self.workload.num_sequences if self.workload.lengths_differ else 1
         self.row_tokens = sum(sum(self.workload.lengths(row)) for row in range(num_rows)) / num_rows
         self.known: dict[tuple, float] = {}
@@ -72,8 +80,9 @@ class CallCosts:
         of_kind: dict[tuple, list[Candidate]] = {}
         for mesh in meshes(self.cost.cluster):
             if mesh.kind not in of_kind:
-                ways = layouts(call, mesh, self.workload, self.cost.cluster)
-                of_kind[mesh.kind] = list(self._unbeaten(call, [self.candidate(call, mesh, layout) for layout in ways]))
+                every = layouts(call, mesh, self.workload, self.cost.cluster)
+                ways = [self.candidate(call, mesh, one) for one in every if self.allowed(call, one, self.cost.cluster)]
+                of_kind[mesh.kind] = list(self._unbeaten(call, ways))
             here = {"ranks": mesh.ranks, "first": mesh.first, "stop": mesh.first + mesh.size}
             candidates += [replace(one, **here) for one in of_kind[mesh.kind]]
         return tuple(sorted(candidates, key=lambda one: one.seconds))
@@ -190,7 +199,7 @@ class CallCosts:
         columns = layout.columns(last, workload.mini_batch)
         rows = [workload.lengths(number * workload.mini_batch + column) for number in range(num) for column in columns]
         slow = self._slowdown(mesh)
-        few = min(workload.max_sequences, MINI_BATCHES_AT_ONCE * len(columns))
+        few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
         gather_s = self.cost.gather_s(call.model, layout, last)
         whole_s, pieces_s = (
             gather_s + slow * max(self.cost.generate_s(call, layout, last, rows, places))

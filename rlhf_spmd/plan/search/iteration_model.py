@@ -13,7 +13,7 @@ from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
-from rlhf_spmd.plan.search.candidates import CallCosts, Candidate
+from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, anything
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
 
@@ -24,11 +24,11 @@ class CallModel:
     phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases.
     """
 
-    def __init__(self, cost: Cost):
+    def __init__(self, cost: Cost, allowed: Allowed = anything):
         self.cost, self.workload, self.cluster = cost, cost.workload, cost.cluster
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
-        self.costs = CallCosts(cost)
+        self.costs = CallCosts(cost, allowed)
         self.needs = self._needs()
         self.phases = self._phases()
         names = [call.name for call in self.calls]

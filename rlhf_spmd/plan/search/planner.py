@@ -7,7 +7,7 @@ over the candidates of each call, with a falling temperature. Plans are sorted b
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
 from math import exp, inf
 from random import Random
@@ -21,11 +21,13 @@ from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
-from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.candidates import Allowed, Candidate, anything
 from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.workload import Workload
 
+NUM_STREAMING = 2  # of the plans that stream, how many have the fields of STREAMS chosen
+STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
 METHODS = ("exact", "two_phase", "mcmc")
 BUDGET_S = 20.0  # of the exact search; then it reports the optimality gap
 NUM_PRIORS = 5  # around which two_phase searches
@@ -67,23 +69,31 @@ def search(
     seed: int = 0,
     keep: int = 20,
     budget_s: float = BUDGET_S,
+    allowed: Allowed = anything,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
-    budget_s: seconds after which the exact search stops and reports a gap.
+    budget_s: seconds after which the exact search stops and reports a gap. allowed: the layouts that calls may have.
 
-    Raises UserError if no placement fits the devices, the method is unknown, or the calibration lacks a device type.
+    Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
+    device type.
     """
     if method not in METHODS:
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
     for device in cluster.device_types:
         calibration.require(device)
     begin_s = time.perf_counter()
-    space = Space.of(CallModel(Cost(calibration, workload, cluster)))
+    space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed))
+    for call, candidates in zip(space.model.calls, space.candidates, strict=True):
+        if not candidates:
+            raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")
     best, gap = choose(space, method, seed, Best(keep), budget_s)
     search_s = time.perf_counter() - begin_s
     if not best.found:
         raise UserError(_misfit(space))
     plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
+    plans.sort(key=lambda plan: plan.forecast.makespan_s)
+    streaming = [plan for plan in plans if plan.placement.streams(workload)][:NUM_STREAMING]
+    plans = [_tuned(plan, calibration) if plan in streaming else plan for plan in plans]
     plans.sort(key=lambda plan: plan.forecast.makespan_s)
     return SearchResult(tuple(plans), gap, best.num_scored, search_s, time.perf_counter() - begin_s - search_s)
 
@@ -121,6 +131,20 @@ def _simulated(model: CallModel, calibration: Calibration, method: str, call_lev
         program = compile_program(model.workload, placement, model.cluster)
         plans.append(Plan(name, placement, program, forecast(program, calibration), call_level_s))
     return min(plans, key=lambda plan: plan.forecast.makespan_s)
+
+
+def _tuned(plan: Plan, calibration: Calibration) -> Plan:
+    """A plan that streams, with the fields of its stream that make its program the quickest, one after another."""
+    num = plan.program.workload.num_mini_batches
+    for field, values in STREAMS.items():
+        others = {min(value, num) for value in (*values, num)} - {getattr(plan.placement, field)}
+        for value in sorted(others):
+            placement = replace(plan.placement, **{field: value})
+            program = compile_program(plan.program.workload, placement, plan.program.cluster)
+            found = forecast(program, calibration)
+            if found.makespan_s < plan.forecast.makespan_s:
+                plan = replace(plan, placement=placement, program=program, forecast=found)
+    return plan
 
 
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:

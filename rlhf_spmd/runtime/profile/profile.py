@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from tqdm import tqdm
 
 from rlhf_spmd.config import Config, make_workload
-from rlhf_spmd.plan.cost.calibration import Calibration, Device, Link, Measured, fit_link
+from rlhf_spmd.plan.cost.calibration import OF_DEVICE, OF_LINKS, Calibration, Device, Link, Measured, fit_link
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.profile.clock import BUDGET_S, Clock, last_level_cache_bytes
 from rlhf_spmd.runtime.profile.machine import machines, processor
@@ -92,7 +92,16 @@ def profile(
         fit_link(between) if between else inside_link,
         provenance=provenance(world, config, torch.get_num_threads(), bool(between)),
         machine=machine,
+        sources=sources_of(device, {"inside": bool(inside), "between": bool(between)}),
     )
+
+
+def sources_of(device: Device, links: Mapping[str, bool]) -> dict[str, str]:
+    """Where each constant comes from; links: whether each was measured. An all-reduce of a decode step is assumed to
+    take what its link does."""
+    found = {name: "measured" for name in OF_DEVICE if getattr(device, name) is not None}
+    found |= {name: "measured" if links[name.partition(".")[0]] else "assumed" for name in OF_LINKS}
+    return found | {"decode_reduce_s": "assumed"}
 
 
 def provenance(world: World, config: Config, num_threads: int, has_between: bool) -> str:

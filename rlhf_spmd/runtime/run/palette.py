@@ -13,7 +13,7 @@ from rlhf_spmd.plan.workflow import Call, Workflow
 INK, FAINT_INK, RULE, PAPER = "#22262e", "#69707c", "#d3d7de", "#ffffff"
 MODELS = ("#3576bd", "#3f9b6c", "#8d5ab5", "#e0812f", "#1f9aa8", "#cf5f8c", "#8c6a4a", "#9c9a2e")
 STRATEGIES = ("#8b93a1", "#45b8c4", "#0f6577", "#c2407e", "#8aa02c", "#34307a", "#7a4a2b", "#d9b43c")
-SYSTEMS = ("#2f6f4f", "#a8442a", "#b08a1e")  # published measurements
+SYSTEMS = ("#2f6f4f", "#a8442a", "#b08a1e", "#3b5b92")  # published measurements
 RANKS = ("#fde0a6", "#f3a683", "#b6688e", "#5d4a83", "#c9d6a3", "#7fb3a5", "#3d7f93", "#2c4a6e")
 PROMISE = "#b3372f"  # limits and promises
 IDLE = "#e7e9ed"  # the background where nothing runs

@@ -6,7 +6,7 @@ import time
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.program.instructions import MINI_BATCHES_AT_ONCE, Run
+from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import RESPONSES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
@@ -52,7 +52,7 @@ def _all_of_iteration(
     places = generation.max_sequences
     if step.mini_batch is not None:
         # streaming: the first mini-batch must not wait for all others
-        places = min(places, MINI_BATCHES_AT_ONCE * num_rows)
+        places = min(places, context.program.placement.decode_mini_batches * num_rows)
     own = {} if call.temperature is None else {"temperature": call.temperature}
     stream = random_streams.of_call(context.workload.workflow, call) if context.stream is None else context.stream
     return Rollout(

@@ -1,0 +1,81 @@
+"""Published rows of RLHF systems: the files that hold them, and the workload and the devices that a row describes."""
+
+import csv
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from bench.forecast.validate_systems import SYSTEMS
+from rlhf_spmd.algorithm import load_algorithm
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.workload import ModelShape, Workload
+
+DATA = Path(__file__).parents[1] / "data"
+ROWS = DATA / "realhf_v1_scale_actor.csv"
+SHAPES = {  # billions of parameters -> LLaMA-2 and CodeLLaMA as ReaL counts them (vocabulary 32,000, full heads)
+    "7": ModelShape(32, 4096, 11008, 32, 32, 128, 32000),
+    "13": ModelShape(40, 5120, 13824, 40, 40, 128, 32000),
+    "34": ModelShape(48, 8192, 22016, 64, 64, 128, 32000),
+    "70": ModelShape(80, 8192, 28672, 64, 64, 128, 32000),
+}
+MODELS = {"actor": "actor_b", "critic": "critic_b", "reference": "ref_b", "reward": "reward_b"}  # their columns
+COLUMNS = (*MODELS.values(), "prompt_len", "gen_len", "batch", "n_gpus", "system", "sec_per_iter")
+SETTING = tuple(name for name in COLUMNS if name not in ("system", "sec_per_iter"))  # the rest of a row
+MINI_BATCHES, DEVICES = 4, 8  # of an iteration, of a node
+HELD_OUT = "384"  # new tokens of the rows to which nothing is fitted
+SEARCHED = "ReaL"  # the system whose plans were searched, and not published
+
+
+def workload_of(row: Mapping[str, str]) -> Workload:
+    """The workload that a row describes."""
+    batch, recomputes = int(row["batch"]), row["system"] != SEARCHED and SYSTEMS[row["system"]].recomputes
+    shapes = {model: SHAPES[row[column]] for model, column in MODELS.items()}
+    for model in ("critic", "reward"):
+        shapes[model] = replace(shapes[model], scalar_head=True)
+    ppo = load_algorithm("ppo")
+    return Workload(
+        workflow=ppo.workflow(ppo.options(epochs=1, old_logprobs="recompute" if recomputes else "generator")),
+        models=shapes,
+        rollout_batch=batch,
+        samples_per_prompt=1,
+        mini_batch=batch // MINI_BATCHES,
+        micro_batch=batch // MINI_BATCHES,
+        epochs=1,
+        max_prompt=int(row["prompt_len"]),
+        max_response=int(row["gen_len"]),
+        param_bytes=2,
+        max_sequences=batch,
+    )
+
+
+def cluster_of(row: Mapping[str, str]) -> Cluster:
+    """The devices of a row."""
+    return Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", "a100-80g")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a file that were measured. Raises UserError naming the file and what is wrong in it."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a .csv file") from None
+    lacking = [name for name in COLUMNS if not rows or name not in rows[0]]
+    if lacking:
+        raise UserError(f"{path} has no rows, or lacks columns: {', '.join(lacking)}")
+    for number, row in enumerate(rows, start=2):
+        unknown = [row[name] for name in COLUMNS[:4] if row[name] not in SHAPES]
+        if unknown:
+            raise UserError(f"{path}, line {number}: no model of {unknown[0]} billion; known: {', '.join(SHAPES)}")
+        try:
+            whole = [int(row[name]) for name in ("prompt_len", "gen_len", "batch", "n_gpus")]
+            positive = min(*whole, 1 if row["sec_per_iter"] == "NA" else float(row["sec_per_iter"])) > 0
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
+        if not positive or whole[3] % DEVICES or whole[2] % MINI_BATCHES:
+            raise UserError(
+                f"{path}, line {number}: lengths and seconds must be positive, n_gpus a multiple of {DEVICES}, "
+                f"batch one of {MINI_BATCHES}"
+            )
+    return [row for row in rows if row["sec_per_iter"] != "NA"]
