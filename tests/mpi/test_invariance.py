@@ -158,8 +158,12 @@ PLACEMENTS = {
         workload, cluster, ratios=("reference=1/4", "reward=3/4") if cluster.num_devices > 3 else ()
     ),
     "separation": separation.place,
-    "separation 1": lambda workload, cluster: separation.place(workload, cluster, generation_ranks=1, in_flight=1),
-    "separation zero 2": lambda workload, cluster: separation.place(workload, cluster, zero=2, in_flight=4),
+    "separation 1": lambda workload, cluster: separation.place(
+        workload, cluster, generation_ranks=1, in_flight=1, decode_mini_batches=1
+    ),
+    "separation zero 2": lambda workload, cluster: separation.place(
+        workload, cluster, zero=2, in_flight=4, decode_mini_batches=4
+    ),
     "reference on one": reference_on_one,
     "trained on halves": trained_on_halves,
     "scattered": scattered,
