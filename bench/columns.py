@@ -262,6 +262,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "error": lambda row: f"{row['error']:+.1%}",
     },
     "measure_cpu": {
+        "algorithm": lambda row: row["algorithm"],
         "ranks": lambda row: str(row["ranks"]),
         "strategy": lambda row: f"`{row['strategy']}`",
         "forecast, s": lambda row: f"{row['forecast_s']:.2f}",

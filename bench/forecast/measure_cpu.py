@@ -3,9 +3,11 @@
 The machine is calibrated once (`profile`, or a calibration that is given), and every case is forecast from that.
 Lengths of prompts and responses are what no planner can know: they are taken from one run of the first iterations,
 whose tokens are those of every case (numbers do not depend on the placement), and are the same for all. Measured is
-the median of five iterations after a warm-up. Run it on a machine with nothing else to do.
+the median of five iterations after a warm-up. Run it on a machine with nothing else to do. Strategies that do not apply
+to an algorithm are left out.
 
-Cost: six minutes on two cores. Command: python -m bench measure-cpu [--quick] [--calibration NAME|FILE.json]
+Cost: six minutes on two cores for each algorithm.
+Command: python -m bench measure-cpu [--algorithm NAME] [--quick] [--calibration NAME|FILE.json]
 """
 
 import argparse
@@ -16,16 +18,17 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-from bench.rows import on_ranks, train, write
+from bench.rows import RESULTS, on_ranks, read_rows, train, write
 from bench.speed.shares import read_chrome
 from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
 
@@ -40,44 +43,57 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench measure-cpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="4 ranks only")
     parser.add_argument("--calibration", default="cpu-2core", help="name or file (default: cpu-2core)")
+    parser.add_argument("--algorithm", default="ppo", help="its rows are replaced (default: ppo)")
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.on_ranks:
-        write_lengths(parsed.on_ranks)
+        write_lengths(parsed.on_ranks, parsed.algorithm)
         return 0
     calibration, rows = load_calibration(parsed.calibration), []
     print("ranks  strategy        forecast s  measured s  error", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        on_ranks(1, ["measure-cpu", "--on-ranks", str(folder / "lengths.json")])
+        told = ["--algorithm", parsed.algorithm, "--on-ranks", str(folder / "lengths.json")]
+        on_ranks(1, ["measure-cpu", *told])
         lengths = json.loads((folder / "lengths.json").read_text())
         for size in SIZES[:1] if parsed.quick else SIZES:
             for strategy in STRATEGIES:
-                rows.append(run_case(folder, calibration, lengths, size, strategy))
+                try:
+                    program = program_of(parsed.algorithm, lengths, size, strategy)
+                except UserError as error:
+                    print(f"{size:5}  {strategy:<14}  left out: {error}")
+                    continue
+                rows.append(run_case(folder, calibration, program, parsed.algorithm, strategy))
                 show(rows[-1])
     if not parsed.quick:
-        write("measure_cpu", rows)
+        others = [row for row in read_rows(RESULTS / "measure_cpu.jsonl") if row["algorithm"] != parsed.algorithm]
+        write("measure_cpu", others + rows)
     ok = all(row["ok"] for row in rows)
     print(json.dumps({"bench": "measure-cpu", "worst_error": max(abs(row["error"]) for row in rows), "ok": ok}))
     return 0 if ok else 1
 
 
-def workload_of(lengths: dict[str, list[int]]) -> Workload:
+def workload_of(algorithm: str, lengths: dict[str, list[int]]) -> Workload:
     """The embedded model's iteration with measured lengths."""
-    workload = make_workload(presets.load("tiny", WORDS))
+    workload = make_workload(presets.load("tiny", WORDS, algorithm=algorithm))
     return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
 
 
-def run_case(folder: Path, calibration: Calibration, lengths: dict, size: int, strategy: str) -> dict:
-    """The row of one strategy on this number of ranks: its forecast, and one run of the program."""
-    config = presets.load("tiny", WORDS)
-    program = load_strategy(strategy).compile(workload_of(lengths), Cluster.parse(f"1x{size}"), config.strategy)
-    found = forecast(program, calibration)
-    result, metrics = train(size, ["--runs", str(folder), "--strategy", strategy, *WORDS])
+def program_of(algorithm: str, lengths: dict[str, list[int]], size: int, strategy: str) -> Program:
+    """One iteration on this number of ranks. Raises UserError if the strategy does not apply."""
+    return load_strategy(strategy).compile(workload_of(algorithm, lengths), Cluster.parse(f"1x{size}"), {})
+
+
+def run_case(folder: Path, calibration: Calibration, program: Program, algorithm: str, strategy: str) -> dict:
+    """The row of one strategy: the forecast of its program, and one run."""
+    found, size = forecast(program, calibration), program.cluster.num_devices
+    told = ["--runs", str(folder), "--algorithm", algorithm, "--strategy", strategy]
+    result, metrics = train(size, [*told, *WORDS])
     measured_s = statistics.median(row["iteration_s"] for row in metrics[1:])
     error = found.makespan_s / measured_s - 1
     return {
         "bench": "measure-cpu",
+        "algorithm": algorithm,
         "ranks": size,
         "strategy": strategy,
         "calibration": calibration.name,
@@ -123,7 +139,7 @@ def show(row: dict) -> None:
         print(f"         {call:<20} {row['calls_forecast_s'].get(call, 0.0):7.3f}  {measured_s:10.3f}", flush=True)
 
 
-def write_lengths(file: Path) -> None:
+def write_lengths(file: Path, algorithm: str) -> None:
     """Tokens of every prompt and response of the measured iterations, from one rank that runs them."""
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.executor import Executor
@@ -136,7 +152,7 @@ def write_lengths(file: Path) -> None:
     world = World.discover()
     world.use_device("cpu")
     try:
-        config = presets.load("tiny", WORDS)
+        config = presets.load("tiny", WORDS, algorithm=algorithm)
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
