@@ -115,6 +115,7 @@ class Config:
     shape: str = ""  # model shape of a preset without weights, for check and plan
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
+    reserve: BelowOne | None = None  # share of a GPU's memory that is kept free; none: the calibration's, at least 0.06
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
     iterations: PositiveInt = 10  # number of iterations: generate, score, train
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision while computing; master weights are float32

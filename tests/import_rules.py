@@ -68,6 +68,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms.training_order": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
     "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
+    "rlhf_spmd.cluster_calibration": ("plan", "calibration_file"),
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": (
         "plan",

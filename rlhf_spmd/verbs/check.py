@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_spmd import presets
+from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved
 from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
@@ -28,6 +29,8 @@ CONFIG_HEADING = "# The configuration, which can be given back as a file: --conf
 def run(parsed: argparse.Namespace) -> int:
     """Prints the report -> the exit status. Raises UserError."""
     config, cluster = read_config_and_cluster(parsed)
+    if set(cluster.device_types) != {"cpu"}:  # whose memory has no limit
+        cluster = with_reserve(cluster, config.reserve, calibration_for(None, cluster))
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")

@@ -17,7 +17,8 @@ from textwrap import wrap
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd.calibration_file import SHIPPED, load_calibration
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import COMPARED, missing_bytes, options_to_try, too_large
@@ -39,7 +40,6 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import config_words, read_config_and_cluster
 
-CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
 MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
@@ -133,7 +133,8 @@ def read_calibrated(
     """The configuration, the cluster and its calibration; required: None is an error. Raises UserError as read()."""
     devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
     config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
-    return config, cluster, calibration_for(parsed.calibration, cluster, required=required)
+    calibration = calibration_for(parsed.calibration, cluster, required=required)
+    return config, with_reserve(cluster, config.reserve, calibration), calibration
 
 
 def refuse_options(config: Config) -> None:
@@ -141,23 +142,6 @@ def refuse_options(config: Config) -> None:
     if config.strategy:
         first = next(iter(config.strategy))
         raise UserError(f"strategy.{first} is an option of a strategy, but the planner chooses every layout; drop it")
-
-
-def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
-    """The named calibration, else the shipped one for the cluster's devices; None if none is shipped or the devices are
-    of several types, unless it is required. Raises UserError, also if the calibration lacks a device type."""
-    if name is None:
-        first, *more = cluster.device_types
-        name = CPU_CALIBRATION if first == "cpu" else first
-        if more or not (SHIPPED / f"{name}.json").is_file():
-            if required:
-                kinds = ", ".join(cluster.device_types)
-                raise UserError(f"no calibration of {kinds} is shipped; give --calibration FILE.json")
-            return None
-    found = load_calibration(name)
-    for device in cluster.device_types:
-        found.require(device)
-    return found
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -231,15 +215,16 @@ def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
 
 def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
     """Seconds, waste and bytes of every row; then the seconds of each call and what limits it."""
-    first = [("plan", "seconds", "bubble", "peak", "about it")]
+    shown = [row for row in rows if row.forecast]
+    limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
+    first = [("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "about it")]
     for row in rows:
         if row.forecast is None:
-            first.append((row.name, "-", "-", "-", row.note))
+            first.append((row.name, *["-"] * (len(first[0]) - 2), row.note))
             continue
-        peak = format_bytes(most_bytes(row.forecast))
+        sizes = [format_bytes(size) for size in (most_bytes(row.forecast), *(_device(row.program) if limited else ()))]
         words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
-        first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", peak, words))
-    shown = [row for row in rows if row.forecast]
+        first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
     calls = [call.name for call in shown[0].program.workload.workflow.placed_calls] if shown else []
     second = [("plan", *calls)]
     for row in shown:
@@ -247,6 +232,12 @@ def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" for call in calls)))
     heading = "Seconds of each call in an iteration, and what limits it"
     return "\n".join([table(first), "", heading, table(second)])
+
+
+def _device(program: Program) -> tuple[int, int]:
+    """The reserved bytes and the memory of the device on which a program may use the least."""
+    node = min((node for node in program.cluster.nodes if node.device_bytes), key=lambda node: node.usable_bytes)
+    return node.device_bytes - node.usable_bytes, node.device_bytes
 
 
 def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:

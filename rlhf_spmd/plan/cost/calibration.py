@@ -106,7 +106,8 @@ class Device:
     host_bytes_per_s: between host and device memory. layer_s: seconds of a layer of a forward pass beside its products
     and messages (starting its kernels). decode_layer_s: the least seconds of a layer of a decode step. num_workers: how
     many ranks of a node compute at full speed at the same time, if they share its cores (a container may have a core
-    and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the constants.
+    and a half); None: each rank has a device of its own. measured: tables of
+    shapes, which replace the constants. reserve: the share of its memory that a program may not use (cluster.py).
     """
 
     matrix_flops: float
@@ -116,6 +117,11 @@ class Device:
     decode_layer_s: float
     num_workers: float | None = None
     measured: tuple[Measured, ...] = ()
+    reserve: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reserve is not None and not 0 < self.reserve < 1:
+            raise UserError(f"reserve {self.reserve:g} is not a share of a device's memory between 0 and 1")
 
     def table(self, shape: ModelShape, tp: int, param_bytes: int) -> Measured | None:
         """The table of a shape with any number of layers."""

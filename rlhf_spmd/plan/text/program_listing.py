@@ -119,10 +119,11 @@ def _memory(program: Program) -> list[tuple[str, ...]]:
     ranks_of: dict[tuple, list[int]] = {}
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
-        peak, limit = peak_bytes(static, working), program.cluster.device_bytes(rank) or 0
-        ranks_of.setdefault((*static.values(), *working.values(), peak, limit), []).append(rank)
+        whole = program.cluster.device_bytes(rank) or 0
+        ends = peak_bytes(static, working), whole - (program.cluster.usable_bytes(rank) or 0), whole
+        ranks_of.setdefault((*static.values(), *working.values(), *ends), []).append(rank)
     used = [any(column) for column in zip(*ranks_of, strict=True)]
-    rows = [("ranks", *STATIC, *WORKING, "peak", "device")]
+    rows = [("ranks", *STATIC, *WORKING, "peak", "reserve", "device")]
     for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
     return [(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows]
