@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
-    title = f"{strategy.name} on {cluster}, preset {config.preset}"
+    title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluation = evaluation_of(config, program)
     findings = check_both(program, evaluation)
     text = config_text(parsed, config, parsed.strategy)

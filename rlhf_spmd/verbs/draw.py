@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     if parsed.only != "map":
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
-    where = f"preset {config.preset} on {cluster}"
+    where = f"preset {config.title} on {cluster}"
     by = f"forecast with calibration {calibration.name}" if forecasts else ""
     stems = [Path(name).stem for name in programs]
     title = f"{stems[0] if len(stems) == 1 else f'{len(stems)} strategies'}, {where}"

@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
     winner = fastest(rows, cluster)
     plan_s = found.search_s
     simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
-    where = f"{config.preset} on {cluster} ({', '.join(cluster.device_types)})"
+    where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     print(plans_table(rows, calibration))
@@ -255,7 +255,7 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
         ranks = ranks if len(ranks) < 30 else f"{len(layout.ranks)} of them"
         cells.append((name, f"{seconds[name]:.4g}", limit[name], ranks, str(layout)))
     lines = [
-        f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.preset} on {program.cluster}.",
+        f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {program.cluster}.",
         "",
         *wrap(about, MAX_LINE, break_long_words=False, break_on_hyphens=False),
         "",
