@@ -183,12 +183,14 @@ def load(
 
 
 def _shapes(config: Config, default: str) -> str:
-    """The shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown names, and
-    for a role that has both a shape and a folder."""
+    """The shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown names,
+    and for a role that has both a shape and a folder."""
     roles = config.algorithm.roles
     for role in named_shapes(config.shape, roles):
         if folder := config.models[role]:
-            raise UserError(f"shape={config.shape}: {role} has the shape of models.{role}={folder}; drop one of the two")
+            raise UserError(
+                f"shape={config.shape}: {role} has the shape of models.{role}={folder}; drop one of the two"
+            )
     return shape_text(shapes_by_role(config.shape, roles, default))
 
 

@@ -99,7 +99,7 @@ def read_words(parsed: argparse.Namespace) -> None:
     file = read_config_file(parsed.config)
     own = file.words.get("strategy", DEFAULT_STRATEGY)
     named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
-    if parsed.verb in ("check", "draw") and not named:
+    if parsed.verb in ("check", "draw", "forecast") and not named:
         if own == "auto":
             raise UserError(
                 f"{file.path}: strategy auto is planned when a run starts: name a strategy behind `{parsed.verb}`, or "
@@ -111,7 +111,8 @@ def read_words(parsed: argparse.Namespace) -> None:
     on_devices = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
     for name in ("strategy", "layout", "cluster", "calibration", "runs", "name"):
         if not (on_devices and name in ("layout", "cluster")) and getattr(parsed, name, "") is None:
-            setattr(parsed, name, own if parsed.verb == "check" and name == "strategy" else file.words.get(name))
+            one = parsed.verb in ("check", "forecast") and name == "strategy"
+            setattr(parsed, name, own if one else file.words.get(name))
     parsed.file = file
 
 

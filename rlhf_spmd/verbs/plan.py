@@ -29,12 +29,11 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s, runs
 from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import SearchResult, search
-from rlhf_spmd.plan.text.program_listing import format_bytes, table
+from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
@@ -249,17 +248,12 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
         f"would hold {format_bytes(most_bytes(row.forecast))} at most."
         + (f" Planned with {' '.join(overrides)}." if overrides else "")
     )
-    cells = [("call", "seconds", "limited by", "ranks", "layout")]
-    for name, layout in program.placement.layouts.items():
-        ranks = format_ranks(layout.ranks)
-        ranks = ranks if len(ranks) < 30 else f"{len(layout.ranks)} of them"
-        cells.append((name, f"{seconds[name]:.4g}", limit[name], ranks, str(layout)))
     lines = [
         f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {program.cluster}.",
         "",
         *wrap(about, MAX_LINE, break_long_words=False, break_on_hyphens=False),
         "",
-        table(cells),
+        call_table(program, seconds, limit),
     ]
     return strategy_source(program.placement, program.workload, program.cluster, "\n".join(lines))
 

@@ -23,9 +23,9 @@ class Finding:
 
 
 def memory(program: Program, resident: Program | None = None) -> list[Finding]:
-    """Peaks of bytes beyond what a program may use of the device's memory, with one finding for all equal ranks. That is an error, unless a
-    smaller KV cache makes it fit: then generation decodes fewer sequences at the same time. resident: the program whose
-    models are in memory all the time; None: this one."""
+    """Peaks of bytes beyond what a program may use of a device's memory, with one finding for all equal ranks. That is
+    an error, unless a smaller KV cache makes it fit: then generation decodes fewer sequences at the same time.
+    resident: the program whose models are in memory all the time; None: this one."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank in program.cluster.ranks:
         limit, whole = program.cluster.usable_bytes(rank), program.cluster.device_bytes(rank)
