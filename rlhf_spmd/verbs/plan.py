@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
@@ -154,9 +153,8 @@ def alternatives(
     shipped = [fitted(name, workload, cluster, calibration) for name in COMPARED]
     try:
         found = search(workload, cluster, calibration, **options)
-    except UserError:
-        fastest(shipped, cluster)  # raises an error that says how many bytes are missing
-        raise
+    except UserError as error:
+        raise UserError(f"{error}. {_nearest(shipped)}") from None
     plans = [
         Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast)
         for number, plan in enumerate(found.plans[:top], start=1)
@@ -196,17 +194,20 @@ def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
     """The first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
         return best
-    tight = [row for row in rows if row.missing_bytes > 0]
+    raise UserError(f"there is no plan for {cluster}. {_nearest(rows)}")
+
+
+def _nearest(shipped: list[Alternative]) -> str:
+    """Which of the shipped strategies fits best, as a sentence."""
+    if best := next(ranked(shipped), None):
+        words = f" with {best.note}" if best.note else ""
+        return f"Strategy {best.name}{words} fits if generation decodes fewer sequences at a time"
+    tight = [row for row in shipped if row.missing_bytes > 0]
     if not tight:
-        raise UserError(f"there is no plan for {cluster}: {rows[0].note}")
+        return shipped[0].note
     least = min(tight, key=lambda row: row.missing_bytes)
-    smallest = min(node.device_bytes for node in cluster.nodes if node.device_bytes)
-    enough = ceil(cluster.num_devices * (1 + least.missing_bytes / smallest))
-    raise UserError(
-        f"nothing fits {cluster}: even {least.name} lacks {format_bytes(least.missing_bytes)} on a device of "
-        f"{format_bytes(smallest)}; use about {enough:,} such devices, larger ones, or lower micro_batch, "
-        "data.max_prompt or generation.max_new_tokens"
-    )
+    missing = format_bytes(least.missing_bytes)
+    return f"Of the shipped strategies, {least.name} lacks the least, {missing} even with the smallest KV cache"
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
