@@ -39,8 +39,8 @@ also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two das
 
 ## A file of options
 
-`train`, `check`, `plan`, `draw` and `profile` read options from `--config FILE.yaml`, too. Words of the command line
-replace those of the file, and the file replaces those of the preset.
+`train`, `check`, `plan`, `forecast`, `draw` and `profile` read options from `--config FILE.yaml`, too. Words of the
+command line replace those of the file, and the file replaces those of the preset.
 
 ```yaml
 algorithm: grpo
@@ -48,7 +48,7 @@ model: path/to/model
 strategy:
   name: separation          # or, without options, `strategy: separation`
   zero: 1
-layout: 1x8                 # for check, plan and draw; train takes the ranks that it is started on
+layout: 1x8                 # for check, plan, forecast and draw; train takes the ranks that it is started on
 iterations: 200
 grpo:
   kl_coef: 1e-3             # grpo.kl_coef

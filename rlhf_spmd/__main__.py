@@ -1,5 +1,5 @@
-"""The one program: train, generate, profile (on MPI ranks), check, plan, draw, algorithms, status, postmortem (no MPI,
-no torch), convert (GGUF files).
+"""The one program: train, generate, profile (on MPI ranks), check, plan, forecast, draw, algorithms, status, postmortem
+(no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
@@ -7,6 +7,7 @@ mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out 
 mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
+python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
 python -m rlhf_spmd status runs/NAME
 python -m rlhf_spmd postmortem runs/NAME
@@ -67,12 +68,12 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: list[str]) -> argparse.Namespace:
     """The verb's options; its other words with `=` are overrides. Raises UserError."""
     parsed, rest = _parser().parse_known_args(arguments)
-    if parsed.verb in ("check", "draw"):  # strategies may stand between options
+    if parsed.verb in ("check", "draw", "forecast"):  # strategies may stand between options
         words = parsed.strategies + rest
         names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
         if not names and parsed.config is None:
             raise UserError("the following arguments are required: STRATEGY (rlhf_spmd --help lists the options)")
-        if parsed.verb == "check":
+        if parsed.verb != "draw":
             names = names[:1]
             parsed.strategy = names[0] if names else None
         parsed.strategies, rest = names, [word for word in words if word not in names]
@@ -130,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--rank", type=int, default=0, help="whose instruction list is printed (default: 0)")
     _add_config(check)
     _add_plan(verbs)
+    forecast = verbs.add_parser("forecast", help="seconds, limits and memory of one strategy")
+    forecast.add_argument("strategies", metavar="STRATEGY", nargs="*", help="name or FILE.py (default: of --config)")
+    _add_devices(forecast, calibration=True)
+    forecast.add_argument("--out", metavar="FILE.png", help="draw which ranks run which call, and the timeline")
+    forecast.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
+    _add_config(forecast)
     draw = verbs.add_parser("draw", help="draw which ranks run which call, and forecast timelines")
     draw.add_argument("strategies", metavar="STRATEGY", nargs="*", help="names or FILE.py (default: that of --config)")
     _add_devices(draw, calibration=True)

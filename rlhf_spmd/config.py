@@ -19,6 +19,7 @@ from rlhf_spmd.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.option_values import Given, parse_value
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
+from rlhf_spmd.role_shapes import shapes_by_role
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -112,9 +113,10 @@ class Config:
     algorithm: Algorithm = field(default_factory=lambda: load_algorithm("ppo"))  # its page; set by `--algorithm` only
     options: Options | None = None  # of the algorithm: `NAME.option=VALUE`; None: its defaults
     models: Mapping[str, str] = field(default_factory=dict)  # checkpoint folder of each model, by its role
-    shape: str = ""  # model shape of a preset without weights, for check and plan
+    shape: str = ""  # of a preset without weights, for check and plan: a model shape for all roles, or ROLE=SHAPE,...
     device: DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     device_type: str = "cpu"  # device type for forecasts of bytes and seconds, e.g. a100-80g
+    reserve: BelowOne | None = None  # share of a GPU's memory that is kept free; none: the calibration's, at least 0.06
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
     iterations: PositiveInt = 10  # number of iterations: generate, score, train
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision while computing; master weights are float32
@@ -158,6 +160,11 @@ class Config:
     @property
     def main_folder(self) -> str:
         return self.models[self.main_role]
+
+    @property
+    def title(self) -> str:
+        """The preset, and the shapes of its models if they differ."""
+        return f"{self.preset} ({self.shape})" if "=" in self.shape else self.preset
 
     @property
     def only_function(self) -> bool:
@@ -318,9 +325,10 @@ def make_workload(config: Config) -> Workload:
     roles = config.algorithm.roles
     workflow = config.algorithm.workflow(config.options, replay=config.generation.top_k > 0)
     shapes: dict[str, ModelShape | None] = {}
+    known = shapes_by_role(config.shape, roles)
     for role in (name for name in roles if name in workflow.models):
-        if config.shape:
-            shape = SHAPES[config.shape]
+        if known[role] and not config.models[role]:
+            shape = SHAPES[known[role]]
         elif roles[role].judge and config.only_function:
             shapes[role] = None
             continue
@@ -349,5 +357,7 @@ def _known_folder(config: Config, role: str) -> str:
         return folder
     if role == config.main_role:
         raise UserError(f"preset {config.preset} has no {role}; pass --model FOLDER")
+    if config.shape:
+        raise UserError(f"shape={config.shape} gives no shape of {role}; add {role}=SHAPE")
     instead = " or reward_function=module:function" if config.algorithm.roles[role].judge else ""
     raise UserError(f"there is no {role}: give models.{role}=FOLDER{instead}")

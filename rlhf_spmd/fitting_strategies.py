@@ -31,8 +31,8 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Map
 
 
 def missing_bytes(program: Program) -> int:
-    """The largest number of bytes that a rank lacks on its device; less than 1 if the program fits."""
-    limits = [(rank, program.cluster.device_bytes(rank)) for rank in program.cluster.ranks]
+    """The largest number of bytes that a rank lacks on its device, beside the reserve; less than 1 if it all fits."""
+    limits = [(rank, program.cluster.usable_bytes(rank)) for rank in program.cluster.ranks]
     return max((least_bytes(program, rank) - limit for rank, limit in limits if limit is not None), default=0)
 
 

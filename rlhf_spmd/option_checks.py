@@ -5,8 +5,6 @@ import dataclasses
 from rlhf_spmd.config import Config, Evaluation, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
-from rlhf_spmd.option_suggestions import did_you_mean
-from rlhf_spmd.plan.workload import SHAPES
 
 
 def check_options(config: Config) -> None:
@@ -60,9 +58,6 @@ def check_options(config: Config) -> None:
     sizes["max_new_tokens"] = generation.max_new_tokens
     if problem := config.algorithm.problem(config.options, **sizes):
         raise UserError(f"algorithm {config.algorithm.name}: {problem}")
-    if config.shape and config.shape not in SHAPES:
-        hint = did_you_mean(config.shape, SHAPES)
-        raise UserError(f"unknown shape {config.shape!r}{hint}; known: {', '.join(SHAPES)}")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -19,6 +19,7 @@ from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.workload import SHAPES
+from rlhf_spmd.role_shapes import named_shapes, shape_text, shapes_by_role
 
 MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.max_new_tokens
 
@@ -175,8 +176,22 @@ def load(
         if config.shape not in (before.shape, ""):
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
         config = dataclasses.replace(config, shape="")
+    elif config.shape:
+        config = dataclasses.replace(config, shape=_shapes(config, before.shape))
     check_options(config)
     return config
+
+
+def _shapes(config: Config, default: str) -> str:
+    """The shapes of all roles as an option. default: of roles that are not named. Raises UserError for unknown names,
+    and for a role that has both a shape and a folder."""
+    roles = config.algorithm.roles
+    for role in named_shapes(config.shape, roles):
+        if folder := config.models[role]:
+            raise UserError(
+                f"shape={config.shape}: {role} has the shape of models.{role}={folder}; drop one of the two"
+            )
+    return shape_text(shapes_by_role(config.shape, roles, default))
 
 
 def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algorithm, ConfigFile]:

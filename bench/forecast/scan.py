@@ -1,15 +1,18 @@
 """Forecasts of whole iterations on described machines: strategies side by side over models and layouts.
 
 Each strategy has the best of its options (bench/forecast/tuning.py). --suite asks another question
-(bench/forecast/suites.py). With --measure, in an MPI world, the strategies run for real on its devices instead, with a
-preset that has weights.
+(bench/forecast/suites.py); --strategy, --preset, --layout and options are for one's own ideas
+(bench/forecast/own_ideas.py). With --measure, in an MPI world, the strategies run for real on its devices instead, with
+a preset that has weights.
 
 Cost: the whole scan takes ten minutes on one core, --quick one. Command: python -m bench scan [--quick | --suite NAME]
+python -m bench scan --strategy mine.py --preset llama-13b --layout 2x8 --csv mine.csv
 mpirun -n 4 python -m bench scan --measure --preset tiny
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +21,13 @@ from tqdm import tqdm
 
 from bench import plots
 from bench.forecast import suites
+from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
-from bench.rows import write
+from bench.rows import STRATEGIES, write
 from bench.tables import text_table
 from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.cluster_calibration import with_reserve
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, Cluster, Node
@@ -103,7 +108,8 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
         program = strategy.compile(workload, cluster, case.options)
         why = "; ".join(finding.message for finding in memory(program))
         return Found(case.options, program, None if why else forecast(program, calibration), why)
-    grid = suites.grid_of(case.strategy, cluster.num_devices)
+    shipped = case.strategy in (*STRATEGIES, "heterogeneous")
+    grid = suites.grid_of(case.strategy, cluster.num_devices) if shipped else own_grid(strategy, cluster.num_devices)
     grid |= {name: value if isinstance(value, tuple) else (value,) for name, value in case.options.items()}
     later = suites.later_grid_of(case.strategy, cluster.num_devices)
     best = best_options(strategy, workload, cluster, calibration, grid, later)
@@ -229,16 +235,18 @@ def explained(plan: Mapping, rows: Sequence[Mapping]) -> str:
     return "\n".join([*lines, *layouts])
 
 
-def run_suite(cases: Sequence[Case]) -> list[dict]:
-    """The rows of all cases, in order."""
+def run_suite(cases: Sequence[Case], overrides: Sequence[str] = ()) -> list[dict]:
+    """The rows of all cases, in order. overrides: options of each."""
     rows = []
     with tqdm(cases, unit="case", leave=False) as bar:
         for case in bar:
             bar.set_description(f"{case.algorithm} {case.preset} {case.layout} {case.strategy}")
-            workload = make_workload(load(case.preset, algorithm=case.algorithm))
-            cluster, calibration = machine(case)
+            config = load(case.preset, overrides, algorithm=case.algorithm)
+            workload, (cluster, calibration) = make_workload(config), machine(case)
+            cluster = with_reserve(cluster, config.reserve, calibration)
             found = solve(case, workload, cluster, calibration)
-            rows.append(row_of(case, found, workload, calibration))
+            row = row_of(case, found, workload, calibration)
+            rows.append(row | ({"overrides": " ".join(overrides)} if overrides else {}))
     return with_speed_up(rows)
 
 
@@ -248,31 +256,37 @@ def main(arguments: list[str]) -> int:
     what.add_argument("--quick", action="store_true", help="7B on one and two nodes; writes nothing")
     what.add_argument("--suite", choices=[name for name in SUITES if name not in ("all", "quick")])
     what.add_argument("--measure", action="store_true", help="run the strategies on the devices of this MPI world")
-    parser.add_argument("--preset", default="tiny", help="of --measure; one that has weights")
+    add_arguments(parser)
     parsed = parser.parse_args(arguments)
     if parsed.measure:
         from bench.forecast.measure import measure  # imports torch, which forecasts do without
 
-        return measure(parsed.preset)
-    name = parsed.suite or ("quick" if parsed.quick else "all")
+        return measure(parsed.preset or "tiny")
+    name, own = parsed.suite or ("quick" if parsed.quick else "all"), is_own(parsed)
     suite = SUITES[name]
-    rows = run_suite(suite.cases)
-    file = "scan" if name in ("all", "quick") else name.replace("-", "_")
-    print(f"{suite.title}\n{text_table(file, rows)}")
+    try:
+        rows = run_suite(own_cases(suite.cases, parsed), workload_words(parsed.overrides))
+        if parsed.csv:
+            write_csv(parsed.csv, rows)
+    except UserError as error:
+        print(f"bench scan: error: {error}", file=sys.stderr)
+        return 2
+    file = "scan" if own or name in ("all", "quick") else name.replace("-", "_")
+    print(f"{'own rows, which are not kept' if own else suite.title}\n{text_table(file, rows)}")
     for row in rows:
         if row["strategy"] == "planner" and row["samples_per_s"]:
             print(explained(row, rows))
-    claims = suite.claims(rows)
+    claims = {} if own else suite.claims(rows)
     for claim, exceptions in claims.items():
         words = (
             "nothing to compare" if exceptions is None else "not for " + "; ".join(exceptions) if exceptions else "yes"
         )
         print(f"{claim}: {words}")
-    if not parsed.quick:
+    if not parsed.quick and not own:
         write(file, rows)
-    if name == "all":
+    if name == "all" and not own:
         plots.draw(rows)
-    ok = all(claims[claim] == [] for claim in suite.promised) and all(
+    ok = all(claims[claim] == [] for claim in suite.promised if not own) and all(
         row["samples_per_s"] or row["why_not"] for row in rows
     )
     holds = {claim: None if cases is None else not cases for claim, cases in claims.items()}

@@ -59,7 +59,7 @@ class _Known:
         program, calls = self.without_instructions(placement), self.workload.workflow.placed_calls
         most = 0
         for rank in _different(placement, self.cluster):
-            limit = self.cluster.device_bytes(rank)
+            limit = self.cluster.usable_bytes(rank)
             if limit is None:
                 continue
             mine = [(call.name, placement.layouts[call.name]) for call in calls]

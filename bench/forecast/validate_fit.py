@@ -12,7 +12,7 @@ from math import log
 
 import numpy as np
 
-from bench.forecast.validate_rows import HELD_OUT, ROWS, SEARCHED, cluster_of, read_rows, workload_of
+from bench.forecast.validate_rows import DEVICE, HELD_OUT, ROWS, SEARCHED, cluster_of, read_rows, workload_of
 from bench.forecast.validate_searched import BASE, reals_space, searched
 from bench.forecast.validate_systems import SYSTEMS
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -20,7 +20,6 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 
-DEVICE = "a100-80g"
 OF_DEVICE = ("matrix_flops", "layer_s", "decode_layer_s", "decode_reduce_s")
 CONSTANTS = (*OF_DEVICE, "inside.bytes_per_s")
 TURNS, STEPS = 4, 3

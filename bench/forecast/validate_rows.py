@@ -22,6 +22,7 @@ SHAPES = {  # billions of parameters -> LLaMA-2 and CodeLLaMA as ReaL counts the
 MODELS = {"actor": "actor_b", "critic": "critic_b", "reference": "ref_b", "reward": "reward_b"}  # their columns
 COLUMNS = (*MODELS.values(), "prompt_len", "gen_len", "batch", "n_gpus", "system", "sec_per_iter")
 SETTING = tuple(name for name in COLUMNS if name not in ("system", "sec_per_iter"))  # the rest of a row
+DEVICE = "a100-80g"
 MINI_BATCHES, DEVICES = 4, 8  # of an iteration, of a node
 HELD_OUT = "384"  # new tokens of the rows to which nothing is fitted
 SEARCHED = "ReaL"  # the system whose plans were searched, and not published
@@ -50,8 +51,9 @@ def workload_of(row: Mapping[str, str]) -> Workload:
 
 
 def cluster_of(row: Mapping[str, str]) -> Cluster:
-    """The devices of a row."""
-    return Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", "a100-80g")
+    """The devices of a row. No memory is reserved: ReaL's search has 80 GiB for a plan, and the systems' own reserves
+    stand in validate_systems.py."""
+    return Cluster.parse(f"{int(row['n_gpus']) // DEVICES}x{DEVICES}", DEVICE).reserving({DEVICE: 0.0})
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

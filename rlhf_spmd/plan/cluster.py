@@ -1,7 +1,12 @@
-"""The machines: nodes of devices with their memory. A layout string `NxG` is N nodes of G devices each."""
+"""The machines: nodes of devices with their memory. A layout string `NxG` is N nodes of G devices each.
+
+A program may not fill a device: a share of its memory is reserved for what no formula counts (the driver's context,
+buffers of NCCL, workspaces of matrix products, fragments between allocations).
+"""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rlhf_spmd.errors import UserError
@@ -13,6 +18,7 @@ DEVICE_BYTES: dict[str, int | None] = {
     "h100-80g": 80 * 2**30,
     "h200-141g": 141 * 2**30,
 }
+RESERVE = 0.06  # least share of a device's memory that is reserved unless an option says otherwise
 MAX_DEVICES = 4096  # a program lists every rank's instructions: larger clusters would take minutes and gigabytes
 
 
@@ -28,11 +34,18 @@ def device_type_of(name: str, num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: its number of devices (one per rank), their type, and the memory of each (None: no known limit)."""
+    """One machine: its number of devices (one per rank), their type, the memory of each (None: no known limit), and the
+    share of it that is reserved."""
 
     num_devices: int
     device: str = "cpu"
     device_bytes: int | None = None
+    reserve: float = field(default=RESERVE, repr=False)  # what a program does, and its fingerprint, ignore it
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The memory of a device that a program may use; None: no known limit."""
+        return None if self.device_bytes is None else int(self.device_bytes * (1 - self.reserve))
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,14 @@ class Cluster:
     def device_bytes(self, rank: int) -> int | None:
         """Memory of the rank's device, None if no limit is known."""
         return self.nodes[self.node_of(rank)].device_bytes
+
+    def usable_bytes(self, rank: int) -> int | None:
+        """What of it a program may use."""
+        return self.nodes[self.node_of(rank)].usable_bytes
+
+    def reserving(self, shares: Mapping[str, float]) -> "Cluster":
+        """The same machines with other shares of memory reserved, by type of device."""
+        return Cluster(tuple(replace(node, reserve=shares.get(node.device, node.reserve)) for node in self.nodes))
 
     def __str__(self) -> str:
         sizes = {node.num_devices for node in self.nodes}

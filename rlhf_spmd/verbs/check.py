@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_spmd import presets
+from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved
 from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
@@ -28,11 +29,13 @@ CONFIG_HEADING = "# The configuration, which can be given back as a file: --conf
 def run(parsed: argparse.Namespace) -> int:
     """Prints the report -> the exit status. Raises UserError."""
     config, cluster = read_config_and_cluster(parsed)
+    if set(cluster.device_types) != {"cpu"}:  # whose memory has no limit
+        cluster = with_reserve(cluster, config.reserve, calibration_for(None, cluster))
     strategy = load_strategy(parsed.strategy)
     if not 0 <= parsed.rank < cluster.num_devices:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
-    title = f"{strategy.name} on {cluster}, preset {config.preset}"
+    title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluation = evaluation_of(config, program)
     findings = check_both(program, evaluation)
     text = config_text(parsed, config, parsed.strategy)
@@ -96,7 +99,7 @@ def read_words(parsed: argparse.Namespace) -> None:
     file = read_config_file(parsed.config)
     own = file.words.get("strategy", DEFAULT_STRATEGY)
     named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
-    if parsed.verb in ("check", "draw") and not named:
+    if parsed.verb in ("check", "draw", "forecast") and not named:
         if own == "auto":
             raise UserError(
                 f"{file.path}: strategy auto is planned when a run starts: name a strategy behind `{parsed.verb}`, or "
@@ -108,7 +111,8 @@ def read_words(parsed: argparse.Namespace) -> None:
     on_devices = any(getattr(parsed, name, None) for name in ("layout", "cluster"))
     for name in ("strategy", "layout", "cluster", "calibration", "runs", "name"):
         if not (on_devices and name in ("layout", "cluster")) and getattr(parsed, name, "") is None:
-            setattr(parsed, name, own if parsed.verb == "check" and name == "strategy" else file.words.get(name))
+            one = parsed.verb in ("check", "forecast") and name == "strategy"
+            setattr(parsed, name, own if one else file.words.get(name))
     parsed.file = file
 
 

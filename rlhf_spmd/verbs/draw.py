@@ -33,16 +33,13 @@ MOST_LANES = 16  # of all timelines together; with more ranks, those that do the
 
 def run(parsed: argparse.Namespace) -> int:
     """Draws the picture and prints a table and a line of JSON -> the exit status. Raises UserError."""
-    out = Path(parsed.out)
-    if out.suffix.lower() != ".png":
-        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
-    refuse_existing(parsed, out)
+    out = check_out(parsed)
     config, cluster, calibration = read_calibrated(parsed, required=parsed.only != "map")
     forecasts: dict[str, Forecast] = {}
     programs = compile_all(parsed.strategies, make_workload(config), cluster, config.strategy)
     if parsed.only != "map":
         forecasts = {name: forecast(program, calibration) for name, program in programs.items()}
-    where = f"preset {config.preset} on {cluster}"
+    where = f"preset {config.title} on {cluster}"
     by = f"forecast with calibration {calibration.name}" if forecasts else ""
     stems = [Path(name).stem for name in programs]
     title = f"{stems[0] if len(stems) == 1 else f'{len(stems)} strategies'}, {where}"
@@ -52,6 +49,15 @@ def run(parsed: argparse.Namespace) -> int:
     seconds = {name: found.makespan_s for name, found in forecasts.items()}
     print(json.dumps({"out": str(out), "strategies": list(programs), "forecast_s": seconds or None, "ok": True}))
     return 0
+
+
+def check_out(parsed: argparse.Namespace) -> Path:
+    """The file of the picture. Raises UserError if it is no picture or would replace a file."""
+    out = Path(parsed.out)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"--out {parsed.out} is not the name of a picture: give it the ending .png")
+    refuse_existing(parsed, out)
+    return out
 
 
 def compile_all(

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
 from typing import Any
 
-from rlhf_spmd.calibration_file import SHIPPED, load_calibration
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.config import Config, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import COMPARED, missing_bytes, options_to_try, too_large
@@ -28,18 +28,16 @@ from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s, runs
 from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
-from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import SearchResult, search
-from rlhf_spmd.plan.text.program_listing import format_bytes, table
+from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import config_words, read_config_and_cluster
 
-CPU_CALIBRATION = "cpu-2core"  # of ranks without a device of their own
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
 MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
@@ -65,7 +63,7 @@ def run(parsed: argparse.Namespace) -> int:
     winner = fastest(rows, cluster)
     plan_s = found.search_s
     simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
-    where = f"{config.preset} on {cluster} ({', '.join(cluster.device_types)})"
+    where = f"{config.title} on {cluster} ({', '.join(cluster.device_types)})"
     took = f"{found.num_scored:,} plans scored in {plan_s:.1f} s, programs simulated in {simulate_s:.1f} s"
     print(f"{where}, seconds by calibration {calibration.name}: {took}")
     if calibration.sources:
@@ -135,7 +133,8 @@ def read_calibrated(
     """The configuration, the cluster and its calibration; required: None is an error. Raises UserError as read()."""
     devices = list(load_calibration(parsed.calibration).devices) if parsed.calibration else []
     config, cluster = read_config_and_cluster(parsed, layout, devices[0] if len(devices) == 1 else None)
-    return config, cluster, calibration_for(parsed.calibration, cluster, required=required)
+    calibration = calibration_for(parsed.calibration, cluster, required=required)
+    return config, with_reserve(cluster, config.reserve, calibration), calibration
 
 
 def refuse_options(config: Config) -> None:
@@ -143,23 +142,6 @@ def refuse_options(config: Config) -> None:
     if config.strategy:
         first = next(iter(config.strategy))
         raise UserError(f"strategy.{first} is an option of a strategy, but the planner chooses every layout; drop it")
-
-
-def calibration_for(name: str | None, cluster: Cluster, *, required: bool = False) -> Calibration | None:
-    """The named calibration, else the shipped one for the cluster's devices; None if none is shipped or the devices are
-    of several types, unless it is required. Raises UserError, also if the calibration lacks a device type."""
-    if name is None:
-        first, *more = cluster.device_types
-        name = CPU_CALIBRATION if first == "cpu" else first
-        if more or not (SHIPPED / f"{name}.json").is_file():
-            if required:
-                kinds = ", ".join(cluster.device_types)
-                raise UserError(f"no calibration of {kinds} is shipped; give --calibration FILE.json")
-            return None
-    found = load_calibration(name)
-    for device in cluster.device_types:
-        found.require(device)
-    return found
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -173,9 +155,8 @@ def alternatives(
     shipped = [fitted(name, workload, cluster, calibration) for name in COMPARED]
     try:
         found = search(workload, cluster, calibration, **options)
-    except UserError:
-        fastest(shipped, cluster)  # raises an error that says how many bytes are missing
-        raise
+    except UserError as error:
+        raise UserError(f"{error}. {_nearest(shipped)}") from None
     plans = [
         Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast)
         for number, plan in enumerate(found.plans[:top], start=1)
@@ -215,17 +196,20 @@ def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
     """The first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
         return best
-    tight = [row for row in rows if row.missing_bytes > 0]
+    raise UserError(f"there is no plan for {cluster}. {_nearest(rows)}")
+
+
+def _nearest(shipped: list[Alternative]) -> str:
+    """Which of the shipped strategies fits best, as a sentence."""
+    if best := next(ranked(shipped), None):
+        words = f" with {best.note}" if best.note else ""
+        return f"Strategy {best.name}{words} fits if generation decodes fewer sequences at a time"
+    tight = [row for row in shipped if row.missing_bytes > 0]
     if not tight:
-        raise UserError(f"there is no plan for {cluster}: {rows[0].note}")
+        return shipped[0].note
     least = min(tight, key=lambda row: row.missing_bytes)
-    smallest = min(node.device_bytes for node in cluster.nodes if node.device_bytes)
-    enough = ceil(cluster.num_devices * (1 + least.missing_bytes / smallest))
-    raise UserError(
-        f"nothing fits {cluster}: even {least.name} lacks {format_bytes(least.missing_bytes)} on a device of "
-        f"{format_bytes(smallest)}; use about {enough:,} such devices, larger ones, or lower micro_batch, "
-        "data.max_prompt or generation.max_new_tokens"
-    )
+    missing = format_bytes(least.missing_bytes)
+    return f"Of the shipped strategies, {least.name} lacks the least, {missing} even with the smallest KV cache"
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
@@ -233,15 +217,16 @@ def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
 
 def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
     """Seconds, waste and bytes of every row; then the seconds of each call and what limits it."""
-    first = [("plan", "seconds", "bubble", "peak", "about it")]
+    shown = [row for row in rows if row.forecast]
+    limited = bool(shown) and any(node.device_bytes for node in shown[0].program.cluster.nodes)
+    first = [("plan", "seconds", "bubble", "peak", *(("reserve", "device") if limited else ()), "about it")]
     for row in rows:
         if row.forecast is None:
-            first.append((row.name, "-", "-", "-", row.note))
+            first.append((row.name, *["-"] * (len(first[0]) - 2), row.note))
             continue
-        peak = format_bytes(most_bytes(row.forecast))
+        sizes = [format_bytes(size) for size in (most_bytes(row.forecast), *(_device(row.program) if limited else ()))]
         words = ", ".join(filter(None, (row.note, TIGHT if memory(row.program) else "")))
-        first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", peak, words))
-    shown = [row for row in rows if row.forecast]
+        first.append((row.name, f"{row.forecast.makespan_s:.4g}", f"{abs(bubble(row.forecast)):.0%}", *sizes, words))
     calls = [call.name for call in shown[0].program.workload.workflow.placed_calls] if shown else []
     second = [("plan", *calls)]
     for row in shown:
@@ -249,6 +234,12 @@ def plans_table(rows: list[Alternative], calibration: Calibration) -> str:
         second.append((row.name, *(f"{seconds[call]:.3g} {limit[call]}" for call in calls)))
     heading = "Seconds of each call in an iteration, and what limits it"
     return "\n".join([table(first), "", heading, table(second)])
+
+
+def _device(program: Program) -> tuple[int, int]:
+    """The reserved bytes and the memory of the device on which a program may use the least."""
+    node = min((node for node in program.cluster.nodes if node.device_bytes), key=lambda node: node.usable_bytes)
+    return node.device_bytes - node.usable_bytes, node.device_bytes
 
 
 def module_source(row: Alternative, config: Config, calibration: Calibration, overrides: list[str]) -> str:
@@ -260,17 +251,12 @@ def module_source(row: Alternative, config: Config, calibration: Calibration, ov
         f"would hold {format_bytes(most_bytes(row.forecast))} at most."
         + (f" Planned with {' '.join(overrides)}." if overrides else "")
     )
-    cells = [("call", "seconds", "limited by", "ranks", "layout")]
-    for name, layout in program.placement.layouts.items():
-        ranks = format_ranks(layout.ranks)
-        ranks = ranks if len(ranks) < 30 else f"{len(layout.ranks)} of them"
-        cells.append((name, f"{seconds[name]:.4g}", limit[name], ranks, str(layout)))
     lines = [
-        f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.preset} on {program.cluster}.",
+        f"{row.name}: {row.forecast.makespan_s:.4g} s per iteration of {config.title} on {program.cluster}.",
         "",
         *wrap(about, MAX_LINE, break_long_words=False, break_on_hyphens=False),
         "",
-        table(cells),
+        call_table(program, seconds, limit),
     ]
     return strategy_source(program.placement, program.workload, program.cluster, "\n".join(lines))
 

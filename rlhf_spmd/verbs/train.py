@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd import config as configs
+from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import on_machines, read_cluster
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
@@ -28,9 +29,7 @@ from rlhf_spmd.verbs.check import (
     load_config,
     print_report,
 )
-from rlhf_spmd.verbs.plan import auto, calibration_for
-
-RESERVED_BYTES = 2 * 2**30  # of a GPU: the driver's context, NCCL's buffers, workspaces of matrix products
+from rlhf_spmd.verbs.plan import auto
 
 
 def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
@@ -53,6 +52,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         described = Path(path).read_text() if path and Path(path).is_file() else ""
         cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
         calibration = calibration_for(parsed.calibration, cluster, required=parsed.strategy == "auto")
+        cluster = with_reserve(cluster, config.reserve, calibration)
         if parsed.strategy == "auto":
             strategy = auto(config, workload, cluster, calibration)
         program = strategy.compile(workload, cluster, config.strategy)
@@ -134,7 +134,7 @@ def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
             continue
         kind = type_of(first, device_type)
         most = max(device.num_ranks for device in of_node)  # ranks that share a device have a part of it each
-        nodes.append(Node(len(of_node), kind, (first.num_bytes - RESERVED_BYTES) // most))
+        nodes.append(Node(len(of_node), kind, first.num_bytes // most))
     return Cluster(tuple(nodes))
 
 

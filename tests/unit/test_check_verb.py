@@ -59,7 +59,10 @@ def test_65b_on_64_devices_is_refused_as_fast_as_a_small_program_ends():
         ratios.append(check_s / reference_s)
     assert statistics.median(ratios) < 1.5, ratios
     assert done.returncode == 1 and done.stderr == ""
-    assert "2427.2 GiB all the time" in done.stdout and "the device has 80 GiB" in done.stdout
+    assert (
+        "2427.2 GiB all the time" in done.stdout
+        and "the device has 80.0 GiB, of which 4.8 GiB are reserved" in done.stdout
+    )
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["ok"] is False and result["errors"] == 1 and result["bytes_per_iteration"] == 0
     assert (result["strategy"], result["layout"]) == ("flattening", "8x8")

@@ -19,7 +19,7 @@ from rlhf_spmd.runtime.world.devices import choose_devices
 from rlhf_spmd.runtime.world.visible_devices import VisibleDevice
 from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.check import CONFIG_HEADING
-from rlhf_spmd.verbs.train import RESERVED_BYTES, cluster_of, refuse_errors
+from rlhf_spmd.verbs.train import cluster_of, refuse_errors
 
 SEVEN = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 SEVEN |= {"num_key_value_heads": 32, "vocab_size": 32000}
@@ -72,12 +72,12 @@ def test_7b_on_eight_devices_of_80_gb_is_refused_with_fitting_options(folder):
     config = presets.load(None, ["reward_function=mine:score"], folder(SEVEN), on_gpu=True)
     workload, cluster = configs.make_workload(config), cluster_of(world_of(8, *H100), None, "cpu")
     assert str(cluster) == "1x8" and cluster.device_types == ("h100-80g",)
-    assert cluster.device_bytes(0) == H100[1] - RESERVED_BYTES
+    assert cluster.device_bytes(0) == H100[1] and cluster.usable_bytes(0) == int(H100[1] * 0.94)
     program = load_strategy("flattening").compile(workload, cluster, {})
     with pytest.raises(UserError) as refused:
         refuse_errors("flattening", program, memory(program))
     text = str(refused.value)
-    assert "ranks 0-7 need" in text and "the device has 77 GiB" in text
+    assert "ranks 0-7 need" in text and "the device has 79.2 GiB, of which 4.7 GiB are reserved" in text
     told = text.partition("These fit (--strategy auto plans the fastest): ")[2].split("; ")
     assert len(told) > 2 and told == list(fitting_options(workload, cluster))
     for words in told:
@@ -107,7 +107,7 @@ def test_where_nothing_fits_that_is_said(folder):
 
 def test_ranks_that_share_a_device_have_a_part_of_it_each():
     cluster = cluster_of(world_of(4, *H100, wanted="shared", num_devices=1), None, "cpu")
-    assert cluster.num_devices == 4 and cluster.device_bytes(3) == (H100[1] - RESERVED_BYTES) // 4
+    assert cluster.num_devices == 4 and cluster.device_bytes(3) == H100[1] // 4
     named = cluster_of(world_of(2, *H100), None, "mine")
     assert named.device_types == ("mine",)
     on_cpu = SimpleNamespace(

@@ -12,6 +12,7 @@ import torch
 
 from rlhf_spmd.__main__ import _parse, main
 from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.cluster_calibration import calibration_for
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster
@@ -27,7 +28,7 @@ from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.verbs.plan import COMPARED, _check_words, auto, calibration_for, fitted, options_to_try, records
+from rlhf_spmd.verbs.plan import COMPARED, _check_words, auto, fitted, options_to_try, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
 from tests.unit.test_cost import machine
@@ -212,7 +213,12 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
     message = refusal(
         capsys, "--preset", "llama-70b", "--layout", "1x4", "--calibration", "a100-80g", "--method", "two_phase"
     )
-    for words in ("nothing fits 1x4", "GiB on a device of 80.0 GiB", "such devices", "lower micro_batch"):
+    for words in (
+        "fits 1x4",
+        "75.2 GiB of 80.0 GiB that it may use",
+        "would fit with --layout 16x4",
+        "reallocation lacks",
+    ):
         assert words in message
 
 

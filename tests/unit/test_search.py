@@ -92,7 +92,7 @@ def test_score_agrees_with_programs(preset, layout, overrides):
             forecast(program, A100).makespan_s, rel=1 / 6
         )
         need = max(peak_bytes(static_bytes(program, r), working_bytes(program, r)) for r in cluster.ranks)
-        mine = model.excess_bytes(chosen) + cluster.device_bytes(0)
+        mine = model.excess_bytes(chosen) + cluster.usable_bytes(0)
         assert need <= mine <= 1.02 * need
 
 
@@ -224,12 +224,6 @@ def test_reward_functions_run_where_rows_are_made():
         where = plan.placement.layouts
         assert set(where["reward_infer"].ranks) <= set(where["actor_generate"].ranks)
         assert (where["reward_infer"].pp, where["reward_infer"].tp) == (1, 1)
-
-
-def test_what_does_not_fit_is_told_in_bytes():
-    workload, cluster = llama("llama-70b", "1x8")
-    with pytest.raises(UserError, match=r"misses is [0-9.]+ GiB .*use more devices"):
-        search(workload, cluster, A100)
 
 
 def test_unknown_methods_are_refused():

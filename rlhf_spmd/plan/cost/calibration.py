@@ -116,7 +116,7 @@ class Device:
     kernels where decode steps are replayed as CUDA graphs, which the host starts at once; None: it starts each kernel.
     num_workers: how many ranks of a node compute at full speed at the same time, if they share its cores (a container
     may have a core and a half); None: each rank has a device of its own. measured: tables of shapes, which replace the
-    constants.
+    constants. reserve: the share of its memory that a program may not use (cluster.py).
     """
 
     matrix_flops: float
@@ -128,6 +128,11 @@ class Device:
     graph_layer_s: float | None = None
     num_workers: float | None = None
     measured: tuple[Measured, ...] = ()
+    reserve: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reserve is not None and not 0 < self.reserve < 1:
+            raise UserError(f"reserve {self.reserve:g} is not a share of a device's memory between 0 and 1")
 
     def start_decode_s(self, num_layers: int, num_reduces: int) -> float:
         """Seconds in which a decode step of so many layers and all-reduces is started, while the device may work."""

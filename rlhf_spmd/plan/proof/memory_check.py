@@ -23,12 +23,12 @@ class Finding:
 
 
 def memory(program: Program, resident: Program | None = None) -> list[Finding]:
-    """Peaks of bytes beyond the device's memory, with one finding for all equal ranks. That is an error, unless a
-    smaller KV cache makes it fit: then generation decodes fewer sequences at the same time. resident: the program whose
-    models are in memory all the time; None: this one."""
+    """Peaks of bytes beyond what a program may use of a device's memory, with one finding for all equal ranks. That is
+    an error, unless a smaller KV cache makes it fit: then generation decodes fewer sequences at the same time.
+    resident: the program whose models are in memory all the time; None: this one."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank in program.cluster.ranks:
-        limit = program.cluster.device_bytes(rank)
+        limit, whole = program.cluster.usable_bytes(rank), program.cluster.device_bytes(rank)
         static, working = static_bytes(resident or program, rank), working_bytes(program, rank)
         need = peak_bytes(static, working)
         if limit is None or need <= limit:
@@ -36,7 +36,7 @@ def memory(program: Program, resident: Program | None = None) -> list[Finding]:
         stays = sum(static.values()) - static["offloaded"]
         text = (
             f"{_gib(need)} at most: {_gib(stays)} all the time ({_parts(static)}), besides {_parts(working)}; "
-            f"the device has {limit >> 30} GiB"
+            f"the device has {_gib(whole)}, of which {_gib(whole - limit)} are reserved"
         )
         severity = "error" if least_bytes(program, rank, resident) > limit else "warning"
         ranks_of.setdefault((severity, text), []).append(rank)

@@ -73,11 +73,11 @@ class CallModel:
         return next((train for train, users in self.models if index in users or index == train), None)
 
     def _limits(self) -> list[float]:
-        """Bytes of the smallest device of the type at each place (see Mesh.first)."""
+        """Usable bytes of the smallest device of the type at each place (see Mesh.first)."""
         limits: list[float] = []
         for device in self.cluster.device_types:
             ranks = self.cluster.ranks_of(device)
-            sizes = [size for rank in ranks if (size := self.cluster.device_bytes(rank)) is not None]
+            sizes = [size for rank in ranks if (size := self.cluster.usable_bytes(rank)) is not None]
             limits += [min(sizes, default=inf)] * len(ranks)
         return limits
 

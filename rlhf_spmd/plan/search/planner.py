@@ -8,8 +8,8 @@ over the candidates of each call, with a falling temperature. Plans are sorted b
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, cycle, product
-from math import exp, inf
+from itertools import combinations, product
+from math import exp
 from random import Random
 
 from rlhf_spmd.errors import UserError
@@ -24,12 +24,15 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.search.candidates import Allowed, Candidate, anything
 from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.misfit import roomiest, why_none
+from rlhf_spmd.plan.search.priors import Meshes, around, grid_on, least_full, least_memory, priors
 from rlhf_spmd.plan.workload import Workload
 
 NUM_STREAMING = 2  # of the plans that stream, how many have the fields of STREAMS chosen
 STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
 METHODS = ("exact", "two_phase", "mcmc")
 BUDGET_S = 20.0  # of the exact search; then it reports the optimality gap
+REPORT_SHARE = 0.4  # of the budget for saying what would help, if it is not easy to find something that fits
 NUM_PRIORS = 5  # around which two_phase searches
 NUM_CHAINS, NUM_STEPS = 2, 60_000  # Markov chains, and the steps of each: one in eight ends 10% or more above the best
 NUM_CANDIDATES = 1_000  # per call in the Markov chain, the quickest (ReaL's cap)
@@ -72,7 +75,8 @@ def search(
     allowed: Allowed = anything,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
-    budget_s: seconds after which the exact search stops and reports a gap. allowed: the layouts that calls may have.
+    budget_s: seconds after which the exact search stops and reports a gap; if nothing fits, all ends by then. allowed:
+    the layouts that calls may have.
 
     Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
     device type.
@@ -86,10 +90,16 @@ def search(
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
             raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")
-    best, gap = choose(space, method, seed, Best(keep), budget_s)
+    roomy = roomiest(space, begin_s + REPORT_SHARE * budget_s)
+    report_s = 0.0 if roomy and roomy.fits else REPORT_SHARE * budget_s
+    best, gap = choose(space, method, seed, Best(keep), begin_s + budget_s - report_s - time.perf_counter())
+    if roomy and roomy.fits and not best.found:
+        best.offer(space.model.score_s(roomy.chosen), roomy.chosen)
+        refine(space, roomy.chosen, best)
     search_s = time.perf_counter() - begin_s
     if not best.found:
-        raise UserError(_misfit(space))
+        told = {"proved": gap == 0.0, "seconds": search_s, "deadline": max(begin_s + budget_s, begin_s + search_s)}
+        raise UserError(why_none(space, roomy, **told))
     plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
     plans.sort(key=lambda plan: plan.forecast.makespan_s)
     streaming = [plan for plan in plans if plan.placement.streams(workload)][:NUM_STREAMING]
@@ -110,9 +120,11 @@ def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) ->
     is_proved = least_s >= best.seconds
     for prior in dict.fromkeys(priors(space)):  # alternatives
         filled(space, prior, best)
-    if not is_proved:  # the budget was spent too early: no worse than the local search
+    if best.found and not is_proved:  # the budget was spent too early: no worse than the local search
         two_phase(space, best)
-    return best, max(0.0, 1 - least_s / best.seconds) if best.found else 1.0
+    if not best.found:
+        return best, 0.0 if is_proved else 1.0
+    return best, max(0.0, 1 - least_s / best.seconds)
 
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:
@@ -172,27 +184,7 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     return "mixed"
 
 
-def _misfit(space: Space) -> str:
-    """Says that nothing fits, how many bytes are missing, and what would help."""
-    model, workload = space.model, space.model.workload
-    least = inf
-    for prior in dict.fromkeys(priors(space)):
-        grid = _grid(space, prior)
-        if all(grid):
-            chosen, _ = least_full(model, tuple(min(of, key=least_memory) for of in grid), grid)
-            least = min(least, model.excess_bytes(chosen))
-    lengths = f"generation.max_new_tokens {workload.max_response}"
-    return (
-        f"no placement of this workload fits {model.cluster}: the least that a rank misses is {least / 2**30:.1f} GiB "
-        f"({least:,.0f} bytes), with ZeRO, recomputation, offloading and any micro_batch tried; use more devices or "
-        f"devices with more memory, smaller models, or lower {lengths} and generation.max_sequences "
-        f"{workload.max_sequences}"
-    )
-
-
 # ---- two phases ------------------------------------------------------------------------------------------------------
-
-Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
 
 
 def two_phase(space: Space, best: Best) -> None:
@@ -209,13 +201,13 @@ def refine(space: Space, chosen: Choice, best: Best) -> None:
     before = None
     while before != chosen:
         before = chosen
-        around = [_around(space, chosen, of) for of in space.candidates]
-        chosen = coordinate_descent(space, chosen, around, best)
+        near = [around(space, chosen, of) for of in space.candidates]
+        chosen = coordinate_descent(space, chosen, near, best)
         for train, users in space.model.models:
             for user in users if train is not None else ():
-                pairs = _alike(around[user], around[train])
+                pairs = _alike(near[user], near[train])
                 chosen = improve(space, chosen, (user, train), pairs, best)
-        grid = _grid(space, tuple((one.first, one.stop) for one in chosen))
+        grid = grid_on(space, tuple((one.first, one.stop) for one in chosen))
         for i, j in combinations(range(len(grid)), 2):
             chosen = improve(space, chosen, (i, j), product(grid[i], grid[j]), best)
 
@@ -228,51 +220,10 @@ def _alike(users: Sequence[Candidate], trainings: Sequence[Candidate]) -> Iterat
     return ((one, training) for training in trainings for one in at.get(training.where, ()))
 
 
-def _around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates on the meshes of some call, on all ranks, and on halves of these."""
-    used = {(one.first, one.stop) for one in chosen} | {(0, len(space.model.limits))}
-    halves = {half for mesh in used for half in _halves(mesh)}
-    return [one for one in candidates if (one.first, one.stop) in used | halves]
-
-
-def _halves(mesh: tuple[int, int]) -> list[tuple[int, int]]:
-    middle = sum(mesh) // 2
-    return [(mesh[0], middle), (middle, mesh[1])]
-
-
-def priors(space: Space) -> Iterator[Meshes]:
-    """Meshes in the style of the strategies: all calls on all ranks (flattening, reallocation); frozen models, train
-    calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
-    training on the first ranks and all else on the others, or the other way around (separation)."""
-    model = space.model
-    parts = {(one.first, one.stop) for of in space.candidates for one in of}
-    num = len(model.limits)
-    everywhere = [span for span in parts if span == (0, num)] or sorted(parts, key=lambda span: span[0] - span[1])[:2]
-    for whole in everywhere:
-        halves = _halves(whole)
-        yield (whole,) * len(model.calls)
-        frozen = [model.trained_by(i) is None for i in range(len(model.calls))]
-        trained = [call.kind == "train" for call in model.calls]
-        both = [a or b for a, b in zip(frozen, trained, strict=True)]
-        for apart in (frozen, trained, both):
-            turns = cycle(halves)
-            yield tuple(next(turns) if split else whole for split in apart)
-        trainings = [model.trained_by(i) for i in range(len(model.calls))]
-        half_of = dict(zip(dict.fromkeys(t for t in trainings if t is not None), cycle(halves), strict=False))
-        for rest in ((whole,), halves):
-            turns = cycle(rest)
-            yield tuple(next(turns) if training is None else half_of[training] for training in trainings)
-    edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
-    for edge in edges:
-        front, behind = (0, edge), (edge, num)
-        for training, rest in ((front, behind), (behind, front)):
-            yield tuple(training if call.kind == "train" else rest for call in model.calls)
-
-
 def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
     """The best choice on given meshes that coordinate descent reaches from the choice that needs the least memory; None
     if that one does not fit."""
-    grid = _grid(space, meshes)
+    grid = grid_on(space, meshes)
     if not all(grid):
         return None
     chosen, missing = least_full(space.model, tuple(min(of, key=least_memory) for of in grid), grid)
@@ -281,37 +232,6 @@ def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
     best.num_scored += 1
     best.offer(space.model.score_s(chosen), chosen)
     return coordinate_descent(space, chosen, grid, best)
-
-
-def _grid(space: Space, meshes: Meshes) -> list[list[Candidate]]:
-    """The candidates of each call on its mesh."""
-    return [
-        [one for one in of if (one.first, one.stop) == mesh] for of, mesh in zip(space.candidates, meshes, strict=True)
-    ]
-
-
-def least_full(model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candidate]]) -> tuple[Choice, float]:
-    """Changes one call after another until a choice fits or no change helps; returns it and the bytes that it
-    misses."""
-    current, missing = list(chosen), model.overflow_bytes(chosen)
-    improved = True
-    while missing > 0 and improved:
-        improved = False
-        for index, of in enumerate(grid):
-            kept = current[index]
-            for one in of:
-                current[index] = one
-                other = model.overflow_bytes(current)
-                if other < missing:
-                    missing, kept, improved = other, one, True
-            current[index] = kept
-    return tuple(current), missing
-
-
-def least_memory(one: Candidate) -> tuple[float, ...]:
-    """Sort key of candidates: the memory that they need, all kinds together."""
-    working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
-    return one.static_bytes + working, one.seconds
 
 
 def coordinate_descent(space: Space, chosen: Choice, grid: Sequence[Sequence[Candidate]], best: Best) -> Choice:

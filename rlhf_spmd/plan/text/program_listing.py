@@ -1,5 +1,6 @@
 """A program as text: who runs what, what moves, and what one rank executes in an iteration."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlhf_spmd.plan.cost.memory import STATIC, WORKING, num_params, peak_bytes, static_bytes, working_bytes
@@ -36,7 +37,7 @@ def show_program(program: Program, *, title: str, rank: int) -> str:
     parts = [title, table(_calls(program)), "", "Transfers per iteration"]
     parts.append(_transfers(program))
     parts += ["", "Gradients all-reduced per iteration", table(_gradients(program))]
-    parts += ["", "Bytes per rank: all the time, and the most that a call needs in addition", table(_memory(program))]
+    parts += ["", "Bytes per rank: all the time, and the most that a call needs in addition", memory_table(program)]
     for call in workload.workflow.placed_calls:
         layout = placement.layouts[call.name]
         if call.kind == "train" and is_pipelined(call, layout):
@@ -114,18 +115,29 @@ def _gradients(program: Program) -> list[tuple[str, ...]]:
     return rows
 
 
-def _memory(program: Program) -> list[tuple[str, ...]]:
-    """One row for each set of ranks with the same bytes."""
+def call_table(program: Program, seconds: Mapping[str, float], limits: Mapping[str, str]) -> str:
+    """Of each placed call: its forecast seconds, what limits it, and where it runs."""
+    cells = [("call", "seconds", "limited by", "ranks", "layout")]
+    for name, layout in program.placement.layouts.items():
+        ranks = format_ranks(layout.ranks)
+        ranks = ranks if len(ranks) < 30 else f"{len(layout.ranks)} of them"
+        cells.append((name, f"{seconds[name]:.4g}", limits[name], ranks, str(layout)))
+    return table(cells)
+
+
+def memory_table(program: Program) -> str:
+    """Bytes of ranks by kind, with the reserve and the memory of their devices: a row for each set of equal ranks."""
     ranks_of: dict[tuple, list[int]] = {}
     for rank in program.cluster.ranks:
         static, working = static_bytes(program, rank), working_bytes(program, rank)
-        peak, limit = peak_bytes(static, working), program.cluster.device_bytes(rank) or 0
-        ranks_of.setdefault((*static.values(), *working.values(), peak, limit), []).append(rank)
+        whole = program.cluster.device_bytes(rank) or 0
+        ends = peak_bytes(static, working), whole - (program.cluster.usable_bytes(rank) or 0), whole
+        ranks_of.setdefault((*static.values(), *working.values(), *ends), []).append(rank)
     used = [any(column) for column in zip(*ranks_of, strict=True)]
-    rows = [("ranks", *STATIC, *WORKING, "peak", "device")]
+    rows = [("ranks", *STATIC, *WORKING, "peak", "reserve", "device")]
     for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
-    return [(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows]
+    return table([(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows])
 
 
 def _instructions(program: Program, rank: int) -> str:

@@ -1,0 +1,183 @@
+"""Where no placement fits: the least memory that was found, and the options with which something would fit.
+
+The least memory is that of the fullest rank, by the model of memory of the search (iteration_model.py). It is found by
+a local search that only looks at bytes, from the meshes with which two_phase begins. Options are tried one at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from time import perf_counter
+
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.exact import Choice, Space
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.meshes import meshes
+from rlhf_spmd.plan.search.priors import around, grid_on, least_full, least_memory, least_static, priors
+from rlhf_spmd.plan.workload import Workload
+
+PARTS = ("all the time", "gathered", "reduced", "activations", "KV cache")  # of CallModel.parts_at
+MOST_DEVICES = 1024  # of a larger cluster that is tried
+LEAST_SEQUENCES, LEAST_TOKENS = 8, 32  # of smaller options that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Roomy:
+    """A choice that needs little memory. excess_bytes: what its fullest rank lacks; at most 0 if it fits."""
+
+    chosen: Choice
+    excess_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.excess_bytes <= 0
+
+
+def roomiest(space: Space, deadline: float = inf) -> Roomy | None:
+    """The first choice found that fits, else the one with the least memory; None if no meshes suit all calls."""
+    model, best = space.model, None
+    grids = [grid for prior in dict.fromkeys(priors(space)) if all(grid := grid_on(space, prior))]
+    for key, grid in product((least_memory, least_static), grids):  # a frozen model alone gains little if offloaded
+        if best is not None and perf_counter() > deadline:
+            break
+        chosen, _ = least_full(model, tuple(min(of, key=key) for of in grid), grid, deadline)
+        here = Roomy(chosen, model.excess_bytes(chosen))
+        if here.fits:
+            return here
+        best = here if best is None or here.excess_bytes < best.excess_bytes else best
+    return best and _descend(space, best, deadline)
+
+
+def _descend(space: Space, start: Roomy, deadline: float) -> Roomy:
+    """Changes one call, or all calls of a trained model together, until nothing lowers the memory."""
+    model, chosen, before = space.model, start.chosen, None
+    while chosen != before and perf_counter() < deadline:
+        before = chosen
+        near = [around(space, chosen, of) for of in space.candidates]
+        chosen, _ = least_full(model, chosen, near, deadline)
+        chosen = _together(model, chosen, near, deadline)
+    chosen = _trimmed(space, chosen)
+    excess = model.excess_bytes(chosen)
+    return Roomy(chosen, excess) if excess <= start.excess_bytes else start
+
+
+def _trimmed(space: Space, chosen: Choice) -> Choice:
+    """The choice with less memory of calls that are not the fullest: where others need less, they would count."""
+    current, missing = list(chosen), space.model.overflow_bytes(chosen)
+    for index, of in enumerate(space.candidates):
+        kept = current[index]
+        for one in sorted((one for one in of if one.where == kept.where), key=least_memory):
+            current[index] = one
+            if space.model.overflow_bytes(current) <= missing:
+                break
+        else:
+            current[index] = kept
+    return tuple(current)
+
+
+def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidate]], deadline: float) -> Choice:
+    """The choice with the calls of each trained model split alike, so that they share its weights, if that helps."""
+    kept, missing = list(chosen), model.overflow_bytes(chosen)
+    for train, users in model.models:
+        if train is None:
+            continue
+        small: list[dict[tuple, Candidate]] = [{} for _ in users]  # of each user: the smallest candidate of each split
+        for smallest, user in zip(small, users, strict=True):
+            for one in sorted(near[user], key=least_memory):
+                smallest.setdefault(one.where, one)
+        for training in near[train]:
+            if perf_counter() > deadline:
+                break
+            current = list(kept)
+            current[train] = training
+            for smallest, user in zip(small, users, strict=True):
+                current[user] = smallest.get(training.where, current[user])
+            if (other := model.overflow_bytes(current)) < missing:
+                kept, missing = current, other
+    return tuple(kept)
+
+
+# ---- options that would help -----------------------------------------------------------------------------------------
+
+
+def smaller(workload: Workload) -> Iterator[list[tuple[str, Workload]]]:
+    """Options that take less memory, by kind, the smallest change first: words, and the workload."""
+    sizes = {
+        "generation.max_sequences": ("max_sequences", LEAST_SEQUENCES),
+        "generation.max_new_tokens": ("max_response", LEAST_TOKENS),
+        "data.max_prompt": ("max_prompt", LEAST_TOKENS),
+    }
+    for option, (name, least) in sizes.items():
+        size = getattr(workload, name)
+        halves = [size >> power for power in range(1, size.bit_length()) if size >> power >= least]
+        yield [(f"{option}={half}", replace(workload, **{name: half})) for half in halves]
+    if workload.param_bytes > 2:
+        yield [("dtype=bfloat16", replace(workload, param_bytes=2))]
+
+
+def larger(cluster: Cluster) -> list[Cluster]:
+    """More such nodes, if all nodes are alike."""
+    doubled = [Cluster(cluster.nodes * times) for times in (2, 4, 8, 16)] if len(set(cluster.nodes)) == 1 else []
+    return [one for one in doubled if one.num_devices <= MOST_DEVICES]
+
+
+def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
+    """Of each kind of option the smallest change with which something was found to fit, in words. Smaller options are
+    tried with the placement at hand."""
+    model, found = space.model, []
+    of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
+    for kind in smaller(model.workload):
+        for words, workload in kind:
+            other = CallModel(Cost(model.cost.calibration, workload, model.cluster))
+            same = [
+                other.costs.candidate(call, of_places[one.first, one.stop], one.placed)
+                for call, one in zip(other.calls, chosen, strict=True)
+            ]
+            if other.excess_bytes(same) <= 0:
+                found.append(words)
+                break
+    for cluster in larger(model.cluster):
+        if perf_counter() > deadline:
+            break
+        cost = Cost(model.cost.calibration, model.workload, cluster)
+        if (trial := roomiest(Space.of(CallModel(cost)), deadline)) and trial.fits:
+            found.append(f"--layout {cluster}")
+            break
+    return found
+
+
+def why_none(space: Space, best: Roomy | None, *, proved: bool, seconds: float, deadline: float) -> str:
+    """Why there is no plan, in words. best: the least memory that was found. proved: all placements were considered, in
+    so many seconds."""
+    model, cluster = space.model, space.model.cluster
+    text = f"no placement of this workload fits {cluster}: all were considered"
+    if not proved:
+        text = f"no placement of this workload was found in {seconds:.0f} s that fits {cluster}"
+    if best is None or best.excess_bytes == inf:
+        return f"{text}. Its devices cannot be divided among the calls; use more devices"
+    place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])
+    rank = next(rank for one in best.chosen for rank in _at(one, place))
+    whole, usable = cluster.device_bytes(rank), cluster.usable_bytes(rank)
+    parts = zip(PARTS, model.parts_at(best.chosen, place), strict=True)
+    sizes = ", ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    layouts = ", ".join(f"{call.name} {one.layout}" for call, one in zip(model.calls, best.chosen, strict=True))
+    text += (
+        f". The least memory that was found is {_gib(model.bytes_at(best.chosen, place))} on rank {rank} ({sizes}), "
+        f"{_gib(best.excess_bytes)} more than the {_gib(usable)} of {_gib(whole)} that it may use, with {layouts}. "
+    )
+    words = helpful(space, best.chosen, deadline)
+    if words:
+        return f"{text}It would fit with {', or with '.join(words)}"
+    return f"{text}Use more devices, devices with more memory, or smaller models"
+
+
+def _at(one: Candidate, place: int) -> tuple[int, ...]:
+    """The rank of a candidate at a place, if it has one there."""
+    return (one.ranks[place - one.first],) if one.first <= place < one.stop else ()
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,91 @@
+"""Where a search begins: meshes in the style of the strategies, and the choice on them that needs the least memory."""
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from math import inf
+from time import perf_counter
+
+from rlhf_spmd.plan.search.candidates import Candidate
+from rlhf_spmd.plan.search.exact import Choice, Space
+from rlhf_spmd.plan.search.iteration_model import CallModel
+
+Meshes = tuple[tuple[int, int], ...]  # of each call: first place, last + 1
+
+
+def priors(space: Space) -> Iterator[Meshes]:
+    """Meshes in the style of the strategies: all calls on all ranks (flattening, reallocation); frozen models, train
+    calls or both on alternating halves, and models with all of their calls on alternating halves (interleaving);
+    training on the first ranks and all else on the others, or the other way around (separation)."""
+    model = space.model
+    parts = {(one.first, one.stop) for of in space.candidates for one in of}
+    num = len(model.limits)
+    everywhere = [span for span in parts if span == (0, num)] or sorted(parts, key=lambda span: span[0] - span[1])[:2]
+    for whole in everywhere:
+        halves = _halves(whole)
+        yield (whole,) * len(model.calls)
+        frozen = [model.trained_by(i) is None for i in range(len(model.calls))]
+        trained = [call.kind == "train" for call in model.calls]
+        both = [a or b for a, b in zip(frozen, trained, strict=True)]
+        for apart in (frozen, trained, both):
+            turns = cycle(halves)
+            yield tuple(next(turns) if split else whole for split in apart)
+        trainings = [model.trained_by(i) for i in range(len(model.calls))]
+        half_of = dict(zip(dict.fromkeys(t for t in trainings if t is not None), cycle(halves), strict=False))
+        for rest in ((whole,), halves):
+            turns = cycle(rest)
+            yield tuple(next(turns) if training is None else half_of[training] for training in trainings)
+    edges = sorted({stop for first, stop in parts if first == 0 and (stop, num) in parts})
+    for edge in edges:
+        front, behind = (0, edge), (edge, num)
+        for training, rest in ((front, behind), (behind, front)):
+            yield tuple(training if call.kind == "train" else rest for call in model.calls)
+
+
+def around(space: Space, chosen: Choice, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates on the meshes of some call, on all ranks, and on halves of these."""
+    used = {(one.first, one.stop) for one in chosen} | {(0, len(space.model.limits))}
+    halves = {half for mesh in used for half in _halves(mesh)}
+    return [one for one in candidates if (one.first, one.stop) in used | halves]
+
+
+def _halves(mesh: tuple[int, int]) -> list[tuple[int, int]]:
+    middle = sum(mesh) // 2
+    return [(mesh[0], middle), (middle, mesh[1])]
+
+
+def grid_on(space: Space, meshes: Meshes) -> list[list[Candidate]]:
+    """The candidates of each call on its mesh."""
+    return [
+        [one for one in of if (one.first, one.stop) == mesh] for of, mesh in zip(space.candidates, meshes, strict=True)
+    ]
+
+
+def least_full(
+    model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candidate]], deadline: float = inf
+) -> tuple[Choice, float]:
+    """Changes one call after another until a choice fits, no change helps or the time is up; returns it and the bytes
+    that it misses."""
+    current, missing = list(chosen), model.overflow_bytes(chosen)
+    improved = True
+    while missing > 0 and improved and perf_counter() < deadline:
+        improved = False
+        for index, of in enumerate(grid):
+            kept = current[index]
+            for one in of if perf_counter() < deadline else ():
+                current[index] = one
+                other = model.overflow_bytes(current)
+                if other < missing:
+                    missing, kept, improved = other, one, True
+            current[index] = kept
+    return tuple(current), missing
+
+
+def least_memory(one: Candidate) -> tuple[float, ...]:
+    """Sort key of candidates: the memory that they need, all kinds together."""
+    working = one.gathered_bytes + one.reduced_bytes + one.activation_bytes + one.cache_bytes
+    return one.static_bytes + working, one.seconds
+
+
+def least_static(one: Candidate) -> tuple[float, ...]:
+    """Sort key of candidates: first the memory that they need all the time."""
+    return one.static_bytes, *least_memory(one)

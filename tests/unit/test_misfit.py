@@ -1,0 +1,71 @@
+"""Where no placement fits: the least memory that is found, what would help, and that it ends within the budget."""
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster, Node
+from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.search.exact import Space
+from rlhf_spmd.plan.search.iteration_model import CallModel
+from rlhf_spmd.plan.search.misfit import roomiest
+from rlhf_spmd.plan.search.planner import search
+from rlhf_spmd.presets import load
+
+A100 = load_calibration("a100-80g")
+BUDGET_S = 3.0
+
+
+def refused(preset: str, cluster: Cluster, *overrides: str, method: str = "exact") -> tuple[str, float]:
+    """The message of a search that finds nothing, and its seconds of this process."""
+    workload, began = make_workload(load(preset, overrides)), time.process_time()
+    with pytest.raises(UserError) as error:
+        search(workload, cluster, A100, method=method, budget_s=BUDGET_S)
+    return str(error.value), time.process_time() - began
+
+
+def test_33b_on_two_nodes_ends_in_time_and_says_what_would_help():
+    """The options that it names do fit."""
+    cluster = Cluster.parse("2x8", "a100-80g")
+    text, seconds = refused("llama-33b", cluster)
+    assert seconds < BUDGET_S + 1.0
+    assert re.search(r"least memory that was found is \d\d\.\d GiB on rank 0 \(all the time 69\.\d GiB, gathered", text)
+    assert "of 80.0 GiB that it may use" in text and "actor_train dp1 pp4 tp4 recompute" in text
+    option = re.search(r"fit with (generation.max_sequences=\d+)", text)[1]
+    words = re.search(r"--layout (\S+)", text)[1]
+    for overrides, larger in (([option], cluster), ([], Cluster.parse(words, "a100-80g"))):
+        workload = make_workload(load("llama-33b", overrides))
+        found = search(workload, larger, A100, method="two_phase", keep=1, budget_s=BUDGET_S)
+        assert found.plans
+
+
+def test_what_was_proved_is_said():
+    text, _ = refused("llama-70b", Cluster.parse("1x4", "a100-80g"))
+    assert text.startswith("no placement of this workload fits 1x4: all were considered")
+    assert "fit with --layout 16x4" in text and "max_sequences" not in text  # which would not be enough
+    text, _ = refused("llama-70b", Cluster.parse("1x4", "a100-80g"), method="two_phase")
+    assert "no placement of this workload was found in" in text
+
+
+def test_where_nothing_helps_that_is_said_too():
+    text, _ = refused("llama-70b", Cluster((Node(1, "a100-80g", 2**20),)), "rollout_batch=8", "mini_batch=8")
+    assert text.endswith("Use more devices, devices with more memory, or smaller models")
+
+
+def test_the_least_memory_is_that_of_its_program():
+    workload, cluster = make_workload(load("llama-33b")), Cluster.parse("2x8", "a100-80g")
+    space = Space.of(CallModel(Cost(A100, workload, cluster)))
+    found = roomiest(space)
+    assert not found.fits
+    program = compile_program(workload, space.model.placement(found.chosen), cluster)
+    need = max(peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in cluster.ranks)
+    assert need == pytest.approx(found.excess_bytes + cluster.usable_bytes(0), rel=0.02)
+    roomy = Cluster(tuple(replace(node, device_bytes=int(need / 0.94) + 2**30) for node in cluster.nodes))
+    assert roomiest(Space.of(CallModel(Cost(A100, workload, roomy)))).fits

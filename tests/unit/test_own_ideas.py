@@ -1,0 +1,93 @@
+"""`bench scan` for one's own ideas: cases, what is searched over, rows as CSV, mistakes."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from bench.forecast.own_ideas import own_cases, own_grid, write_csv
+from bench.forecast.scan import main
+from bench.forecast.suites import SUITES
+from bench.rows import RESULTS, STRATEGIES
+from rlhf_spmd.strategy import load_strategy
+
+MINE = """from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+
+
+def place(workload, cluster, *, tp: int = 1, zero: int = 0, colour: str = "red"):
+    calls = workload.workflow.placed_calls
+    layout = Layout.grid_of(cluster.ranks, tp=tp, zero=zero)
+    return Placement({c.name: layout if c.kind == "train" else Layout.grid_of(cluster.ranks, tp=tp) for c in calls})
+"""
+
+
+def words(**given) -> SimpleNamespace:
+    return SimpleNamespace(**{"preset": None, "layout": None, "strategy": [], "csv": None, "overrides": []} | given)
+
+
+@pytest.fixture
+def mine(tmp_path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+def test_own_strategies_stand_beside_the_others_in_every_place(mine):
+    quick = SUITES["quick"].cases
+    assert own_cases(quick, words()) == quick
+    found = own_cases(quick, words(strategy=[mine], overrides=["strategy.tp=2", "mini_batch=256"]))
+    assert found[: len(quick)] == quick
+    assert [(case.layout, case.options) for case in found[len(quick) :]] == [("1x8", {"tp": 2}), ("2x8", {"tp": 2})]
+    one = own_cases(SUITES["algorithms"].cases, words(preset="llama-13b", layout="4x8", strategy=[mine]))
+    assert {(case.preset, case.layout) for case in one} == {("llama-13b", "4x8")}
+    assert len(one) == 4 * (len(STRATEGIES) + 1) and {case.algorithm for case in one} > {"grpo", "remax"}
+
+
+def test_usual_options_of_a_strategy_are_searched(mine):
+    assert own_grid(load_strategy(mine), 8) == {"tp": (1, 2, 4, 8), "zero": (0, 1, 2, 3)}
+
+
+def test_rows_as_csv(tmp_path):
+    rows = [{"a": 1, "options": {"zero": 3, "tp": 2}}, {"a": None, "options": {}, "device_s": {"rest": 0.5}}]
+    write_csv(tmp_path / "rows.csv", rows)
+    with (tmp_path / "rows.csv").open() as file:
+        assert list(csv.DictReader(file)) == [
+            {"a": "1", "options": "zero=3; tp=2", "device_rest_s": ""},
+            {"a": "", "options": "", "device_rest_s": "0.5"},
+        ]
+
+
+def test_a_scan_of_one_place(mine, tmp_path, capsys, monkeypatch):
+    """With models of two sizes; the committed rows stay."""
+    monkeypatch.setattr("bench.forecast.own_ideas.STRATEGIES", ("flattening",))
+    before, out = (RESULTS / "scan.jsonl").read_bytes(), tmp_path / "mine.csv"
+    given = ["--strategy", mine, "--preset", "llama-7b", "--layout", "1x8", "--csv", str(out)]
+    options = ["shape=critic=llama-13b,reward=llama-7b", "rollout_batch=64", "mini_batch=32"]
+    assert main([*given, *options]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == {"bench": "scan", "suite": "all", "cases": 2, "ok": True}
+    with out.open() as file:
+        flat, own = csv.DictReader(file)
+    assert (flat["strategy"], own["strategy"]) == ("flattening", mine) and own["overrides"] == " ".join(options)
+    assert float(own["iteration_s"]) > 0 and "tp=" in own["options"]
+    assert (RESULTS / "scan.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--strategy", "nope.py"], "nope.py does not exist"),
+        (["--preset", "llama-7"], "did you mean 'llama-7b'?"),
+        (["--layout", "8"], "is not of the form NxG"),
+        (["strategy.zero=1"], "give --strategy"),
+        (["--strategy", "flattening", "strategy.zro=1"], "did you mean"),
+        (["--csv", "no/such/folder/a.csv"], "can't be written"),
+        (["shape=critc=llama-7b"], "did you mean 'critic'?"),
+    ],
+)
+def test_mistakes_are_one_message(given, message, capsys):
+    assert main(["--quick", *given]) == 2
+    found = capsys.readouterr()
+    assert message in found.err and found.out == ""

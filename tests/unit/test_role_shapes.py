@@ -1,0 +1,85 @@
+"""Models of different sizes: `shape=actor=llama-70b,critic=llama-7b` in check and plan, and mistakes in it."""
+
+import json
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.algorithm import load_algorithm
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workload import SHAPES
+from rlhf_spmd.presets import load
+from rlhf_spmd.role_shapes import shape_text, shapes_by_role
+
+PPO = load_algorithm("ppo").roles
+GROWN = {"actor": "llama-70b", "critic": "llama-7b", "reference": "llama-70b", "reward": "llama-7b"}
+
+
+def layers(preset: str, *overrides: str, algorithm: str | None = None) -> dict[str, int]:
+    workload = make_workload(load(preset, overrides, algorithm=algorithm))
+    return {role: shape.num_layers for role, shape in workload.models.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", dict.fromkeys(PPO, "llama-7b")),
+        ("llama-13b", dict.fromkeys(PPO, "llama-13b")),
+        ("actor=llama-70b", GROWN),
+        ("actor = llama-70b, critic=llama-7b", GROWN),
+        ("reward=llama-13b", dict.fromkeys(PPO, "llama-7b") | dict.fromkeys(("critic", "reward"), "llama-13b")),
+        ("reference=llama-33b", dict.fromkeys(PPO, "llama-7b") | {"reference": "llama-33b"}),
+    ],
+)
+def test_a_role_without_a_shape_has_that_of_the_role_that_it_starts_from(text, expected):
+    found = shapes_by_role(text, PPO, "llama-7b")
+    assert found == expected
+    assert shapes_by_role(shape_text(found), PPO) == expected
+
+
+def test_workloads_have_them():
+    assert layers("llama-7b", "shape=actor=llama-70b") == {"actor": 80, "critic": 32, "reference": 80, "reward": 32}
+    assert layers("llama-7b", "shape=reward=llama-13b", algorithm="grpo")["reward"] == 40
+    workload = make_workload(load("llama-7b", ["shape=actor=llama-70b"]))
+    assert workload.models["critic"].scalar_head and workload.models["actor"] == SHAPES["llama-70b"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("actr=llama-7b", "there is no 'actr' (did you mean 'actor'?); known: actor, critic, reference, reward"),
+        ("actor=lama-7b", "unknown shape 'lama-7b' (did you mean 'llama-7b'?); known: llama-7b"),
+        ("actor=llama-7b,llama-13b", "'llama-13b' is not ROLE=SHAPE"),
+        ("actor=llama-7b,actor=llama-7b", "actor is given twice"),
+    ],
+)
+def test_mistakes_are_one_message(shape, words, capsys):
+    assert main(["check", "flattening", "--preset", "llama-7b", f"shape={shape}"]) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err.count("\n") == 1 and words in found.err
+
+
+def test_where_there_are_weights_their_shapes_count():
+    with pytest.raises(UserError, match="tiny/actor has a shape of its own; drop one of the two"):
+        load("tiny", ["shape=actor=llama-7b"])
+    with pytest.raises(UserError, match="shape of its own"):
+        load("llama-7b", ["shape=critic=llama-13b"], model="some/folder")
+    with pytest.raises(UserError, match="critic has the shape of models.critic=some/folder; drop one of the two"):
+        load("llama-7b", ["shape=critic=llama-13b", "models.critic=some/folder"])
+    tiny = load("tiny").models["reward"]
+    assert layers("llama-7b", "shape=actor=llama-70b", f"models.reward={tiny}")["reward"] < 32
+    with pytest.raises(UserError, match="gives no shape of reward; add reward=SHAPE"):
+        make_workload(load("smollm2", ["shape=actor=llama-7b,critic=llama-7b", "reward_function="]))
+
+
+def test_plan_and_check_place_them(capsys, tmp_path):
+    words = ["--preset", "llama-7b", "--layout", "2x8", "shape=actor=llama-13b,critic=llama-7b"]
+    out = str(tmp_path / "mixed.py")
+    assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", out]) == 0
+    planned = capsys.readouterr().out
+    assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 2x8" in planned
+    assert main(["check", out, *words]) == 0
+    shown = capsys.readouterr().out
+    assert 'shape: "actor=llama-13b,critic=llama-7b,' in shown or "shape: actor=llama-13b,critic=llama-7b," in shown
+    assert json.loads(shown.splitlines()[-1])["ok"] is True
