@@ -7,10 +7,10 @@ from bench.rows import STRATEGIES
 
 
 def by_place(rows: Sequence[dict]) -> list[dict]:
-    """One row for each model and layout: its samples per second by strategy."""
-    places: dict[tuple[str, str], dict] = {}
+    """One row for each model, layout and calibration: its samples per second by strategy."""
+    names, places = ("preset", "layout", "calibration"), {}
     for row in rows:
-        place = places.setdefault((row["preset"], row["layout"]), {"preset": row["preset"], "layout": row["layout"]})
+        place = places.setdefault(tuple(row[name] for name in names), {name: row[name] for name in names})
         place[row["strategy"]] = row["samples_per_s"]
     return list(places.values())
 
@@ -72,6 +72,16 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         {
             "model": lambda row: row["preset"],
             "layout": lambda row: row["layout"],
+            **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
+        },
+    ),
+    "networks": (
+        "networks",
+        by_place,
+        {
+            "model": lambda row: row["preset"],
+            "layout": lambda row: row["layout"],
+            "calibration": lambda row: row["calibration"],
             **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
         },
     ),
@@ -161,6 +171,7 @@ SCANS: dict[str, Columns] = {
     },
 }
 SCANS["app_planner"] = SCANS["scan"]
+SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
 SCANS |= trl_table.COLUMNS
 JOINED |= trl_table.JOINED

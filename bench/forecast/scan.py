@@ -94,7 +94,8 @@ def merged(first: Calibration, second: Calibration) -> Calibration:
 def machine(case: Case) -> tuple[Cluster, Calibration]:
     """The cluster of a case and its constants."""
     if not case.nodes:
-        return Cluster.parse(case.layout, suites.DEVICE), load_calibration(suites.DEVICE)
+        name = case.calibration or suites.DEVICE
+        return Cluster.parse(case.layout, name.partition("+")[0]), load_calibration(name)
     nodes = tuple(Node(DEVICES_PER_NODE, device, DEVICE_BYTES[device]) for device in case.nodes)
     return Cluster(nodes), merged(*(load_calibration(device) for device in (suites.DEVICE, suites.OTHER_DEVICE)))
 
@@ -213,7 +214,7 @@ def exposed(program: Program, seen: Forecast, calibration: Calibration) -> dict[
 def with_speed_up(rows: Iterable[dict]) -> list[dict]:
     """The rows with `speed_up`: over flattening in the same place; None where either does not fit."""
     rows = list(rows)
-    place = ("algorithm", "preset", "layout", "nodes")
+    place = ("algorithm", "preset", "layout", "nodes", "calibration")
     flat = {tuple(row[key] for key in place): row["iteration_s"] for row in rows if row["strategy"] == "flattening"}
     for row in rows:
         base_s = flat.get(tuple(row[key] for key in place))
@@ -223,7 +224,7 @@ def with_speed_up(rows: Iterable[dict]) -> list[dict]:
 
 def explained(plan: Mapping, rows: Sequence[Mapping]) -> str:
     """Which plan the planner took, and where it saves what the strategies take, in lines."""
-    place = ("algorithm", "preset", "layout", "nodes")
+    place = ("algorithm", "preset", "layout", "nodes", "calibration")
     alike = [row for row in rows if all(row[key] == plan[key] for key in place) and row["iteration_s"]]
     lines = [
         f"{plan['algorithm']}, {plan['preset']} on {plan['layout']}: the planner's plan is {plan['options']['plan']}"

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 from bench.rows import STRATEGIES
+from rlhf_spmd.calibration_file import NETWORKS
 
 PRESETS = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")
 LAYOUTS = ("1x8", "2x8", "4x8", "8x8")
@@ -27,7 +28,8 @@ class Case:
     """One forecast. nodes: device type of each node, of 8 devices; () : all are DEVICE, as many as the layout says.
 
     options: of the strategy; a value that is a tuple is searched over, and so is what grid_of() says of the others.
-    exact: these options and no others, whether they fit or not. algorithm: name of a page.
+    exact: these options and no others, whether they fit or not. algorithm: name of a page. calibration: of the devices,
+    perhaps with a network; "": that of DEVICE.
     """
 
     preset: str
@@ -37,6 +39,7 @@ class Case:
     nodes: tuple[str, ...] = ()
     exact: bool = False
     algorithm: str = "ppo"
+    calibration: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +198,34 @@ def mixed_ahead(rows: Sequence[Mapping]) -> Claims:
     return {"types_apart_ahead_of_flattening": exceptions(found)}
 
 
+def networks_agree(rows: Sequence[Mapping]) -> Claims:
+    """The same strategy is the fastest of the shipped ones, whatever the device and the network between nodes."""
+    fixed, different = [strategy for strategy in STRATEGIES if strategy != "planner"], []
+    for preset, layout in dict.fromkeys((row["preset"], row["layout"]) for row in rows):
+        alike = [row for row in rows if (row["preset"], row["layout"]) == (preset, layout)]
+        best = {}
+        for calibration in dict.fromkeys(row["calibration"] for row in alike):
+            rates = {name: rate(_of(alike, calibration), preset, layout, name) for name in fixed}
+            best[calibration] = max(rates, key=rates.__getitem__)
+        if len(set(best.values())) > 1:
+            words = ", ".join(f"{name} on {calibration}" for calibration, name in best.items())
+            different.append(f"{preset} {layout}: {words}")
+    return {"same_strategy_on_every_network": different}
+
+
+def planner_first_on_each(rows: Sequence[Mapping]) -> Claims:
+    """The planner is first on every network."""
+    found = []
+    for calibration in dict.fromkeys(row["calibration"] for row in rows):
+        slower = planner_first(_of(rows, calibration))["planner_first"]
+        found += [f"{calibration}, {case}" for case in slower or []]
+    return networks_agree(rows) | {"planner_first": found}
+
+
+def _of(rows: Sequence[Mapping], calibration: str) -> list[Mapping]:
+    return [row for row in rows if row["calibration"] == calibration]
+
+
 # ---- the suites -----------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +276,17 @@ SUITES = {
         "GRPO and its relatives for 7B on one node",
         tuple(Case("llama-7b", "1x8", strategy, {}, algorithm=name) for name, strategy in product(FAMILY, STRATEGIES)),
         planner_first_for_each,
+        ("planner_first",),
+    ),
+    "networks": Suite(
+        "two networks between nodes, for A100 and H100",
+        tuple(
+            Case(preset, layout, strategy, {}, calibration=f"{device}+{network}")
+            for preset, layout in (("llama-7b", "2x8"), ("llama-13b", "4x8"), ("llama-65b", "8x8"))
+            for device, network in product((DEVICE, OTHER_DEVICE), NETWORKS)
+            for strategy in STRATEGIES
+        ),
+        planner_first_on_each,
         ("planner_first",),
     ),
     "heterogeneous": Suite(

@@ -69,6 +69,23 @@ def test_best_options_are_those_of_trying_all(name, grid):
     assert not memory(load_strategy(name).compile(WORKLOAD, cluster, best.options))
 
 
+def test_later_options_are_kept_only_if_they_are_faster():
+    cluster, strategy = Cluster.parse("1x8", "a100-80g"), load_strategy("separation")
+    grid = {"generation_ranks": (4,), "zero": (2,), "training_tp": (2,), "generation_tp": (2,), "recompute": (True,)}
+    before = best_options(strategy, WORKLOAD, cluster, A100, grid)
+    later = {"stream": (False,), "generation_ranks": (2, 6), "decode_mini_batches": (1,)}
+    after = best_options(strategy, WORKLOAD, cluster, A100, grid, later)
+    assert after.options["generation_ranks"] in (2, 4, 6) and "stream" not in after.options
+    options = [dict(before.options), dict(before.options) | {"stream": False}]
+    options += [dict(before.options) | {"generation_ranks": number} for number in (2, 6)]
+    seconds = []
+    for one in options:
+        program = strategy.compile(WORKLOAD, cluster, one)
+        seconds += [] if memory(program) else [forecast(program, A100).makespan_s]
+    assert after.forecast.makespan_s <= min(seconds) <= seconds[0] == before.forecast.makespan_s
+    assert after.num_forecasts == before.num_forecasts + 4
+
+
 def test_what_fits_nowhere_says_by_how_much():
     workload, cluster = make_workload(load("llama-65b")), Cluster.parse("1x8", "a100-80g")
     best = best_options(load_strategy("flattening"), workload, cluster, A100, {"zero": (0, 3), "micro_batch": (1, 8)})
@@ -178,6 +195,23 @@ def test_orders_of_the_paper_name_their_exceptions():
     assert claims["separation_ahead_on_large"] == ["llama-33b 4x8: 1 against 2"]
     assert claims["planner_first"] == ["llama-7b 1x8: 11.1 against 12"]
     assert suites.orders(rates(llama_7b__4x8__flattening=1.0)) == dict.fromkeys(claims)  # which decides nothing
+
+
+def test_networks_that_turn_the_order_are_named():
+    rows = [
+        {"preset": "7b", "layout": "2x8", "calibration": calibration, "strategy": strategy, "samples_per_s": rate}
+        for calibration, strategy, rate in (
+            ("fast", "flattening", 3.0),
+            ("fast", "separation", 2.0),
+            ("slow", "flattening", 1.0),
+            ("slow", "separation", 2.0),
+        )
+    ]
+    named = ["7b 2x8: flattening on fast, separation on slow"]
+    assert suites.networks_agree(rows) == {"same_strategy_on_every_network": named}
+    assert suites.networks_agree(rows[:2]) == {"same_strategy_on_every_network": []}
+    plans = [rows[0] | {"strategy": "planner", "samples_per_s": 2.5}, rows[3] | {"strategy": "planner"}]
+    assert suites.planner_first_on_each(rows + plans)["planner_first"] == ["fast, 7b 2x8: 2.51 against 3"]
 
 
 def test_halved_replicas_can_fail():

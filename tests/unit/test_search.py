@@ -25,6 +25,7 @@ from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import layouts, meshes
 from rlhf_spmd.plan.search.planner import choose, name_of, search
 from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.strategy import load_strategy
 from tests.programs import make_workload
 
 A100 = load_calibration("a100-80g")
@@ -214,6 +215,20 @@ def test_search_is_the_same_every_time(monkeypatch):
         one, other = (search(workload, cluster, A100, method=method, keep=1) for _ in range(2))
         assert [plan.placement for plan in one.plans] == [plan.placement for plan in other.plans]
         assert one.gap is None
+
+
+def test_a_plan_that_streams_has_the_quickest_fields_of_its_stream():
+    """No other number of mini-batches decoded at once, or in flight, makes its program quicker."""
+    workload, cluster = llama("llama-7b", "2x8", "mini_batch=32", "rollout_batch=256")
+    placement = load_strategy("separation").place(workload, cluster, training_tp=2, recompute=True, zero=2)
+    program = compile_program(workload, placement, cluster)
+    plan = searches.Plan("separation", placement, program, forecast(program, A100), 0.0)
+    tuned = searches._tuned(plan, A100)
+    assert tuned.forecast.makespan_s < plan.forecast.makespan_s
+    assert tuned.placement.layouts == placement.layouts and check(tuned.program) == []
+    for number in (1, 2, 4, 8):
+        other = compile_program(workload, replace(tuned.placement, decode_mini_batches=number), cluster)
+        assert forecast(other, A100).makespan_s >= tuned.forecast.makespan_s * (1 - 1e-9)
 
 
 def test_reward_functions_run_where_rows_are_made():
