@@ -67,9 +67,11 @@ def search(
     seed: int = 0,
     keep: int = 20,
     budget_s: float = BUDGET_S,
+    evaluated_tokens: int = 0,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
-    budget_s: seconds after which the exact search stops and reports a gap.
+    budget_s: seconds after which the exact search stops and reports a gap. evaluated_tokens: the most tokens of a
+    response in evaluations, for which memory is kept; 0: no evaluation.
 
     Raises UserError if no placement fits the devices, the method is unknown, or the calibration lacks a device type.
     """
@@ -78,7 +80,7 @@ def search(
     for device in cluster.device_types:
         calibration.require(device)
     begin_s = time.perf_counter()
-    space = Space.of(CallModel(Cost(calibration, workload, cluster)))
+    space = Space.of(CallModel(Cost(calibration, workload, cluster), evaluated_tokens))
     best, gap = choose(space, method, seed, Best(keep), budget_s)
     search_s = time.perf_counter() - begin_s
     if not best.found:
