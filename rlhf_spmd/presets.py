@@ -193,6 +193,7 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
     return loaded, file.without(lambda key: key in keys or key.startswith(f"{Path(before).stem}."))
 
 
-def all_keys() -> list[str]:
-    """Every key that an override of a PPO run may set."""
-    return keys_of(tiny(load_algorithm("ppo")))
+def all_keys(file: ConfigFile | None = None) -> list[str]:
+    """Every key that an override may set in a run of PPO, or of the algorithm that a file names."""
+    file = file or ConfigFile("")
+    return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset"), "ppo"))[0]))
