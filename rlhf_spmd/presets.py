@@ -171,6 +171,10 @@ def load(
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
     config = overridden(file.applied(config), overrides)
+    if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
+        kept = {part.name: getattr(config.eval, part.name) for part in dataclasses.fields(Evaluation)}
+        kept = {name: value for name, value in kept.items() if value != getattr(before.eval, name)}
+        config = dataclasses.replace(config, eval=Evaluation(**kept))
     if config.main_folder:  # the shape of a checkpoint replaces the preset's
         if config.shape not in (before.shape, ""):
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")

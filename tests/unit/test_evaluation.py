@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd import presets
-from rlhf_spmd.config import evaluated, make_workload
+from rlhf_spmd.config import Evaluation, evaluated, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
 from rlhf_spmd.plan.cluster import Cluster
@@ -63,12 +63,20 @@ def test_the_first_of_equal_rows_is_the_best():
         (["eval.prompts=x", "eval.patience=2"], "e.g. checkpoint.best=mean@1"),
         (["eval.prompts=x", "eval.samples_per_prompt=4"], "eval.temperature=1, or one sample"),
         (["eval.prompts=x", "eval.every=0"], "eval.every=0"),
+        (["rollouts.format=parquet"], "rollouts.format=parquet: no samples are written; give rollouts.every=1"),
+        (["rollouts.every=true"], "rollouts.every=true: Input should be a valid integer"),
     ],
 )
 def test_options_without_effect_are_refused(words, says):
     with pytest.raises(UserError) as caught:
         presets.load("tiny", words)
     assert says in str(caught.value)
+
+
+def test_the_evaluation_of_a_preset_is_turned_off_by_one_word():
+    assert presets.load("arithmetic", ["eval.prompts="]).eval == Evaluation()
+    with pytest.raises(UserError, match=r"eval\.num_prompts=3: there is no evaluation without prompts"):
+        presets.load("arithmetic", ["eval.prompts=", "eval.num_prompts=3"])
 
 
 def test_options_of_the_evaluation_take_the_places_of_those_of_training():

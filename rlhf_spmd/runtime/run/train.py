@@ -94,10 +94,11 @@ def train(
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
+    running.evaluate()  # before training, or what an interrupted run has left out
+    running.find_best()
     while len(history) < config.iterations:
         if END.name in running.signals:
             return _ended(world, running.saver, folder, len(history), config.iterations)
-        running.evaluate()  # before training, or what an interrupted run has left out
         if running.evaluator.why_over:
             break
         running.run_next()
@@ -164,6 +165,21 @@ class Iterations:
         if num and not self.has_warned:
             self.console.note(f"warning: {report.timeouts_note(num)}")
         self.has_warned = num > 0
+
+    def find_best(self) -> None:
+        """Writes the best model so far if it is the one that a resumed run begins with, and says so if it is gone: its
+        evaluation may have been left out before, and checkpoint.best may be new. Collective."""
+        done, best = len(self.history), self.evaluator.best_iteration
+        if not best:  # there is no evaluation yet, or the model before training is the best
+            return
+        is_kept = self.job.world.bcast((self.folder.path / "best").is_dir(), what="whether the best model is kept")
+        if best == done:
+            save_models(self.job, self.folder, "best")
+        elif not is_kept:
+            self.console.note(
+                f"note: checkpoint.best={self.evaluator.best}: the best model so far, after {best} of {done} "
+                "iterations, was not written to best/; the next better one will be"
+            )
 
     def run_next(self) -> None:
         """One iteration: its metrics, an evaluation, samples and a checkpoint if they are due."""
