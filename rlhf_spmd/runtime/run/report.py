@@ -112,7 +112,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         "device": describe_device(job.world.computes, job.world.size),
         "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
-        f"mini-batches of {config.mini_batch}, {config.options.epochs} epochs, "
+        f"mini-batches of {config.mini_batch}, {config.options.epochs} epoch{'s' * (config.options.epochs > 1)}, "
         f"at most {config.generation.max_new_tokens} new tokens",
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
