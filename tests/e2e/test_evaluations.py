@@ -131,7 +131,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
         (["eval.prompts=HERE/empty.jsonl"], "empty.jsonl holds no prompt; add some, or drop eval.prompts"),
         (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
         (["checkpoint.best=mean@3/z"], "names x, y; choose one"),
-        (["eval.reward_function=nowhere.py:f"], "nowhere.py"),
+        (["eval.reward_function=nowhere.py:f"], "held_out.jsonl: reward function 'nowhere.py:f'"),
     ],
 )
 def test_bad_input_on_two_ranks(words, says, options, tmp_path):

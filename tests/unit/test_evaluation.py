@@ -15,6 +15,7 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
@@ -49,6 +50,20 @@ def test_the_first_of_equal_rows_is_the_best():
     rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
     assert best_row(rows, "x") == 1
     assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]
+
+
+def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
+    rows = [{"iteration": number, "mean@1": 0.5} for number in (0, 2, 4)]
+    folder = RunFolder(tmp_path)
+    assert folder.evaluations(4, ["mean@1"]) == []
+    folder.write_evaluations(rows)
+    assert folder.evaluations(3, ["mean@1"]) == rows[:2]
+    for line in ("{}", "half a li", "3", '{"iteration": 6, "mean@1": null}', '{"iteration": "6", "mean@1": 1}'):
+        folder.write_evaluations(rows)
+        with (tmp_path / "evaluations.jsonl").open("a") as file:
+            file.write(line + "\n")
+        with pytest.raises(UserError, match="jsonl, line 4 is no evaluation of this run; restore the file, or delete"):
+            folder.evaluations(3, ["mean@1"])
 
 
 # ---- options --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,10 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts)
         if evaluation is not None:
-            scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+            try:
+                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+            except UserError as error:  # about columns of its prompts, or a function of its own
+                raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
     fingerprints = {"prompts": prompts.fingerprint()}
     world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
     models.start()

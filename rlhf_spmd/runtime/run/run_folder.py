@@ -148,10 +148,19 @@ class RunFolder:
         wanted = range(num_iterations)
         return [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
 
-    def evaluations(self, num_iterations: int) -> list[dict[str, Any]]:
-        """The evaluations before or right after the last of so many iterations."""
-        path = self.path / EVALUATIONS
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
+        """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
+        UserError for a line that is none."""
+        rows, path = [], self.path / EVALUATIONS
+        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+            try:
+                row = json.loads(line)
+                is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
+            except (ValueError, TypeError, KeyError):
+                is_row = False
+            if not is_row:
+                raise UserError(f"{path}, line {number} is no evaluation of this run; restore the file, or delete it")
+            rows.append(row)
         return [row for row in rows if row["iteration"] <= num_iterations]
 
     def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
