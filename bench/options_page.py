@@ -39,8 +39,8 @@ also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two das
 
 ## A file of options
 
-`train`, `check`, `plan`, `forecast`, `draw` and `profile` read options from `--config FILE.yaml`, too. Words of the
-command line replace those of the file, and the file replaces those of the preset.
+`train`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from `--config FILE.yaml`, too.
+Words of the command line replace those of the file, and the file replaces those of the preset.
 
 ```yaml
 algorithm: grpo
@@ -87,7 +87,8 @@ prompts, reward, lengths and learning rates.
 OFFLINE = """
 ## Options of generate
 
-A line of a `.jsonl` file of prompts may set some of these for its own prompt; see [Generation](generation.md).
+A line of a `.jsonl` file of prompts may set some of these for its own prompt; see [Generation](generation.md). From a
+file of `--config`, `generate` reads these and `model`. It ignores the other options of a training run there.
 """
 ALGORITHMS = """
 ## Options of the algorithms

@@ -221,7 +221,11 @@ def _positive(text: str) -> int:
 
 def _add_generate(verbs: argparse._SubParsersAction) -> None:
     generate = verbs.add_parser("generate", help="responses to a file of prompts, on one rank or many")
-    generate.add_argument("--model", required=True, metavar="FOLDER", help="Hugging Face checkpoint folder")
+    text = "options of this verb, and `model`; those of training are ignored, words of the command line win"
+    generate.add_argument("--config", metavar="FILE.yaml", help=text)
+    generate.set_defaults(file=None)
+    text = "Hugging Face checkpoint folder (default: that of --config)"
+    generate.add_argument("--model", metavar="FOLDER", help=text)
     generate.add_argument("--prompts", required=True, type=Path, metavar="FILE", help=".jsonl, .parquet or .txt")
     generate.add_argument("--out", required=True, type=Path, metavar="FILE.jsonl", help="one line per response")
     generate.add_argument("--overwrite", action="store_true", help="replace FILE.jsonl if it exists")

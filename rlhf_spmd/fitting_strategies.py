@@ -1,6 +1,6 @@
 """Finds options with which the shipped strategies fit a cluster: to compare plans with, and for advice in errors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlhf_spmd.errors import UserError
@@ -14,6 +14,11 @@ from rlhf_spmd.strategy import load_strategy
 
 COMPARED = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 SPLIT = ("separation", "reallocation")  # have separate layouts for training and for the rest
+Evaluate = Callable[[Program], Program | None]  # the program of a run's evaluations, from that of its training
+
+
+def no_evaluation(training: Program) -> None:
+    """Evaluate of a run without evaluations."""
 
 
 def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Mapping[str, Any], ...]:
@@ -30,18 +35,25 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Map
     return *sharded, split, both, *(both | dict.fromkeys(staged, depth) for depth in depths)
 
 
-def missing_bytes(program: Program) -> int:
-    """The largest number of bytes that a rank lacks on its device, beside the reserve; less than 1 if it all fits."""
+def missing_bytes(program: Program, evaluation: Program | None = None) -> int:
+    """The largest number of bytes that a rank lacks on its device, beside the reserve, for a program and for that of
+    the run's evaluations; less than 1 if both fit."""
+
+    def least(rank: int) -> int:
+        beside = least_bytes(evaluation, rank, program) if evaluation else 0
+        return max(least_bytes(program, rank), beside)
+
     limits = [(rank, program.cluster.usable_bytes(rank)) for rank in program.cluster.ranks]
-    return max((least_bytes(program, rank) - limit for rank, limit in limits if limit is not None), default=0)
+    return max((least(rank) - limit for rank, limit in limits if limit is not None), default=0)
 
 
-def too_large(program: Program) -> bool:
-    """Whether `check` refuses a program because of its memory."""
-    return any(finding.severity == "error" for finding in memory(program))
+def too_large(program: Program, evaluation: Program | None = None) -> bool:
+    """Whether `check` refuses a program, or that of the run's evaluations, because of its memory."""
+    found = memory(program) + (memory(evaluation, program) if evaluation else [])
+    return any(finding.severity == "error" for finding in found)
 
 
-def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
+def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = no_evaluation) -> Iterator[str]:
     """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
     command line. These shard as little as possible."""
 
@@ -52,7 +64,10 @@ def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
             validate(placement, workload, cluster)
             # Transfers only add bytes, so a program without them shows most misfits without compiling.
             without_transfers = Program(workload, placement, cluster, {}, (), ())
-            return not too_large(without_transfers) and not too_large(strategy.compile(workload, cluster, options))
+            if too_large(without_transfers):
+                return False
+            program = strategy.compile(workload, cluster, options)
+            return not too_large(program, evaluate(program))
         except UserError:  # e.g. too few ranks
             return False
 
@@ -65,11 +80,11 @@ def fitting_options(workload: Workload, cluster: Cluster) -> Iterator[str]:
             yield " ".join([f"--strategy {name}", *(f"strategy.{key}={value}" for key, value in first.items())])
 
 
-def advice(program: Program) -> str:
-    """Strategies that fit if a program is too large for its devices; else empty."""
-    if not too_large(program):
+def advice(program: Program, evaluate: Evaluate = no_evaluation) -> str:
+    """Strategies that fit if a program, or that of the run's evaluations, is too large for its devices; else empty."""
+    if not too_large(program, evaluate(program)):
         return ""
-    strategies = list(fitting_options(program.workload, program.cluster))
+    strategies = list(fitting_options(program.workload, program.cluster, evaluate))
     if not strategies:
         return "No shipped strategy fits these devices with any of its usual options: use more or larger devices"
     return "These fit (--strategy auto plans the fastest): " + "; ".join(strategies)

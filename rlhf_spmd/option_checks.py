@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from rlhf_spmd.config import Config, Evaluation, function_labels, prompt_files, split_functions
+from rlhf_spmd.config import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
 
@@ -53,6 +53,11 @@ def check_options(config: Config) -> None:
         raise UserError(
             f"reward_workers={config.reward_workers} are for reward functions, and reward_function is empty; give one, "
             "or leave reward_workers out"
+        )
+    if config.rollouts.format != RolloutFiles().format and not config.rollouts.every:
+        raise UserError(
+            f"rollouts.format={config.rollouts.format}: no samples are written; give rollouts.every=1, or drop the "
+            "option"
         )
     sizes = {name: getattr(config, name) for name in ("rollout_batch", "samples_per_prompt", "mini_batch")}
     sizes["max_new_tokens"] = generation.max_new_tokens

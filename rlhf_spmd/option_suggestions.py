@@ -75,6 +75,7 @@ _SYNONYMS = {
     "default_local_dir output_dir save_path": "--runs",
     "gpus": "device",
 }
+DASHED = ("model", "config", "resume", "layout", "cluster", "calibration", "runs", "name")  # --model and so on
 ALGORITHMS = ("ppo", "grpo")  # whose options stand for those of all algorithms
 ELSEWHERE = {name: tuple(ours.split()) for names, ours in _SYNONYMS.items() for name in names.split()}
 
@@ -87,6 +88,8 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 def suggest_option(name: str, group: Sequence[str], every: Sequence[str]) -> str:
     """A suggestion for an unknown option, for the end of a message. group: options with the same prefix; every: all
     options."""
+    if name in DASHED:
+        return _suggestion([f"--{name}"])
     leaf = name.rpartition(".")[2].lower()
     same_leaf = [key for key in every if key.rpartition(".")[2] == leaf]
     with_word = [key for key in every if f"_{leaf}_" in f"_{key.rpartition('.')[2]}_"]

@@ -30,6 +30,8 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
     if isinstance(text, str) and candidates == [text]:
         with suppress(ValueError, RecursionError):
             candidates.append(json.loads("null" if text.lower() == "none" else text))
+            if isinstance(candidates[-1], bool):  # as text it is a truth value; JSON's would be a number, too
+                candidates.pop()
         candidates.append([part.strip() for part in text.split(",")] if text else [])
     problem = None
     for candidate in candidates:

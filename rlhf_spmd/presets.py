@@ -172,6 +172,10 @@ def load(
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
     config = overridden(file.applied(config), overrides)
+    if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
+        kept = {part.name: getattr(config.eval, part.name) for part in dataclasses.fields(Evaluation)}
+        kept = {name: value for name, value in kept.items() if value != getattr(before.eval, name)}
+        config = dataclasses.replace(config, eval=Evaluation(**kept))
     if config.main_folder:  # the shape of a checkpoint replaces the preset's
         if config.shape not in (before.shape, ""):
             raise UserError(f"shape={config.shape}: {config.main_folder} has a shape of its own; drop one of the two")
@@ -208,6 +212,7 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
     return loaded, file.without(lambda key: key in keys or key.startswith(f"{Path(before).stem}."))
 
 
-def all_keys() -> list[str]:
-    """Every key that an override of a PPO run may set."""
-    return keys_of(tiny(load_algorithm("ppo")))
+def all_keys(file: ConfigFile | None = None) -> list[str]:
+    """Every key that an override may set in a run of PPO, or of the algorithm that a file names."""
+    file = file or ConfigFile("")
+    return keys_of(tiny(_algorithm(None, file, ALGORITHMS.get(file.words.get("preset"), "ppo"))[0]))

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rlhf_spmd import presets
@@ -12,7 +13,7 @@ from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved
 from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting_strategies import advice
+from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
@@ -36,25 +37,26 @@ def run(parsed: argparse.Namespace) -> int:
         raise UserError(f"--rank {parsed.rank} is not in the layout {cluster} (0-{cluster.num_devices - 1})")
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.title}"
-    evaluation = evaluation_of(config, program)
-    findings = check_both(program, evaluation)
+    evaluate = evaluate_of(config)
+    findings = check_both(program, evaluate(program))
     text = config_text(parsed, config, parsed.strategy)
-    return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluation)
+    return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluate)
 
 
-def evaluation_of(config: Config, training: Program) -> Program | None:
-    """The program of a run's evaluations; None without eval.prompts. Raises UserError."""
+def evaluate_of(config: Config) -> Evaluate:
+    """What makes the program of a run's evaluations from that of its training. Counts the prompts, once. Raises
+    UserError."""
     evaluation = config.eval
     if not evaluation.prompts:
-        return None
+        return no_evaluation
     from rlhf_spmd.runtime.data.readers import read_records
 
     key = config.data.key or config.algorithm.data[PROMPTS]
     num = sum(len(read_records(Path(path), key)) for path in prompt_files(evaluated(config)))
     if not num:
         raise UserError(f"eval.prompts={evaluation.prompts} holds no prompt; add some, or drop eval.prompts")
-    return evaluation_program(
-        training,
+    return partial(
+        evaluation_program,
         num_prompts=min(num, evaluation.num_prompts) if evaluation.num_prompts else num,
         samples_per_prompt=evaluation.samples_per_prompt,
         temperature=evaluation.temperature,
@@ -138,15 +140,15 @@ def print_report(
     title: str,
     config: str,
     rank: int = 0,
-    evaluation: Program | None = None,
+    evaluate: Evaluate = no_evaluation,
 ) -> int:
     """Prints a program, the findings about it, its configuration and, last, a line of JSON -> the exit status. rank:
-    whose instructions are printed. evaluation: the program of the run's evaluations."""
+    whose instructions are printed. evaluate: makes the program of the run's evaluations."""
     print(show_program(program, title=title, rank=rank))
-    if evaluation:
+    if evaluation := evaluate(program):
         print(show_evaluation(evaluation))
     print(show_findings(findings))
-    if advised := advice(program):
+    if advised := advice(program, evaluate):
         print(f"\n{advised}")
     print(f"\n{CONFIG_HEADING}\n{config}\n")
     errors = sum(finding.severity == "error" for finding in findings)

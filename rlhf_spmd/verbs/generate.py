@@ -3,10 +3,13 @@
 import argparse
 from pathlib import Path
 
+from rlhf_spmd.config_file import ConfigFile
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.offline.options import load_options
+from rlhf_spmd.presets import all_keys
+from rlhf_spmd.runtime.offline.options import GenerateOptions, assigned, load_options, types
 
 
 def run(world, parsed: argparse.Namespace) -> None:
@@ -14,16 +17,19 @@ def run(world, parsed: argparse.Namespace) -> None:
     given = {name: getattr(parsed, name) for name in ("tp", "dtype", "seed")}
     words = [f"{name}={value}" for name, value in given.items() if value is not None] + parsed.overrides
     with world.together("reading the options"):
-        options = load_options(words)
+        file = parsed.file or ConfigFile("")
+        folder = parsed.model or file.words.get("model")
+        if not folder:
+            what = "is empty" if parsed.model == "" else "is missing"
+            raise UserError(f"--model {what}: give --model FOLDER, or `model: FOLDER` in the file of --config")
+        options = load_options(words, of_file(file))
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
-        num_heads = read_config_json(Path(parsed.model) / "config.json").num_kv_heads
+        num_heads = read_config_json(Path(folder) / "config.json").num_kv_heads
         if options.tp > num_heads:
-            raise UserError(
-                f"--tp {options.tp} is more than the {num_heads} key-value heads of {parsed.model}; lower it"
-            )
-    files = {name: str(getattr(parsed, name)) for name in ("model", "prompts", "out", "overwrite")}
+            raise UserError(f"--tp {options.tp} is more than the {num_heads} key-value heads of {folder}; lower it")
+    files = {"model": folder} | {name: str(getattr(parsed, name)) for name in ("prompts", "out", "overwrite")}
     with world.together("comparing the options"):
         world.agree("the start", files | {"options": repr(options)})
     world.set_deadline(options.deadline_s)
@@ -34,5 +40,25 @@ def run(world, parsed: argparse.Namespace) -> None:
     from rlhf_spmd.runtime.offline.generate_file import generate_file  # torch, which start_torch has prepared for
 
     generate_file(
-        world, layout, options, model=parsed.model, prompts=parsed.prompts, out=parsed.out, overwrite=parsed.overwrite
+        world, layout, options, model=folder, prompts=parsed.prompts, out=parsed.out, overwrite=parsed.overwrite
     )
+
+
+def of_file(file: ConfigFile) -> GenerateOptions:
+    """The options of a file of --config, without those that only a training run has. Raises UserError naming file and
+    line."""
+    options, mine, of_training = GenerateOptions(), types(), all_keys(file)
+    groups = {key.partition(".")[0] for key in (*mine, *of_training) if "." in key}
+    for one in file.settings:
+        if one.value is None and one.key in groups:  # a group without options
+            continue
+        where = f"{file.path}, line {one.line}"
+        if one.key in mine:
+            try:
+                options = assigned(options, one.key, one.value)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+        elif one.key not in of_training and one.key.partition(".")[0] != "strategy":
+            hint = suggest_option(one.key, (), [*mine, *of_training])
+            raise UserError(f"{where}: unknown option {one.key!r}{hint}")
+    return options

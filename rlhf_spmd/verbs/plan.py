@@ -18,9 +18,9 @@ from typing import Any
 
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import Config, evaluated, make_workload
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting_strategies import COMPARED, missing_bytes, options_to_try, too_large
+from rlhf_spmd.fitting_strategies import COMPARED, Evaluate, missing_bytes, no_evaluation, options_to_try, too_large
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.calibration import Calibration
@@ -29,14 +29,13 @@ from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s, runs
 from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Agree, Load, Program, Run, Wait, communicators
-from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.planner import SearchResult, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import Strategy, load_strategy
-from rlhf_spmd.verbs.check import config_words, read_config_and_cluster
+from rlhf_spmd.verbs.check import check_both, config_words, evaluate_of, read_config_and_cluster
 
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
@@ -52,6 +51,7 @@ class Alternative:
     forecast: Forecast | None
     note: str = ""  # options that were chosen, or why there is no forecast
     missing_bytes: int = 0  # of a device, where it does not fit
+    evaluation: Program | None = None  # of the run
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
     config, workload, cluster, calibration = read(parsed)
     out = _out(parsed, config, cluster)
     began = time.perf_counter()
-    rows, found = alternatives(workload, cluster, calibration, **_search_options(parsed))
+    rows, found = alternatives(workload, cluster, calibration, **_evaluations(config), **_search_options(parsed))
     winner = fastest(rows, cluster)
     plan_s = found.search_s
     simulate_s = time.perf_counter() - began - plan_s  # for the best plans and the shipped strategies
@@ -93,6 +93,12 @@ def _words(parsed: argparse.Namespace) -> list[str]:
 
 def _search_options(parsed: argparse.Namespace) -> dict[str, Any]:
     return {"top": parsed.top, "method": parsed.method, "seed": parsed.seed, "keep": max(parsed.top, KEEP)}
+
+
+def _evaluations(config: Config) -> dict[str, Any]:
+    """What alternatives() must know of the evaluations of a run. Raises UserError."""
+    tokens = evaluated(config).generation.max_new_tokens if config.eval.prompts else 0
+    return {"evaluate": evaluate_of(config), "evaluated_tokens": tokens}
 
 
 def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
@@ -148,47 +154,57 @@ def refuse_options(config: Config) -> None:
 
 
 def alternatives(
-    workload: Workload, cluster: Cluster, calibration: Calibration, *, top: int | None = None, **options: Any
+    workload: Workload,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    evaluate: Evaluate = no_evaluation,
+    top: int | None = None,
+    **options: Any,
 ) -> tuple[list[Alternative], SearchResult]:
     """The best plans of search() with these options (top: how many; None: all), then the shipped strategies; and the
-    result of the search. Raises UserError if nothing fits."""
-    shipped = [fitted(name, workload, cluster, calibration) for name in COMPARED]
+    result of the search. evaluate: makes the program of the run's evaluations, which must fit, too. Raises UserError if
+    nothing fits."""
+    shipped = [fitted(name, workload, cluster, calibration, evaluate) for name in COMPARED]
     try:
         found = search(workload, cluster, calibration, **options)
     except UserError as error:
         raise UserError(f"{error}. {_nearest(shipped)}") from None
     plans = [
-        Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast)
+        Alternative(f"plan {number} ({plan.name})", plan.program, plan.forecast, evaluation=evaluate(plan.program))
         for number, plan in enumerate(found.plans[:top], start=1)
     ]
     return plans + shipped, found
 
 
-def fitted(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Alternative:
+def fitted(
+    name: str, workload: Workload, cluster: Cluster, calibration: Calibration, evaluate: Evaluate = no_evaluation
+) -> Alternative:
     """A shipped strategy with the first options with which it fits; else why it does not."""
     strategy, refused, short = load_strategy(name), "", {}
     for options in options_to_try(name, workload, cluster):
         words = " ".join(f"{option}={value}" for option, value in options.items())
         try:
             program = strategy.compile(workload, cluster, options)
+            evaluation = evaluate(program)
         except UserError as error:
             refused = refused or str(error).removeprefix(f"strategy {name}: ")
             continue
-        if not too_large(program):
-            return Alternative(name, program, forecast(program, calibration), words)
-        short[words] = missing_bytes(program)
+        if not too_large(program, evaluation):
+            return Alternative(name, program, forecast(program, calibration), words, evaluation=evaluation)
+        short[words] = missing_bytes(program, evaluation)
     if not short:
         return Alternative(name, None, None, refused)
     words = min(short, key=short.__getitem__)
     with_options = f" with {words}" if words else ""
     note = f"does not fit: a device lacks {format_bytes(short[words])}{with_options}"
-    return Alternative(name, None, None, note, short[words])
+    return Alternative(name, None, None, note, short[words], evaluation)
 
 
 def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
     """The rows that `check` has no error about, fastest first."""
     for row in sorted((row for row in rows if row.forecast), key=lambda row: row.forecast.makespan_s):
-        if not any(finding.severity == "error" for finding in check(row.program)):
+        if not any(finding.severity == "error" for finding in check_both(row.program, row.evaluation)):
             yield row
 
 
@@ -297,7 +313,8 @@ def auto(config: Config, workload: Workload, cluster: Cluster, calibration: Cali
     """The fastest plan as a strategy whose source is the module that the plan verb would write. Deterministic: every
     rank finds the same one. Raises UserError."""
     refuse_options(config)
-    rows, _ = alternatives(workload, cluster, calibration, method="two_phase")  # the exact search stops by the clock
+    options = {"method": "two_phase"} | _evaluations(config)  # the exact search stops by the clock
+    rows, _ = alternatives(workload, cluster, calibration, **options)
     return strategy_of("auto", module_source(fastest(rows, cluster), config, calibration, []))
 
 
@@ -325,7 +342,8 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         if world.rank == 0:
             out = _out(parsed, config, cluster)
-            rows, found = alternatives(workload, cluster, calibration, **_search_options(parsed))
+            options = _search_options(parsed) | _evaluations(config)
+            rows, found = alternatives(workload, cluster, calibration, **options)
             best = list(islice(ranked(rows), parsed.measure_top))
             told = [[row.name, module_source(row, config, calibration, _words(parsed))] for row in best]
             print(plans_table(rows, calibration), flush=True)

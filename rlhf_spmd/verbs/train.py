@@ -11,7 +11,7 @@ from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import on_machines, read_cluster
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.fitting_strategies import advice
+from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program, communicators
 from rlhf_spmd.plan.proof.memory_check import Finding
@@ -25,7 +25,7 @@ from rlhf_spmd.verbs.check import (
     check_both,
     config_text,
     config_words,
-    evaluation_of,
+    evaluate_of,
     load_config,
     print_report,
 )
@@ -56,10 +56,11 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         if parsed.strategy == "auto":
             strategy = auto(config, workload, cluster, calibration)
         program = strategy.compile(workload, cluster, config.strategy)
-        evaluation = evaluation_of(config, program)
+        evaluate = evaluate_of(config)
+        evaluation = evaluate(program)
         findings = check_both(program, evaluation)
         if not parsed.dry_run:
-            refuse_errors(strategy.name, program, findings)
+            refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
     with world.together("comparing the program"):
         world.agree("the start", {"the program": program.fingerprint, "the strategy": strategy.source})
@@ -71,7 +72,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
             text = config_text(parsed, config, parsed.strategy or named)
-            print_report(program, findings, strategy.name, title, text, evaluation=evaluation)
+            print_report(program, findings, strategy.name, title, text, evaluate=evaluate)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0
@@ -138,11 +139,11 @@ def cluster_of(world: Any, path: str | None, device_type: str) -> Cluster:
     return Cluster(tuple(nodes))
 
 
-def refuse_errors(name: str, program: Program, findings: Sequence[Finding]) -> None:
+def refuse_errors(name: str, program: Program, findings: Sequence[Finding], evaluate: Evaluate = no_evaluation) -> None:
     """Raises UserError for a program that cannot run; if it does not fit, the error names strategies that do."""
     errors = [str(finding) for finding in findings if finding.severity == "error"]
     if errors:
-        advised = advice(program)
+        advised = advice(program, evaluate)
         raise UserError(
             f"strategy {name} is refused by check: {'; '.join(errors[:3])}" + (f". {advised}" if advised else "")
         )

@@ -95,15 +95,18 @@ def test_a_resume_repeats_and_skips_none(options, tmp_path):
 
 
 def test_one_that_was_left_out_is_made_up_for(options, tmp_path):
-    """As after SIGTERM, which leaves no time for an evaluation."""
+    """As after SIGTERM, which leaves no time for an evaluation. It counts for checkpoint.best, too, which may be given
+    at a resume."""
     run = trained([*options, "checkpoint.every=1", "checkpoint.keep=9"], 2, tmp_path / "run")
     rows = timeless(run)
     shutil.rmtree(run / "checkpoints" / "iteration-000004")
     shutil.rmtree(run / "checkpoints" / "iteration-000003")
     lines = (run / "evaluations.jsonl").read_text().splitlines()
-    (run / "evaluations.jsonl").write_text(lines[0] + "\n")
-    resume(run, 2)
-    assert timeless(run) == rows
+    (run / "evaluations.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"mean@3": -9.0}) + "\n")
+    resume(run, 2, "checkpoint.best=mean@3", "iterations=2")
+    assert (run / "best" / "actor" / "config.json").is_file()
+    resume(run, 2, "iterations=4")
+    assert timeless(run)[1:] == rows[1:]
 
 
 def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path):
@@ -128,7 +131,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(options, tmp_path
         (["eval.prompts=HERE/empty.jsonl"], "empty.jsonl holds no prompt; add some, or drop eval.prompts"),
         (["eval.max_new_tokens=60"], "data.max_prompt + eval.max_new_tokens = 68 tokens"),
         (["checkpoint.best=mean@3/z"], "names x, y; choose one"),
-        (["eval.reward_function=nowhere.py:f"], "nowhere.py"),
+        (["eval.reward_function=nowhere.py:f"], "held_out.jsonl: reward function 'nowhere.py:f'"),
     ],
 )
 def test_bad_input_on_two_ranks(words, says, options, tmp_path):
@@ -137,6 +140,7 @@ def test_bad_input_on_two_ranks(words, says, options, tmp_path):
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options, *words, "--runs", str(tmp_path)]
     status, _, stderr = run_limited(command, limit_s=60.0)
     assert status == 2 and says in stderr and stderr.count("error:") == 1 and "Traceback" not in stderr, stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"], "a run folder was left, or would be changed"
 
 
 def samples_of(run, folder: str) -> list[dict]:

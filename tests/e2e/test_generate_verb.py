@@ -112,6 +112,27 @@ def test_a_line_has_sampling_of_its_own(warm, tmp_path):
     assert found[4] == common[4]
 
 
+def test_a_file_of_options(warm, tmp_path):
+    """That of a training run: its model and what both verbs have; conversations are rendered. Words win."""
+    (tmp_path / "template.jinja").write_text("{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %}")
+    (tmp_path / "run.yaml").write_text(
+        f"algorithm: grpo\nmodel: {ACTOR}\nstrategy: {{name: flattening, zero: 1}}\nsamples_per_prompt: 2\nseed: 1\n"
+        f"iterations: 9\ngrpo:\n  kl_coef: 0\ndata:\n  key:\n  chat_template: {tmp_path / 'template.jinja'}\n"
+        "generation: {max_new_tokens: 9, temperature: 0.7}\nreward_function: [a.py:f]\neval:\n"
+    )
+    plain = embedded_prompts(4)
+    chats = [{"prompt": [{"role": "user", "content": line["prompt"]}]} for line in plain]
+    words = ["samples_per_prompt=2", "--seed", "3", "generation.max_new_tokens=5", "generation.temperature=0.7"]
+    expected = generate(warm, tmp_path, plain, *words, name="words")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
+    files = ["--config", str(tmp_path / "run.yaml"), "--prompts", str(tmp_path / "p.jsonl")]
+    more = ["--out", str(tmp_path / "file"), "--seed", "3", "generation.max_new_tokens=5"]
+    status, _, stderr = start(warm, [*files, *more])
+    assert status == 0, stderr
+    texts = [line | {"prompt": line["prompt"].removeprefix("<|begin|>")} for line in read(tmp_path / "file")]
+    assert texts == expected
+
+
 def test_long_prompts_are_cut_or_dropped_and_keep_their_numbers(warm, tmp_path):
     """A prompt's random numbers belong to its place in the file, whatever is dropped before it."""
     lines = embedded_prompts(6)
@@ -135,6 +156,17 @@ CASES = {  # options, what the message says, the prompt file; tests/unit/test_of
     "no memory": (["generation.cache_fraction=1e-12"], ["KV cache of one sequence of 12 tokens"], GOOD),
     "tp of too many": (["--tp", "3"], ["--tp 3", "2 ranks"], GOOD),
     "unknown option": (["--temperature", "1"], ["--temperature"], GOOD),
+    "misspelt in a file": (
+        ["--config", "{folder}/p.jsonl"],
+        ["p.jsonl, line 2: unknown option 'generation.temprature' (did you mean 'generation.temperature'?)"],
+        "iterations: 3\ngeneration.temprature: 1\n",
+    ),
+    "wrong in a file": (
+        ["--config", "{folder}/p.jsonl"],
+        ["p.jsonl, line 1: generation.top_p=2: "],
+        "generation: {top_p: 2}",
+    ),
+    "no model": (["--model", ""], ["--model is empty: give --model FOLDER, or `model: FOLDER` in the file"], GOOD),
 }
 
 

@@ -62,9 +62,11 @@ def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
 
 
 def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, tmp_path):
+    """It is counted, also in evaluations and in the samples shown."""
     text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
     functions = [f"reward_function={tmp_path / 'r.py'}:slow", "reward_on_timeout=-2", "num_samples=1"]
     limits = ["reward_workers=2", "reward_timeout_s=0.5", "iterations=1"]
+    limits += [f"eval.prompts={tmp_path / 'prompts.jsonl'}", "eval.num_prompts=1"]
     options = [*words, *functions, *limits, "--runs", str(tmp_path), "--name", "run"]
     command = [sys.executable, "-m", "rlhf_spmd", "train", *options]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(SLOW_PROMPT=text))
@@ -73,6 +75,12 @@ def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, 
     num = int(options_of(tmp_path / "run")["rollout_batch"])
     assert row["reward_timeouts"] > 0
     assert row["score"] == pytest.approx(1.0 - 3.0 * row["reward_timeouts"] / num)
+    held_out = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[0])
+    assert held_out["reward_timeouts"] == 1
+    (sample,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
+    assert sample["late_before"] is sample["late_after"] is True
+    assert json.loads(stdout.splitlines()[-1])["reward_timeouts"] == row["reward_timeouts"] + 2 * 1 + 2
+    assert stdout.count("warning: a reward function ran out of reward_timeout_s for 1 responses") == 1
 
 
 def options_of(run: Path) -> dict:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_spmd import presets
-from rlhf_spmd.config import evaluated, make_workload
+from rlhf_spmd.config import Evaluation, evaluated, make_workload
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import best_row, is_better, measure, measure_by_source, metric_names, pass_at
 from rlhf_spmd.plan.cluster import Cluster
@@ -15,6 +15,7 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
@@ -51,6 +52,20 @@ def test_the_first_of_equal_rows_is_the_best():
     assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]
 
 
+def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
+    rows = [{"iteration": number, "mean@1": 0.5} for number in (0, 2, 4)]
+    folder = RunFolder(tmp_path)
+    assert folder.evaluations(4, ["mean@1"]) == []
+    folder.write_evaluations(rows)
+    assert folder.evaluations(3, ["mean@1"]) == rows[:2]
+    for line in ("{}", "half a li", "3", '{"iteration": 6, "mean@1": null}', '{"iteration": "6", "mean@1": 1}'):
+        folder.write_evaluations(rows)
+        with (tmp_path / "evaluations.jsonl").open("a") as file:
+            file.write(line + "\n")
+        with pytest.raises(UserError, match="jsonl, line 4 is no evaluation of this run; restore the file, or delete"):
+            folder.evaluations(3, ["mean@1"])
+
+
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
@@ -63,12 +78,20 @@ def test_the_first_of_equal_rows_is_the_best():
         (["eval.prompts=x", "eval.patience=2"], "e.g. checkpoint.best=mean@1"),
         (["eval.prompts=x", "eval.samples_per_prompt=4"], "eval.temperature=1, or one sample"),
         (["eval.prompts=x", "eval.every=0"], "eval.every=0"),
+        (["rollouts.format=parquet"], "rollouts.format=parquet: no samples are written; give rollouts.every=1"),
+        (["rollouts.every=true"], "rollouts.every=true: Input should be a valid integer"),
     ],
 )
 def test_options_without_effect_are_refused(words, says):
     with pytest.raises(UserError) as caught:
         presets.load("tiny", words)
     assert says in str(caught.value)
+
+
+def test_the_evaluation_of_a_preset_is_turned_off_by_one_word():
+    assert presets.load("arithmetic", ["eval.prompts="]).eval == Evaluation()
+    with pytest.raises(UserError, match=r"eval\.num_prompts=3: there is no evaluation without prompts"):
+        presets.load("arithmetic", ["eval.prompts=", "eval.num_prompts=3"])
 
 
 def test_options_of_the_evaluation_take_the_places_of_those_of_training():

@@ -150,6 +150,8 @@ def test_a_name_of_the_hub_says_to_download_it(capsys):
     [
         ("optimizer.lr=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
         ("learning_rate=1e-5", "did you mean 'optimizer.actor_lr' or 'optimizer.critic_lr'?"),
+        ("model=folder", "did you mean '--model'?"),
+        ("resume=runs/x", "did you mean '--resume'?"),
         ("kl_coef=0.1", "did you mean 'ppo.kl_coef'?"),
         ("beta=0.1", "did you mean 'ppo.kl_coef'?"),
         ("epsilon=0.1", "did you mean 'ppo.clip_ratio'?"),

@@ -14,6 +14,7 @@ NEEDED = {  # options that make no sense without others
     "reward_timeout_s": ["reward_function=m:f", "reward_workers=2"],
     **dict.fromkeys(("generation.top_p", "generation.min_p"), ["generation.top_k=8"]),
     "checkpoint.best": ["eval.prompts=x"],
+    "rollouts.format": ["rollouts.every=1"],
     "eval.samples_per_prompt": ["eval.prompts=x", "eval.temperature=1"],
 }
 EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]

@@ -222,6 +222,19 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
         assert words in message
 
 
+def test_memory_is_kept_for_evaluations(capsys, tmp_path):
+    """`check` has no error about a plan with the options that it was planned with. Before, plans counted only the
+    responses of training, which are shorter here."""
+    (tmp_path / "held_out.txt").write_text("one prompt\n")
+    cluster, out = ["--layout", "1x4", "--preset", "llama-7b"], str(tmp_path / "one.py")
+    words = [f"eval.prompts={tmp_path / 'held_out.txt'}", "eval.max_new_tokens=145000"]
+    assert main(["plan", *cluster, "--method", "two_phase", "--out", out, *words]) == 0
+    assert main(["check", out, *cluster, "--device-type", "a100-80g", *words]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
+    message = refusal(capsys, *cluster, "--method", "two_phase", words[0], "eval.max_new_tokens=180000")
+    assert "nothing fits 1x4" in message and "generation.max_new_tokens or eval.max_new_tokens" in message
+
+
 def test_a_launcher_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "0")

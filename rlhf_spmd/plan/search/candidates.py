@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import activation_bytes, cache_bytes, num_params, reduce_numel, zero_bytes
+from rlhf_spmd.plan.cost.memory import (
+    activation_bytes,
+    cache_bytes,
+    num_params,
+    reduce_numel,
+    sequence_bytes,
+    zero_bytes,
+)
 from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES
@@ -66,10 +73,12 @@ class Candidate:
 
 
 class CallCosts:
-    """Candidates of calls with their costs, computed once for all meshes of one kind."""
+    """Candidates of calls with their costs, computed once for all meshes of one kind. evaluated_tokens: as in
+    planner.search."""
 
-    def __init__(self, cost: Cost, allowed: Allowed = anything):
+    def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0):
         self.cost, self.workload, self.allowed = cost, cost.workload, allowed
+        self.evaluation = replace(cost.workload, max_response=evaluated_tokens) if evaluated_tokens else None
         num_rows = self.workload.num_sequences if self.workload.lengths_differ else 1
         self.row_tokens = sum(sum(self.workload.lengths(row)) for row in range(num_rows)) / num_rows
         self.known: dict[tuple, float] = {}
@@ -127,6 +136,9 @@ class CallCosts:
         if call.kind == "generate":
             last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
             options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
+            if self.evaluation and call == workload.workflow.generate_calls[0]:  # the one that evaluates
+                least = max(sequence_bytes(self.evaluation, call, layout, rank) for rank in last)
+                options["cache_bytes"] = max(options["cache_bytes"], least)
         return Candidate(layout, mesh.ranks, mesh.first, mesh.first + mesh.size, whole_s, piece_s, **options)
 
     def _activation_bytes(self, call: Call, layout: Layout) -> int:

@@ -22,13 +22,14 @@ class CallModel:
     """The searched calls of a workload on a cluster (all that have weights), and the costs of a choice for each.
 
     phases: indices of calls; each call of a phase depends, directly or not, on all calls of earlier phases.
+    evaluated_tokens: as in planner.search.
     """
 
-    def __init__(self, cost: Cost, allowed: Allowed = anything):
+    def __init__(self, cost: Cost, allowed: Allowed = anything, evaluated_tokens: int = 0):
         self.cost, self.workload, self.cluster = cost, cost.workload, cost.cluster
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
-        self.costs = CallCosts(cost, allowed)
+        self.costs = CallCosts(cost, allowed, evaluated_tokens)
         self.needs = self._needs()
         self.phases = self._phases()
         names = [call.name for call in self.calls]

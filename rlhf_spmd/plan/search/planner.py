@@ -73,10 +73,12 @@ def search(
     keep: int = 20,
     budget_s: float = BUDGET_S,
     allowed: Allowed = anything,
+    evaluated_tokens: int = 0,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
     budget_s: seconds after which the exact search stops and reports a gap; if nothing fits, all ends by then. allowed:
-    the layouts that calls may have.
+    the layouts that calls may have. evaluated_tokens: the most tokens of a response in evaluations, for which memory is
+    kept; 0: no evaluation.
 
     Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
     device type.
@@ -86,7 +88,7 @@ def search(
     for device in cluster.device_types:
         calibration.require(device)
     begin_s = time.perf_counter()
-    space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed))
+    space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens))
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
             raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")

@@ -173,6 +173,6 @@ def refuse_changes(before: Config, after: Config, folder: str) -> None:
         if not key.startswith(MAY_CHANGE):
             others = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)
             raise UserError(
-                f"{key}={new.get(key)} would change the results of {folder}, which has {old.get(key)}; drop it, or "
-                f"start a new run (a resumed run may change {others})"
+                f"{key}={new.get(key)} would change the results of {folder}, which has {old.get(key) or 'none'}; drop "
+                f"it, or start a new run (a resumed run may change {others})"
             )

@@ -10,6 +10,8 @@ from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
+SOURCE = "data_source"  # the column that names where a prompt is from
+
 
 def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
     """Raises UserError if nothing can end a response although the algorithm wants that."""
@@ -48,6 +50,26 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
                 f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
     return prompts
+
+
+def sources_of(prompts: PromptSet, num: int) -> list[str]:
+    """Where each of the first prompts is from, by its column data_source; empty where it has none."""
+    return [str(record.get(SOURCE, "")) for record in prompts.records(range(num))]
+
+
+def check_best(config: Config, prompts: PromptSet, num: int) -> None:
+    """Raises UserError if checkpoint.best names a source that the prompts of the evaluation do not have. num: of
+    them."""
+    metric, slash, source = config.checkpoint.best.partition("/")
+    if not slash:
+        return
+    sources = set(sources_of(prompts, num))
+    if len(sources) < 2 or source not in sources:
+        names = ", ".join(sorted(sources - {""})) or "none"
+        raise UserError(
+            f"checkpoint.best={config.checkpoint.best}: the column {SOURCE} of {config.eval.prompts} names {names}; "
+            f"choose one of several, or checkpoint.best={metric}"
+        )
 
 
 def check_context(config: Config, model: ModelConfig, option: str = "generation.max_new_tokens") -> None:

@@ -2,7 +2,7 @@
 
 # B sequences, P prompt tokens, G response tokens, T tokens
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +23,12 @@ from rlhf_spmd.runtime.data.reward_workers import RewardWorkers, Scores
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Scores of rows. logs: numbers of each row for the log, by name; None where there is none. num_late: rows for
-    which a reward function ran out of time."""
+    """Scores of rows. logs: numbers of each row for the log, by name; None where there is none. late: rows for which a
+    reward function ran out of time."""
 
     scores_B: Tensor  # float32
     logs: dict[str, list[float | None]] = field(default_factory=dict)
-    num_late: int = 0
+    late: Set[int] = frozenset()
 
 
 class Scorer:
@@ -90,7 +90,7 @@ class Scorer:
                 f"no reward function ({', '.join(self.specs)}) gives response {rows.responses[row][:60]!r} to prompt "
                 f"{rows.prompts[row][:60]!r} a score: return a number, or add a function that applies to such rows"
             )
-        return Judged(torch.tensor(total_B, device=prompts_BP.device), logs, len(late))
+        return Judged(torch.tensor(total_B, device=prompts_BP.device), logs, late)
 
     def _by_function(self, rows: Scored) -> tuple[list[Scores], set[int]]:
         """The scores of each function with its numbers for the log, and the rows that ran out of time."""

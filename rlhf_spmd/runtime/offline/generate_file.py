@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
-from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
+from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
@@ -231,7 +231,8 @@ def generate_file(
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
-        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world)
+        render = ChatTemplate(model, options.data.chat_template).render
+        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, render)
     world.agree("the start", {"prompts": repr(asked)})
     replica = make_replica(model, asked, tokenizer, layout, world, options)
     world.barrier("the start of generation")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rlhf_spmd import config as configs
-from rlhf_spmd.config import NonNegative
+from rlhf_spmd.config import Given, NonNegative
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import suggest_option
 
@@ -24,7 +24,8 @@ class OfflineGeneration(configs.Generation):
 
 @dataclass(frozen=True, slots=True)
 class OfflineData:
-    key: str = "prompt"  # field (.jsonl) or column (.parquet) that holds the prompt
+    key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`
+    chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     max_prompt: NonNegativeInt = 0  # limit of tokens in a prompt; 0: the model's context less max_new_tokens
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # for longer prompts; truncate keeps the last tokens
 
@@ -43,21 +44,26 @@ class GenerateOptions:
     generation: OfflineGeneration = OfflineGeneration()
 
 
-def load_options(words: Iterable[str]) -> GenerateOptions:
-    """Options from KEY=VALUE words; later words win. Raises UserError for an unknown key or a bad value."""
-    options = GenerateOptions()
+def load_options(words: Iterable[str], options: GenerateOptions = GenerateOptions()) -> GenerateOptions:
+    """The options with KEY=VALUE words over them; later words win. Raises UserError for an unknown key or a bad
+    value."""
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise UserError(f"override {word!r} is not of the form key=value, e.g. generation.temperature=0.7")
-        known = types()
-        if key not in known:
-            raise UserError(f"unknown key {key!r}{suggest_option(key, (), known)}; known: {', '.join(known)}")
-        value = configs.parse_value(known[key], text, key)
-        group, _, name = key.rpartition(".")
-        part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
-        options = dataclasses.replace(options, **{group or name: part})
+        options = assigned(options, key, text)
     return options
+
+
+def assigned(options: GenerateOptions, key: str, given: Given) -> GenerateOptions:
+    """A copy with one option set. Raises UserError for an unknown key or a bad value."""
+    known = types()
+    if key not in known:
+        raise UserError(f"unknown key {key!r}{suggest_option(key, (), known)}; known: {', '.join(known)}")
+    value = configs.parse_value(known[key], given, key)
+    group, _, name = key.rpartition(".")
+    part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
+    return dataclasses.replace(options, **{group or name: part})
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.prompts import PromptSet, Render, load_prompts
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
@@ -64,11 +64,17 @@ def _samplings(path: Path, generation: OfflineGeneration, num: int) -> list[Samp
 
 
 def read_offline_prompts(
-    path: Path, tokenizer: Tokenizer, model: ModelConfig, options: GenerateOptions, world: World | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    options: GenerateOptions,
+    world: World | None = None,
+    render: Render | None = None,
 ) -> list[Prompt]:
     """The prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 
-    world: if given, one rank of each node tokenises for the node; collective, in a block of World.together."""
+    world: if given, one rank of each node tokenises for the node; collective, in a block of World.together. render: of
+    conversations (load_prompts)."""
     data, context, kind = options.data, model.max_position_embeddings, path.suffix.lower()
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:
@@ -83,8 +89,9 @@ def read_offline_prompts(
             path,
             tokenizer,
             max_prompt_tokens=room if refuses or data.long_prompts == "truncate" else sys.maxsize,
-            key=data.key,
+            key=data.key or "prompt",
             long_prompts="truncate" if data.long_prompts == "truncate" else "error",
+            render=render,
         )
 
     loaded = load() if world is None else once_per_node(world, load)

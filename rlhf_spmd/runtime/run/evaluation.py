@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import best_row, is_better, measure_by_source, metric_names
 from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
+from rlhf_spmd.runtime.data.input_checks import sources_of
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
@@ -26,7 +26,6 @@ from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 
 SCORED = np.dtype([("prompt", "<u4"), ("sample", "<u4"), ("score", "<f8")])
-SOURCE = "data_source"  # the column that names where a prompt is from
 
 
 class Evaluator:
@@ -40,8 +39,9 @@ class Evaluator:
         self.rows: list[dict] = []  # of evaluations.jsonl
         if self.job is None:
             return
+        metrics = dict.fromkeys([*metric_names(self.options.samples_per_prompt), *filter(None, [self.best])])
         with self.job.world.together("reading the evaluations so far"):
-            found = folder.evaluations(num_done) if num_done and folder.writes else []
+            found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
         self.rows = self.job.world.bcast(found, what="the evaluations so far")
         folder.write_evaluations(self.rows)
         context = self.job.calls.context
@@ -49,15 +49,7 @@ class Evaluator:
         self.executor = Executor(self.job.program, context.world, context.models, self.job.calls, recorder)
         training.begin()
         self.rollouts = Rollouts(self.job, folder.path, "evaluation")
-        records = self.job.prompts.records(range(self.job.program.workload.rollout_batch))
-        self.sources = [str(record.get(SOURCE, "")) for record in records]
-        source = self.best.partition("/")[2]
-        if source and (len(set(self.sources)) < 2 or source not in self.sources):
-            names = ", ".join(sorted(set(self.sources) - {""})) or "none"
-            raise UserError(
-                f"checkpoint.best={self.best}: the column {SOURCE} of {self.job.config.data.prompts} names {names}; "
-                f"choose one of several, or checkpoint.best={self.best.partition('/')[0]}"
-            )
+        self.sources = sources_of(self.job.prompts, self.job.program.workload.rollout_batch)
 
     def evaluate(self, num_done: int) -> str:
         """Evaluates after so many iterations, if that is due and not done yet -> a line for the console, else empty.
@@ -100,7 +92,7 @@ class Evaluator:
         num, best = len(self.rows) - 1 - index, self.rows[index]
         return (
             f"ended early, because {self.best} has not become better in {num} evaluations; it was "
-            f"{best[self.best]:.4g} after {best['iteration']} iterations"
+            f"{best[self.best]:.4g} after {_iterations(best['iteration'])}"
         )
 
     def ends(self) -> dict[str, tuple[float, float]]:
@@ -161,5 +153,9 @@ class Evaluator:
             each = f" ({', '.join(of_each)})" if of_each and not parts else ""
             parts.append(f"{name} {metrics[name]:.4g}{each}")
         num = self.job.program.workload.rollout_batch
-        when = f"after {num_done} iterations" if num_done else "before training"
+        when = f"after {_iterations(num_done)}" if num_done else "before training"
         return f"evaluation {when}: {', '.join(parts)}; {num} prompts, {metrics['evaluation_s']:.1f} s"
+
+
+def _iterations(num: int) -> str:
+    return "1 iteration" if num == 1 else f"{num} iterations"

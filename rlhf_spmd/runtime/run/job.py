@@ -15,7 +15,7 @@ from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.input_checks import check_context, check_responses_end, read_prompts
+from rlhf_spmd.runtime.data.input_checks import check_best, check_context, check_responses_end, read_prompts
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
@@ -63,11 +63,15 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         if evaluation is not None:
             held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
+            check_best(config, held_out, evaluation.workload.rollout_batch)
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts)
         if evaluation is not None:
-            scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+            try:
+                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+            except UserError as error:  # about columns of its prompts, or a function of its own
+                raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
     fingerprints = {"prompts": prompts.fingerprint()}
     world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
     models.start()

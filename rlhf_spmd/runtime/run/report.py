@@ -30,7 +30,7 @@ from rlhf_spmd.runtime.run.console import Result
 from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job
 from rlhf_spmd.runtime.run.metrics import metrics_of
-from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample
+from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, Shown
 from rlhf_spmd.runtime.world.devices import describe_device
 
 
@@ -71,13 +71,17 @@ def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
     return metrics
 
 
-def timeouts_note(history: Sequence[Mapping]) -> str:
-    """What the responses that ran out of time mean for a run; empty if there were none. history: its metrics."""
-    num = sum(metrics.get(TIMEOUTS, 0.0) for metrics in history)
+def num_timeouts(rows: Sequence[Mapping], samples: Sequence[Sample] = ()) -> int:
+    """Responses for which a reward function ran out of time. rows: metrics of iterations and evaluations."""
+    return int(sum(row.get(TIMEOUTS, 0.0) for row in rows)) + sum(sample.num_late for sample in samples)
+
+
+def timeouts_note(num: int) -> str:
+    """What the responses that ran out of time mean for a run; empty if there were none."""
     if not num:
         return ""
     return (
-        f"a reward function ran out of reward_timeout_s for {num:.0f} responses, so this run cannot be repeated "
+        f"a reward function ran out of reward_timeout_s for {num} responses, so this run cannot be repeated "
         "exactly: which responses those are depends on the speed of the machine"
     )
 
@@ -108,7 +112,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         "device": describe_device(job.world.computes, job.world.size),
         "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
         "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
-        f"mini-batches of {config.mini_batch}, {config.options.epochs} epochs, "
+        f"mini-batches of {config.mini_batch}, {config.options.epochs} epoch{'s' * (config.options.epochs > 1)}, "
         f"at most {config.generation.max_new_tokens} new tokens",
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
@@ -211,11 +215,11 @@ def next_commands(command: Command | None, ranks: int, folder: RunFolder, config
     }
 
 
-def sample_responses(job: Job) -> list[tuple[str, float]]:
+def sample_responses(job: Job) -> list[Shown]:
     """Responses to the first prompts, always with the same random numbers, and their scores.
 
-    Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns
-    [(response, score)] on every rank.
+    Every rank that generates or scores takes part, because ZeRO 3 gathers weights collectively. Collective; returns the
+    same on every rank.
     """
     workflow, layouts = job.program.workload.workflow, job.program.placement.layouts
     num = min(job.config.num_samples, len(job.prompts))
@@ -237,33 +241,42 @@ def sample_responses(job: Job) -> list[tuple[str, float]]:
     first = layouts[generating.name].model_ranks(layouts[generating.name].ranks[0])[-1]
     everyone = job.world.allgather(tokens if rank == first else [], "the samples")
     tokens = next(found for found in everyone if found)
-    scores: list[float] = []
+    scored: tuple[list[float], list[int]] = [], []  # and rows that ran out of time
     if scoring is not None and rank in layouts[scoring.name].ranks:
         responses_BG = torch.tensor(tokens, dtype=torch.int64, device=device)
         # one copy of the model scores; the other ranks only take part in gathering weights
         mine = num if rank in layouts[scoring.name].model_ranks(layouts[scoring.name].ranks[0]) else 0
-        found_B = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
-        scores = [] if found_B is None else found_B.tolist()
-    everyone = job.world.allgather(scores, "the samples' scores")
-    scores = next((found for found in everyone if found), [math.nan] * num)
+        judged = job.calls.scores(scoring, prompts_BP[:mine], responses_BG[:mine], range(mine))
+        scored = scored if judged is None else (judged.scores_B.tolist(), sorted(judged.late))
+    everyone = job.world.allgather(scored, "the samples' scores")
+    scores = next((found for found, _ in everyone if found), [math.nan] * num)
+    late = {row for _, rows in everyone for row in rows}
     texts = [
         job.tokenizer.decode_pair(prompt, row)[1] for prompt, row in zip(job.prompts.prompts, tokens, strict=False)
     ]
-    return list(zip(texts, scores, strict=True))
+    return [(text, score, row in late) for row, (text, score) in enumerate(zip(texts, scores, strict=True))]
 
 
-def join_samples(
-    job: Job, before: Sequence[tuple[str, float]], after: Sequence[tuple[str, float]] | None = None
-) -> list[Sample]:
+def join_samples(job: Job, before: Sequence[Shown], after: Sequence[Shown] | None = None) -> list[Sample]:
     """The responses before and, if there are any, after training, by prompt."""
-    pairs = zip(before, after or [(None, None)] * len(before), strict=True)
-    return [Sample(index, job.prompts.texts[index], *old, *new) for index, (old, new) in enumerate(pairs)]
+    pairs = zip(before, after or [(None, None, False)] * len(before), strict=True)
+    return [
+        Sample(index, job.prompts.texts[index], *old[:2], *new[:2], old[2], new[2])
+        for index, (old, new) in enumerate(pairs)
+    ]
 
 
 def result(
-    job: Job, strategy: str, history: Sequence[Mapping], wall_s: float, folder: RunFolder, compared: Compared | None
+    job: Job,
+    strategy: str,
+    history: Sequence[Mapping],
+    wall_s: float,
+    folder: RunFolder,
+    compared: Compared | None,
+    num_late: int,
 ) -> Result:
-    """The result of a run. compared: its comparison with the forecast, if there was one."""
+    """The result of a run. compared: its comparison with the forecast, if there was one. num_late: responses for which
+    a reward function ran out of time."""
     first, last, algorithm = history[0], history[-1], job.config.algorithm
     headlines = [name for name, metric in algorithm.metrics.items() if metric.headline is not None and name in last]
     generates = "gen_tokens" in last
@@ -280,6 +293,6 @@ def result(
         scaled_by=compared.scaled_by if compared else math.nan,
         wall_s=wall_s,
         run_dir=str(folder.path),
-        reward_timeouts=int(sum(metrics.get(TIMEOUTS, 0.0) for metrics in history)),
+        reward_timeouts=num_late,
         saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
     )

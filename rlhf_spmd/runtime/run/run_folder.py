@@ -46,7 +46,8 @@ FIND_S = 10.0  # after which a shared file system shows a new folder on all host
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to one prompt before training and, at the end of a run, after it."""
+    """A response to one prompt before training and, at the end of a run, after it. late_before, late_after: whether a
+    reward function ran out of time for it."""
 
     prompt_index: int
     prompt: str
@@ -54,6 +55,15 @@ class Sample:
     reward_before: float
     after: str | None = None
     reward_after: float | None = None
+    late_before: bool = False
+    late_after: bool = False
+
+    @property
+    def num_late(self) -> int:
+        return self.late_before + self.late_after
+
+
+Shown = tuple[str, float, bool]  # a response, its reward, and whether a reward function ran out of time for it
 
 
 class RunFolder:
@@ -138,10 +148,19 @@ class RunFolder:
         wanted = range(num_iterations)
         return [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
 
-    def evaluations(self, num_iterations: int) -> list[dict[str, Any]]:
-        """The evaluations before or right after the last of so many iterations."""
-        path = self.path / EVALUATIONS
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
+        """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
+        UserError for a line that is none."""
+        rows, path = [], self.path / EVALUATIONS
+        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+            try:
+                row = json.loads(line)
+                is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
+            except (ValueError, TypeError, KeyError):
+                is_row = False
+            if not is_row:
+                raise UserError(f"{path}, line {number} is no evaluation of this run; restore the file, or delete it")
+            rows.append(row)
         return [row for row in rows if row["iteration"] <= num_iterations]
 
     def write_evaluations(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -158,11 +177,11 @@ class RunFolder:
         self.curves.purge_step = len(rows)
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
-    def samples_before(self) -> list[tuple[str, float]]:
-        """Response and reward before training of each sample, which an earlier part of this run wrote."""
+    def samples_before(self) -> list[Shown]:
+        """The response before training of each sample, which an earlier part of this run wrote."""
         path = self.path / "samples.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        return [(row["before"], row["reward_before"]) for row in rows]
+        return [(row["before"], row["reward_before"], row.get("late_before", False)) for row in rows]
 
     def write_metrics(
         self,

@@ -31,7 +31,7 @@ from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
-from rlhf_spmd.runtime.run.run_folder import CONFIG, RunFolder, writing
+from rlhf_spmd.runtime.run.run_folder import CONFIG, RunFolder, Sample, Shown, writing
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
 
@@ -94,16 +94,18 @@ def train(
     world.keep_records(folder.path)
     if asked is not None:
         asked.listen(END)
+    running.evaluate()  # before training, or what an interrupted run has left out
+    running.find_best()
     while len(history) < config.iterations:
         if END.name in running.signals:
             return _ended(world, running.saver, folder, len(history), config.iterations)
-        running.evaluate()  # before training, or what an interrupted run has left out
         if running.evaluator.why_over:
             break
         running.run_next()
     console.note(running.evaluator.why_over)
     running.evaluate()
     running.saver.finish()  # now, so that the run can be resumed whatever fails below
+    samples: list[Sample] = []
     if before:
         samples = report.join_samples(job, before, report.sample_responses(job))
         folder.write_samples(samples)
@@ -111,9 +113,10 @@ def train(
     save_models(job, folder)
     compared = _write_timeline(job, folder, console, running, title, calibration)
     folder.close()
-    if text := report.timeouts_note(history):
+    num_late = report.num_timeouts([*history, *running.evaluator.rows], samples)
+    if text := report.timeouts_note(num_late):
         folder.notes.append(text)
-    result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared)
+    result = report.result(job, origin.strategy, history, time.perf_counter() - started, folder, compared, num_late)
     result = replace(result, evaluation=running.evaluator.ends())
     console.closing(result, folder, report.next_commands(command, world.size, folder, config))
     return result
@@ -149,10 +152,34 @@ class Iterations:
         self.alarm = Alarm(known, history)
         self.answers: list[dict] = []  # of the last iteration
         self.signals: set[str] = set()  # that arrived in the last iteration
+        self.has_warned = report.num_timeouts([*history, *self.evaluator.rows]) > 0
 
     def evaluate(self) -> None:
         """Evaluates after the iterations so far, if that is due and not done yet."""
         self.console.note(self.evaluator.evaluate(len(self.history)))
+        self._warn()
+
+    def _warn(self) -> None:
+        """Says once that responses ran out of time."""
+        num = report.num_timeouts([*self.history, *self.evaluator.rows])
+        if num and not self.has_warned:
+            self.console.note(f"warning: {report.timeouts_note(num)}")
+        self.has_warned = num > 0
+
+    def find_best(self) -> None:
+        """Writes the best model so far if it is the one that a resumed run begins with, and says so if it is gone: its
+        evaluation may have been left out before, and checkpoint.best may be new. Collective."""
+        done, best = len(self.history), self.evaluator.best_iteration
+        if not best:  # there is no evaluation yet, or the model before training is the best
+            return
+        is_kept = self.job.world.bcast((self.folder.path / "best").is_dir(), what="whether the best model is kept")
+        if best == done:
+            save_models(self.job, self.folder, "best")
+        elif not is_kept:
+            self.console.note(
+                f"note: checkpoint.best={self.evaluator.best}: the best model so far, after {best} of {done} "
+                "iterations, was not written to best/; the next better one will be"
+            )
 
     def run_next(self) -> None:
         """One iteration: its metrics, an evaluation, samples and a checkpoint if they are due."""
@@ -170,8 +197,7 @@ class Iterations:
         self.console.iteration(number + 1, config.iterations, metrics)
         for text in self.alarm.notes(metrics):
             self.console.note(text)
-        if (text := report.timeouts_note(self.history)) and not report.timeouts_note(self.history[:-1]):
-            self.console.note(f"warning: {text}")
+        self._warn()
         self.signals = {name for answer in self.answers for name in answer["signals"]}
         if END.name not in self.signals:  # then there is no time, and the resumed run evaluates
             self.evaluate()
@@ -205,7 +231,7 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
 
 def start_or_resume(
     job: Job, folder: RunFolder, origin: Origin, summary: str
-) -> tuple[RunState, list[dict], list[tuple[str, float]]]:
+) -> tuple[RunState, list[dict], list[Shown]]:
     """Writes the description of a run -> the state before its next iteration, the metrics of earlier iterations, and
     samples of the untrained model. Collective; if it raises UserError, the folder of a resumed run is unchanged."""
     state, world, resumed = RunState(job.config.algorithm.initial_state(job.config.options)), job.world, origin.resumed
@@ -235,7 +261,7 @@ def start_or_resume(
     with world.together("reading the samples"):
         before = folder.samples_before() if world.rank == 0 else []
     describe(job, folder, origin, summary, history)
-    before = [(text, score) for text, score in world.bcast(before, what="the samples")]
+    before = [(text, score, late) for text, score, late in world.bcast(before, what="the samples")]
     return state, history, before
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
 from rlhf_spmd.runtime.execute.iteration import Iteration
@@ -52,6 +53,6 @@ class Calls:
         with context.models.weights(call) as model:  # without ZeRO 3, which has no stages, they stay
             return infer.inference(context, call, step, data, model)
 
-    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Tensor | None:
-        """Scores [B] of whole responses outside an iteration, as infer.scores."""
+    def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged | None:
+        """Scores of whole responses outside an iteration, as infer.scores."""
         return infer.scores(self.context, call, prompts_BP, responses_BG, index_B)

@@ -73,7 +73,7 @@ def keep_scores(context: CallContext, call: Call, data: Iteration, place: Place,
     data.store.at(call.outputs[0], place)[:] = scores_B.unflatten(0, shape_of(place))
     name, meter = call.outputs[0].removesuffix("s"), context.meter(call, data)
     if context.config.reward_timeout_s:
-        meter.add(TIMEOUTS, judged.num_late, len(scores_B))
+        meter.add(TIMEOUTS, len(judged.late), len(scores_B))
     for label, values in ({"": scores_B.tolist()} | logs).items():
         found = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
         meter.add(f"{name}_{label}" if label else name, found.sum(), len(found))
@@ -110,8 +110,8 @@ def add_functions(
 
 def scores(
     context: CallContext, call: Call, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]
-) -> Tensor | None:
-    """Scores [B] of whole responses outside an iteration; collective where ranks share the reward model. None on the
+) -> Judged | None:
+    """Scores of whole responses outside an iteration; collective where ranks share the reward model. None on the
     ranks of a stage before the last one. index_B: of the prompts in the data set."""
     of_model_B = None
     if context.workload.models[call.model] is not None:
@@ -122,4 +122,4 @@ def scores(
                 of_model_B = sequence_scores(model, batch, output) if model.parallel.is_last else None
             if not model.parallel.is_last:
                 return None
-    return add_functions(context, call, prompts_BP, responses_BG, index_B, of_model_B).scores_B
+    return add_functions(context, call, prompts_BP, responses_BG, index_B, of_model_B)
