@@ -54,7 +54,15 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
     }
 
 
-MATH = ("advantages", "group_advantages", "losses", "masks", "logprob_parity", "surrogates")
+MATH = (
+    "advantages",
+    "group_advantages",
+    "losses",
+    "masks",
+    "logprob_parity",
+    "surrogates",
+    *("likelihood", "preferences"),
+)
 PAGES = ("plan", *(f"algorithms.{name}" for name in ("page", "controllers", "off_policy", "policy_gradient")))
 TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 # module or package -> what of ours it may import (beside errors); the longest matching name counts.

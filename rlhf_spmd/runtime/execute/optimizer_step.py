@@ -36,8 +36,17 @@ from rlhf_spmd.model.sequences import (
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import ENTROPY, GENERATOR_LOGPROBS, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.runtime_words import (
+    ENTROPY,
+    GENERATOR_LOGPROBS,
+    LOGPROBS,
+    MOST_LIKELY,
+    SCORES,
+    SUMS,
+    TOKEN_SHAPES,
+    VALUES,
+)
+from rlhf_spmd.plan.workflow import DIVISORS, Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute.page_functions import called, loss_of
@@ -220,7 +229,7 @@ class Training:
             )
         for sums in step.stats:
             for name, (total, weight) in sums.items():
-                step.meter.add(name, total, weight)
+                step.meter.log(name, total, weight, self.config.algorithm.over(name))
         if step.layout.dp_index(self.rank) == 0:
             step.meter.add(f"{step.call.model}_grad_norm", grad_norm, 1)
             step.meter.add(f"{step.call.model}_lr", step.rate, 1)
@@ -266,11 +275,14 @@ class Training:
     def _outputs(
         self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, asked: set[str]
     ) -> dict[str, Tensor]:
-        """Logprobs (and entropy), or what is asked of a scalar head, for all responses, one key after the other."""
+        """Logprobs (and what else is asked of an lm head), or what is asked of a scalar head, for all responses, one
+        key after the other."""
         if self.workload.workflow.heads[call.model] == "lm":
             kept_BGK = rows[call.kept] if call.kept else None
-            found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, **self.sampling)
-            return dict(zip((LOGPROBS, ENTROPY), found, strict=True)) if call.entropy else {LOGPROBS: found}
+            top = MOST_LIKELY in asked
+            found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, top=top, **self.sampling)
+            names = [LOGPROBS, *([ENTROPY] if call.entropy else []), *([MOST_LIKELY] if top else [])]
+            return dict(zip(names, found if len(names) > 1 else [found], strict=True))
         return {what: read_output(what, model, batch, output, None, self.sampling) for what in asked}
 
     def _parity_gate(
@@ -335,7 +347,10 @@ def read_output(
 
 
 def divisor_of(call: Call, rows: Rows) -> Tensor:
-    """The divisor of the loss of these rows, float64: response tokens, responses that have tokens, or rows."""
+    """The divisor of the loss of these rows, float64: response tokens, responses that have tokens, rows, or the sum of
+    the numbers of a key."""
+    if call.divisor not in DIVISORS:
+        return rows[call.divisor].double().sum()
     masks = [response_mask(rows[key]) for key in call.responses]
     if call.divisor == "rows":
         return masks[0].new_tensor(len(masks[0]), dtype=torch.float64)

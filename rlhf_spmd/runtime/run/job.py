@@ -127,11 +127,10 @@ def given_rows(
     """A store with this rank's rows of the data set. columns: that the rank holds of each key."""
     store = Store(workload, columns, device)
     for key in workload.workflow.given:
-        rows, (width,) = prompts.rows(key), workload.row_shape(key)
         for held in columns.get(key, ()):
             part_MC = prompt_MC[:, held.start : held.stop]
-            tokens_BT = torch.from_numpy(rows.padded(part_MC.flatten(), width))
-            store.at(key, (ALL, slice(held.start, held.stop)))[:] = tokens_BT.unflatten(0, part_MC.shape)
+            rows_B = torch.from_numpy(prompts.padded(key, part_MC.flatten(), workload.row_shape(key)))
+            store.at(key, (ALL, slice(held.start, held.stop)))[:] = rows_B.unflatten(0, part_MC.shape)
     return store
 
 
