@@ -132,5 +132,7 @@ def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> 
 
 
 def sequence_scores(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
-    """scores_B: the scalar head at each row's last token (as AutoModelForSequenceClassification pools), float32."""
-    return collect_tokens(model.scalar(output_nD), group=model.parallel.group)[batch.last_B()].float()
+    """scores_B, at least float32: the scalar head at each row's last token (as AutoModelForSequenceClassification
+    pools)."""
+    scores_B = collect_tokens(model.scalar(output_nD), group=model.parallel.group)[batch.last_B()]
+    return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))

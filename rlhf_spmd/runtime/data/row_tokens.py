@@ -153,10 +153,10 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
     if not before:
         raise UserError(f"{where}: the conversations have no message in common: add the column {reading.key!r}")
     after = {name: messages if explicit else messages[len(before) :] for name, messages in given.items()}
-    made = {name: _answered(where, before, messages, reading) for name, messages in after.items()}
     for name, column in reading.columns.items():
-        if not any(made[name][3]):
+        if not any(message["role"] == ASSISTANT for message in after[name]):
             raise UserError(f"{where}: {column!r} has no message of the assistant: add its answer, or remove the row")
+    made = {name: _answered(where, before, messages, reading) for name, messages in after.items()}
     text, tokens, *_ = next(iter(made.values()))
     responses = {name: one[2] for name, one in made.items()}
     marks = next(iter(made.values()))[3]
