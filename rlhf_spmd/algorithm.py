@@ -72,6 +72,10 @@ class Algorithm:
         """What becomes of the values of a metric in an iteration (page.Metric)."""
         return self.metrics[metric].over if metric in self.metrics else "mean"
 
+    def is_better_lower(self, metric: str) -> bool:
+        """Whether smaller values of a metric are better."""
+        return metric in self.metrics and self.metrics[metric].better == "less"
+
     @property
     def has_state(self) -> bool:
         return hasattr(self.module, "State")

@@ -73,8 +73,6 @@ def problem(options: Options, *, samples_per_prompt: int) -> str:
     """Why these options make no sense together or with those of the run; empty if they do."""
     if options.task_coef and samples_per_prompt < 2:
         return "task_coef compares a response with the others of its prompt: set samples_per_prompt=8, or at least 2"
-    if not (options.task_coef or options.kl_coef):
-        return "kl_coef=0 and task_coef=0 leave nothing to learn; give one of them"
     return off_policy.problem(options)
 
 

@@ -59,7 +59,8 @@ def problem(options: Options) -> str:
 
 
 METRICS = {
-    "loss": Metric("actor", "loss", headline="", floor=1.0, advice="lower optimizer.actor_lr"),  # mean per pair
+    # mean per pair
+    "loss": Metric("actor", "loss", headline="", floor=1.0, advice="lower optimizer.actor_lr", better="less"),
     "accuracy": Metric("actor", "accuracy", "{:8.1%}", headline=""),  # pairs whose chosen response has more reward
     "margin": Metric("actor", "margin", "{:+8.4f}"),  # reward of the chosen response - that of the rejected one
     "chosen_reward": Metric("actor", "chosen", "{:+8.4f}"),  # beta * log-ratio of the response, mean per pair

@@ -66,7 +66,7 @@ class Metric:
     first and last value are reported at the end of a run; None: not reported. floor: values below it cause no warning;
     advice: what to do when a value is ten times the largest so far (metrics.py). limits: the range without a warning.
     over: what becomes of the values of all calls in an iteration: their mean by weights, or the largest or smallest
-    value whose weight is not 0.
+    value whose weight is not 0. better: whether larger or smaller values are better, for checkpoint.best.
     """
 
     group: str
@@ -78,3 +78,4 @@ class Metric:
     limits: tuple[float, float] | None = None
     advice: str = ""
     over: Literal["mean", "max", "min"] = "mean"
+    better: Literal["more", "less"] = "more"

@@ -33,7 +33,9 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts, resp
 
 METRICS = {
     # mean of -logprob per learned token, nats
-    "loss": Metric("actor", "loss", headline="nats per token", floor=1.0, advice="lower optimizer.actor_lr"),
+    "loss": Metric(
+        "actor", "loss", headline="nats per token", floor=1.0, advice="lower optimizer.actor_lr", better="less"
+    ),
     "token_accuracy": Metric("actor", "accuracy", "{:8.1%}", headline=""),  # learned tokens that were the likeliest
     "entropy": Metric("actor", "entropy"),  # mean per learned token, nats
     "trained_tokens": Metric("actor", "tokens", "{:7.1f}"),  # that are learned, mean per row

@@ -37,6 +37,15 @@ CASES = {
 ROWS = 12
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are tiny, and threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder, rows = tmp_path_factory.mktemp("supervised"), []

@@ -23,8 +23,8 @@ import numpy as np
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import Record, number_of, read_records
-from rlhf_spmd.runtime.data.row_tokens import TEXT, Reading, read_row
+from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records
+from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,15 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 
 INSTEAD = {"prompt": "messages"}  # the column that is read where this one is missing
+CONVERSATION, TEXT = "messages", "text"  # that hold a prompt and a response
 Record = dict[str, Any]  # column -> value
+
+
+def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
+    """The columns of which a row has one, if it has none with the prompt. columns: with responses."""
+    if len(columns) > 1:
+        return tuple(columns)[:1]
+    return (CONVERSATION, TEXT) if columns else tuple(filter(None, [INSTEAD.get(key)]))
 
 
 def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> list[tuple[str, Record]]:
@@ -23,7 +31,7 @@ def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> l
         what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
         raise UserError(f"prompt file {path} {what}")
     try:
-        return list(reader(path, key, tuple(filter(None, [INSTEAD.get(key)])) if others is None else others))
+        return list(reader(path, key, others_of(key, ()) if others is None else others))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}") from error
 

@@ -16,14 +16,13 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.readers import INSTEAD, Record, messages_of, text_of
+from rlhf_spmd.runtime.data.readers import CONVERSATION, INSTEAD, TEXT, Record, messages_of, others_of, text_of
 
 if TYPE_CHECKING:
     from rlhf_spmd.model.tokenizer import Tokenizer
 
 Message = dict[str, str]
 Render = Callable[..., str]  # where (for messages), a conversation, answers=whether its answer begins behind it -> text
-CONVERSATION, TEXT = "messages", "text"  # columns that are read where there is no prompt
 ASSISTANT = "assistant"  # a role of messages
 
 
@@ -51,9 +50,7 @@ class Reading:
     @property
     def others(self) -> tuple[str, ...]:
         """The columns of which a row has one, if it has no prompt."""
-        if len(self.columns) > 1:
-            return tuple(self.columns.values())[:1]
-        return (CONVERSATION, TEXT) if self.columns else tuple(filter(None, [INSTEAD.get(self.key)]))
+        return others_of(self.key, tuple(self.columns.values()))
 
 
 @dataclass(frozen=True, slots=True)

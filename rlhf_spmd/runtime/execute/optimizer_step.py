@@ -254,23 +254,37 @@ class Training:
     def _loss(self, step: Step, model: Transformer, batch: Sequences, output: Tensor, index: int) -> Tensor:
         """A micro-batch's share of the global loss, from the output of the last stage."""
         rows, call = step.micro_batches[index], step.call
-        loss = self.config.algorithm.function(call.function)
-        asked = {word_of(name) for name in signature(loss).parameters}
+        outputs, read = self._read(call, model, batch, output, rows)
+        given = self._arguments(call, rows) | step.prepared[index] | read
+        if call.drawn and step.run.epoch == 0 and step.run.mini_batch == 0:  # the weights are those that generated
+            mask_BG = response_mask(rows[call.responses[0]])
+            tokens, new_BG = rows[call.responses[0]], outputs[LOGPROBS].detach()
+            self._parity_gate(rows[call.drawn], new_BG, mask_BG, tokens, step.meter, corrected=corrects(call))
+        algorithm, loss = self.config.algorithm, self.config.algorithm.function(call.function)
+        total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
+        step.stats.append(sums)
+        return total / max(step.divisor, 1.0)
+
+    def measure(
+        self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, numbers: Mapping[str, Any]
+    ) -> Mapping[str, tuple]:
+        """What a loss logs of some rows, without a step. numbers: options of the algorithm."""
+        algorithm, loss = self.config.algorithm, self.config.algorithm.function(call.function)
+        given = numbers | self._arguments(call, rows) | self._read(call, model, batch, output, rows)[1]
+        return loss_of(algorithm, call.function, called(algorithm, call.function, loss, given), learns=False)[1]
+
+    def _read(
+        self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What is read off the model's output: all of it, and the arguments of the loss."""
+        asked = {word_of(name) for name in signature(self.config.algorithm.function(call.function)).parameters}
         words = {word: which for word, which in readout_words(self.workload.workflow, call).items() if word in asked}
         outputs = self._outputs(call, model, batch, output, rows, {what for _, what in words.values()})
         read = {
             word: outputs[what].chunk(len(call.responses))[call.responses.index(key)]
             for word, (key, what) in words.items()
         }
-        given = self._arguments(call, rows) | step.prepared[index] | read
-        if call.drawn and step.run.epoch == 0 and step.run.mini_batch == 0:  # the weights are those that generated
-            mask_BG = response_mask(rows[call.responses[0]])
-            tokens, new_BG = rows[call.responses[0]], outputs[LOGPROBS].detach()
-            self._parity_gate(rows[call.drawn], new_BG, mask_BG, tokens, step.meter, corrected=corrects(call))
-        algorithm = self.config.algorithm
-        total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
-        step.stats.append(sums)
-        return total / max(step.divisor, 1.0)
+        return outputs, read
 
     def _outputs(
         self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, asked: set[str]

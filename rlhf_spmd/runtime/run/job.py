@@ -63,6 +63,11 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         if evaluation is not None:
             held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
+            if (num := evaluation.workload.rollout_batch) > len(held_out):
+                raise UserError(
+                    f"eval.prompts={config.eval.prompts}: {num - len(held_out)} of its rows have nothing to evaluate "
+                    "(conversations without an answer, pairs that are equal once they are cut); remove them"
+                )
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts)
