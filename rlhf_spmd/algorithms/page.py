@@ -16,10 +16,10 @@ A page is a module with
                           mini_batch or max_new_tokens, if it has such a parameter
 
 Calls name functions, which are looked up in the page, then in advantages.py,
-group_advantages.py, losses.py and surrogates.py. Their arguments are bound by
+group_advantages.py, losses.py, surrogates.py, likelihood.py and preferences.py. Their arguments are bound by
 keyword. A parameter is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
-`ended`; in a loss also `logprobs`, `values`, `scores` or `entropy` of the model that trains, behind the name of the
-responses where a call reads two), an option or a part of the state, without the letters of its shape (`logprobs_BG` is
+`ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
+name of the responses where a call reads two), an option or a part of the state, without the letters of its shape (`logprobs_BG` is
 `logprobs`). Besides its results a function may return sums for the log, name -> (sum, weight).
 
     NAME_sums, NAME_prepare    of a loss: float64 sums of its arguments over the global mini-batch; and new values of
