@@ -30,7 +30,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "checkpoint": ("algorithm", "config", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
     "run": ("algorithm", "algorithms", "config", "evaluation_metrics", "kernels", "metric_aliases", "model", "plan"),
-    "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
+    "offline": ("algorithms", "config", "kernels", "model", "model_folders", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"

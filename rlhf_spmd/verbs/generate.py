@@ -6,7 +6,7 @@ from pathlib import Path
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.plan.layout import Layout, group_name
-from rlhf_spmd.runtime.offline.options import load_options
+from rlhf_spmd.runtime.offline.options import check_options, load_options
 
 
 def run(world, parsed: argparse.Namespace) -> None:
@@ -15,6 +15,7 @@ def run(world, parsed: argparse.Namespace) -> None:
     words = [f"{name}={value}" for name, value in given.items() if value is not None] + parsed.overrides
     with world.together("reading the options"):
         options = load_options(words)
+        check_options(options)
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")
