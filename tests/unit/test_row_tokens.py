@@ -103,6 +103,12 @@ def test_turns_of_a_conversation(tmp_path, turns, expected):
     assert one_row(tmp_path, CONVERSATION, turns=turns) == expected
 
 
+def test_a_completion_without_a_prompt_is_no_row(tmp_path):
+    """Parquet gives null where a row has no such column."""
+    row = {"prompt": None, "completion": "a", "text": "bc", "messages": None}
+    assert one_row(tmp_path, row) == ("", "bc$", "bc$")
+
+
 def test_completions_that_are_conversations(tmp_path):
     row = {"prompt": [user("x")], "completion": [said("one"), user("y"), said("two")]}
     assert one_row(tmp_path, row) == ("[u]x$\n[a]", "one$\n[u]y$\n[a]two$", "one$two$")
@@ -242,6 +248,11 @@ WRONG = {
         ONE,
         [{"prompt": "q"}],
         r"line 1: no key 'completion' \(keys there: 'prompt'\): add it, or write the row as 'messages' or 'text'",
+    ),
+    "no prompt": (
+        ONE,
+        [{"prompt": None, "completion": "a"}],
+        r"line 1: no key 'prompt' \(keys there: 'prompt', 'completion'\): add it, or write the row as",
     ),
     "no rejected": (TWO, [{"prompt": "q", "chosen": "a"}], "line 1: no key 'rejected'"),
     "nothing that is known": (ONE, [{"question": "q"}], r"line 1: no key 'prompt' \(keys there: 'question'\): add it"),

@@ -73,16 +73,15 @@ def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
         text, is_rendered = prompt_of(where, record, reading)
         check_text(where, text)
         return RowTokens("", text, not is_rendered, _encoded(where, text, reading, special=not is_rendered))
-    given = {name: record.get(column) for name, column in columns.items()}
-    if len(columns) == 1 and None in given.values():
+    lacking = [column for column in (key, *columns.values()) if record.get(column) is None]
+    if len(columns) == 1 and lacking:
         if record.get(CONVERSATION) is not None:
             return _of_conversation(where, messages_of(where, record, CONVERSATION), reading)
         if record.get(TEXT) is not None:
             return _of_text(where, text_of(where, record, TEXT), reading)
-        column, there = next(iter(columns.values())), ", ".join(map(repr, record))
-        fix = f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}"
-        raise UserError(f"{where}: no key {column!r} (keys there: {there}): {fix}")
-    explicit = record.get(key) is not None
+        there, fix = ", ".join(map(repr, record)), f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}"
+        raise UserError(f"{where}: no key {lacking[0]!r} (keys there: {there}): {fix}")
+    explicit = key not in lacking
     kinds = {column: isinstance(record.get(column), list) for column in columns.values()}
     kinds |= {key: isinstance(record[key], list)} if explicit else {}
     if len(set(kinds.values())) > 1:
