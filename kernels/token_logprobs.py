@@ -59,7 +59,8 @@ def token_logprobs_ref(
     banned: Banned | None = None,
     support_NK: Tensor | None = None,
     entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    top: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """What token_logprobs computes, for the whole vocabulary."""
     logits_NV = hidden_ND @ weight_VD.T
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
@@ -76,10 +77,15 @@ def token_logprobs_ref(
     logprobs_NV = z_NV.masked_fill(~possible_NV, -math.inf).log_softmax(1)
     logprobs_N = logprobs_NV.gather(1, tokens_N.clamp(min=0)[:, None])[:, 0]
     logprobs_N = torch.where(real_N, logprobs_N, 0.0)
-    if not entropy:
-        return logprobs_N
     summand_NV = logprobs_NV.exp() * logprobs_NV.masked_fill(~possible_NV, 0.0)
-    return logprobs_N, torch.where(real_N, -summand_NV.sum(1), 0.0)
+    top_N = real_N & (logprobs_N >= logprobs_NV.amax(1))
+    return _asked(logprobs_N, torch.where(real_N, -summand_NV.sum(1), 0.0) if entropy else None, top_N if top else None)
+
+
+def _asked(logprobs_N: Tensor, *others: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """Logprobs, and what else was asked for."""
+    found = (logprobs_N, *(one for one in others if one is not None))
+    return found if len(found) > 1 else logprobs_N
 
 
 # ---- all chunks -----------------------------------------------------------------------------------------------------
@@ -177,17 +183,20 @@ class _TokenLogprobs(torch.autograd.Function):
         if member_N is not None:
             logprobs_N = logprobs_N.masked_fill(real_N & ~member_N, -math.inf)
         entropy_N = torch.where(real_N, log_N - weighted_N / total_N, 0.0) if how.entropy else None
+        top_N = real_N & (token_N >= highest_N)
+        top_N &= True if member_N is None else member_N
         log_total_N = torch.where(real_N, highest_N + log_N, math.inf)  # a row without token has p = 0
         saved_NC = logits_NC if len(chunks) == 1 and support_NK is None else None
         ctx.how = how
         ctx.save_for_backward(
             hidden_ND, weight_VD, local_N, support_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N
         )
-        return logprobs_N, entropy_N
+        ctx.mark_non_differentiable(top_N)
+        return logprobs_N, entropy_N, top_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_N, grad_entropy_N):
+    def backward(ctx, grad_N, grad_entropy_N, _):
         hidden_ND, weight_VD, local_N, support_NK, candidates_NK, saved_NC, real_N, log_total_N, entropy_N = (
             ctx.saved_tensors
         )
@@ -234,11 +243,13 @@ def token_logprobs(
     banned: Banned | None = None,
     support_NK: Tensor | None = None,
     entropy: bool = False,
+    top: bool = False,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """The tokens' logprobs_N under softmax(hidden weight^T / temperature) and, on request, its entropy_N: at least
-    float32, differentiable once; 0 without gradient where the token is -1.
+    float32, differentiable once; 0 without gradient where the token is -1. top: also whether no token was more likely,
+    bool [N].
 
     banned: (token ids, early_N bool): these tokens have probability 0 in those rows. support_NK: the support of each
     token (ids, padded with -1), to which the distribution is restricted. first, group: weight_VD is the slice of the
@@ -248,7 +259,7 @@ def token_logprobs(
     """
     on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
     how = _Settings(temperature, banned, entropy, first, group, triton=on_gpu)
-    return _run(hidden_ND, weight_VD, tokens_N, support_NK, how)
+    return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 
 
 def token_logprobs_triton(
@@ -260,17 +271,20 @@ def token_logprobs_triton(
     banned: Banned | None = None,
     support_NK: Tensor | None = None,
     entropy: bool = False,
+    top: bool = False,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """token_logprobs by the Triton kernels, wherever the tensors are."""
     how = _Settings(temperature, banned, entropy, first, group, triton=True)
-    return _run(hidden_ND, weight_VD, tokens_N, support_NK, how)
+    return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 
 
-def _run(hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, support_NK: Tensor | None, how: _Settings):
+def _run(
+    hidden_ND: Tensor, weight_VD: Tensor, tokens_N: Tensor, support_NK: Tensor | None, how: _Settings, *, top: bool
+) -> Tensor | tuple[Tensor, ...]:
     assert how.temperature > 0
     assert hidden_ND.dtype == weight_VD.dtype and hidden_ND.shape[1] == weight_VD.shape[1]
     assert tokens_N.shape == hidden_ND.shape[:1] and (support_NK is None or support_NK.shape[:1] == tokens_N.shape)
-    logprobs_N, entropy_N = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N.contiguous(), support_NK, how)
-    return (logprobs_N, entropy_N) if how.entropy else logprobs_N
+    logprobs_N, entropy_N, top_N = _TokenLogprobs.apply(hidden_ND, weight_VD, tokens_N.contiguous(), support_NK, how)
+    return _asked(logprobs_N, entropy_N if how.entropy else None, top_N if top else None)

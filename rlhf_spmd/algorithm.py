@@ -13,12 +13,12 @@ from typing import Any
 
 from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, MASK, PROMPTS, READOUTS, SUMS, Shape
+from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
 from rlhf_spmd.user_module import load_module, modules_in
 
 # modules in which a call's function is looked up after the page
-FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates")
+FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
 NO_PAGES = (  # modules beside the pages
     "page",
     "policy_gradient",
@@ -45,13 +45,36 @@ class Algorithm:
     title: str = field(repr=False, compare=False)
     options: type[page.Options] = field(repr=False, compare=False)  # their dataclass
     roles: Mapping[str, Role] = field(repr=False, compare=False)
-    data: Mapping[str, str] = field(repr=False, compare=False)  # key -> column of the data set
+    data: Mapping[str, str | page.Number | page.AssistantTokens] = field(repr=False, compare=False)  # see page.py
     metrics: Mapping[str, page.Metric] = field(repr=False, compare=False)
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
         """Roles that may train: those with a learning rate."""
         return tuple(name for name, role in self.roles.items() if role.lr is not None)
+
+    @property
+    def responses(self) -> dict[str, str]:
+        """The responses that the data set has: key -> column."""
+        return {key: one for key, one in self.data.items() if isinstance(one, str) and key != PROMPTS}
+
+    @property
+    def row_numbers(self) -> dict[str, page.Number]:
+        """The numbers of rows that the data set has, by key."""
+        return {key: one for key, one in self.data.items() if isinstance(one, page.Number)}
+
+    @property
+    def assistant_tokens(self) -> str:
+        """The key of page.AssistantTokens; empty if there is none."""
+        return next((key for key, one in self.data.items() if isinstance(one, page.AssistantTokens)), "")
+
+    def over(self, metric: str) -> str:
+        """What becomes of the values of a metric in an iteration (page.Metric)."""
+        return self.metrics[metric].over if metric in self.metrics else "mean"
+
+    def is_better_lower(self, metric: str) -> bool:
+        """Whether smaller values of a metric are better."""
+        return metric in self.metrics and self.metrics[metric].better == "less"
 
     @property
     def has_state(self) -> bool:
@@ -65,6 +88,8 @@ class Algorithm:
 
         try:
             shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
+            shapes |= dict.fromkeys(self.row_numbers, "row")
+            shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
             return trace(on_symbols, self.roles, shapes, replay=replay)
         except UserError as error:
             raise UserError(f"algorithm {self.name}: {error}") from error
@@ -154,6 +179,7 @@ def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
 def readout_words(workflow: Workflow, call: Call) -> dict[str, tuple[str, str]]:
     """Words by which a loss may ask for outputs of the model that it trains: word -> key of the responses, output."""
     own = [name for name, (head, _) in READOUTS.items() if head == workflow.heads[call.model]]
+    own += [MOST_LIKELY] if LOGPROBS in own else []
     own += [ENTROPY] if call.entropy else []
     return _qualified(call.responses, own)
 
@@ -265,6 +291,12 @@ def _problem(module: ModuleType) -> str:
         return f"METRICS does not give {odd[0]} a page.Metric"
     if PROMPTS not in module.DATA:
         return f"DATA has no {PROMPTS}"
+    texts = [key for key, one in module.DATA.items() if isinstance(one, str)]
+    for key, one in module.DATA.items():
+        if key not in texts and (key == PROMPTS or not isinstance(one, page.Number | page.AssistantTokens)):
+            return f"DATA has {one!r} for {key}; give the name of a column, or a Number or AssistantTokens of page.py"
+        if isinstance(one, page.AssistantTokens) and len(texts) != 2:
+            return f"DATA has AssistantTokens for {key}, which are for one key of responses"
     stateful = [name for name in STATEFUL if hasattr(module, name)]
     if stateful and len(stateful) < len(STATEFUL):
         return f"it has {', '.join(stateful)} and not all of {', '.join(STATEFUL)}"

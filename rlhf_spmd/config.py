@@ -33,6 +33,7 @@ class DataOptions:
     weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
     shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
+    turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     max_prompt: PositiveInt = 128  # most tokens of a prompt
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens

@@ -39,14 +39,16 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1.0 - comb(num_samples - num_right, k) / comb(num_samples, k)
 
 
-def is_better(rows: Sequence[Mapping[str, float]], metric: str) -> bool:
-    """Whether the last row has a larger value of a metric than every earlier one."""
-    return all(rows[-1][metric] > row[metric] for row in rows[:-1])
+def is_better(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> bool:
+    """Whether the last row has a larger value of a metric than every earlier one; less: a smaller one."""
+    sign = -1 if less else 1
+    return all(sign * rows[-1][metric] > sign * row[metric] for row in rows[:-1])
 
 
-def best_row(rows: Sequence[Mapping[str, float]], metric: str) -> int:
-    """The first of the rows with the largest value of a metric."""
-    return max(range(len(rows)), key=lambda index: (rows[index][metric], -index))
+def best_row(rows: Sequence[Mapping[str, float]], metric: str, *, less: bool = False) -> int:
+    """The first of the rows with the largest value of a metric; less: with the smallest."""
+    sign = -1 if less else 1
+    return max(range(len(rows)), key=lambda index: (sign * rows[index][metric], -index))
 
 
 def _numbers(num_samples: int) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GROUPS, GRADIENT = ("grpo", "rloo"), ("grpo", "rloo", "remax", "reinforce_plus_plus")
+GIVEN = ("sft", "reward_model", "dpo")
 FUNCTION = "{function}"  # in a name: that of each reward function
 
 
@@ -50,6 +51,18 @@ TABLE: dict[str, tuple[Alias, ...]] = {
         Alias("train/sampling/sampling_logp_difference/mean", ("parity_mean_abs",)),
         Alias("train/sampling/sampling_logp_difference/max", ("parity_max_abs",)),
         Alias("train/loss", ("policy_loss",), GROUPS),
+        Alias("train/loss", ("loss",), GIVEN),
+        Alias("train/mean_token_accuracy", ("token_accuracy",), ("sft",)),
+        Alias("train/entropy", ("entropy",), ("sft",)),
+        Alias("train/accuracy", ("accuracy",), ("reward_model",)),
+        Alias("train/margin", ("margin",), ("reward_model",)),
+        Alias("train/mean_reward", ("score_mean",), ("reward_model",)),
+        Alias("train/rewards/chosen", ("chosen_reward",), ("dpo",)),
+        Alias("train/rewards/rejected", ("rejected_reward",), ("dpo",)),
+        Alias("train/rewards/accuracies", ("accuracy",), ("dpo",)),
+        Alias("train/rewards/margins", ("margin",), ("dpo",)),
+        Alias("train/logps/chosen", ("chosen_logprob",), ("dpo",)),
+        Alias("train/logps/rejected", ("rejected_logprob",), ("dpo",)),
         Alias("train/grad_norm", ("actor_grad_norm",)),
         Alias("train/learning_rate", ("actor_lr",)),
         Alias("train/step_time", ("iteration_s",)),

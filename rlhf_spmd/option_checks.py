@@ -6,6 +6,9 @@ from rlhf_spmd.config import Config, Evaluation, RolloutFiles, function_labels, 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
 
+# options of an evaluation that concern generated responses
+GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
+
 
 def check_options(config: Config) -> None:
     """Raises UserError if options contradict each other."""
@@ -78,6 +81,11 @@ def _check_evaluation(config: Config) -> None:
             )
         return
     names = metric_names(evaluation.samples_per_prompt)
+    if not config.algorithm.workflow(config.options).generate_calls:
+        names = list(config.algorithm.metrics)
+        given = [f"eval.{name}" for name in GENERATED if getattr(evaluation, name) != getattr(Evaluation(), name)]
+        if given:
+            raise UserError(f"{given[0]}: algorithm {config.algorithm.name} generates no responses; drop the option")
     if best and best.partition("/")[0] not in names:
         raise UserError(
             f"checkpoint.best={best}: the metrics of this evaluation are {', '.join(names)}, also of one data source, "

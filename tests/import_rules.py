@@ -30,7 +30,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "checkpoint": ("algorithm", "config", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
     "run": ("algorithm", "algorithms", "config", "evaluation_metrics", "kernels", "metric_aliases", "model", "plan"),
-    "offline": ("algorithms", "config", "kernels", "model", "option_suggestions", "plan"),
+    "offline": ("algorithms", "config", "kernels", "model", "model_folders", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
@@ -54,7 +54,15 @@ def rooms(package: str, table: dict[str, tuple[str, ...]]) -> dict[str, tuple[st
     }
 
 
-MATH = ("advantages", "group_advantages", "losses", "masks", "logprob_parity", "surrogates")
+MATH = (
+    "advantages",
+    "group_advantages",
+    "losses",
+    "masks",
+    "logprob_parity",
+    "surrogates",
+    *("likelihood", "preferences"),
+)
 PAGES = ("plan", *(f"algorithms.{name}" for name in ("page", "controllers", "off_policy", "policy_gradient")))
 TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 # module or package -> what of ours it may import (beside errors); the longest matching name counts.

@@ -116,7 +116,9 @@ class RunOf:
         return metrics
 
     def _responses(self) -> dict[tuple[int, int], list[int]]:
-        """The responses of the last iteration, gathered from the ranks that generated them."""
+        """The responses of the last iteration, gathered from the ranks that generated them, if any did."""
+        if not self.program.workload.workflow.generate_calls:
+            return {}
         call = self.program.workload.workflow.generate_calls[0]
         columns, mine = reported_columns(self.program, call, self.world.rank), []
         if columns.start < columns.stop:

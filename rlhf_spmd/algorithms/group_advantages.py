@@ -1,7 +1,7 @@
 """Advantages without a critic: from the other samples of a prompt, from a greedy response, or from the whole batch.
 
-Pure functions that the pages grpo, rloo, remax and reinforce_plus_plus name. All sums over the batch are sums over
-rows, added over all ranks, so results do not depend on the number of ranks.
+Pure functions that the pages grpo, rloo, remax, reinforce_plus_plus and distill name. All sums over the batch are sums
+over rows, added over all ranks, so results do not depend on the number of ranks.
 
 Legend: N groups (prompts), S samples of a prompt, G response tokens; G is generation.max_new_tokens.
  scores_NS     the score of each response
@@ -9,8 +9,8 @@ Legend: N groups (prompts), S samples of a prompt, G response tokens; G is gener
 Where a function has scope "row", N and S are one dimension B.
 
 Sources: [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 2503.20783; [DAPO] Yu et al. 2025, arXiv
-2503.14476; [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [REMAX] Li et al. 2023, arXiv 2310.10505; [R++] Hu et al.
-2025, arXiv 2501.03262.
+2503.14476; [GKD] Agarwal et al. 2023, arXiv 2306.13649; [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [REMAX] Li et
+al. 2023, arXiv 2310.10505; [R++] Hu et al. 2025, arXiv 2501.03262.
 """
 
 from typing import Literal
@@ -51,11 +51,7 @@ def group_advantages(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
     )
     wide_NS = rewards_NS.double()
-    is_equal_N = wide_NS.amax(1) - wide_NS.amin(1) <= EQUAL
-    centred_NS = wide_NS - wide_NS.mean(1, keepdim=True)
-    std_N1 = (centred_NS.square().sum(1, keepdim=True) / (scores_NS.shape[1] - 1)).sqrt()
-    advantages_NS = centred_NS / (std_N1 + scale_eps) if scale == "group" else centred_NS
-    advantages_NS = torch.where(is_equal_N[:, None], 0.0, advantages_NS)  # not the rounding of a mean
+    advantages_NS, std_N1, is_equal_N = _scaled_by_group(wide_NS, scale_eps if scale == "group" else None)
     used_NS = torch.ones_like(scores_NS, dtype=torch.bool)
     if drop_equal_groups:
         used_NS &= ~is_equal_N[:, None]
@@ -70,6 +66,16 @@ def group_advantages(
         "used": (used_NS.double(), ones_NS),
     }
     return advantages_NS.to(scores_NS.dtype), used_NS.to(scores_NS.dtype), sums
+
+
+def _scaled_by_group(wide_NS: Tensor, scale_eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(r - mean of the group) / (std of the group + scale_eps), without the division if that is None; the standard
+    deviations [N, 1], and whether all rewards of a group are equal [N]."""
+    is_equal_N = wide_NS.amax(1) - wide_NS.amin(1) <= EQUAL
+    centred_NS = wide_NS - wide_NS.mean(1, keepdim=True)
+    std_N1 = (centred_NS.square().sum(1, keepdim=True) / (wide_NS.shape[1] - 1)).sqrt()
+    scaled_NS = centred_NS if scale_eps is None else centred_NS / (std_N1 + scale_eps)
+    return torch.where(is_equal_N[:, None], 0.0, scaled_NS), std_N1, is_equal_N  # 0 is not the rounding of a mean
 
 
 def overlong_rewards(
@@ -247,6 +253,33 @@ def batch_advantages_sums(advantages_NSG: Tensor, mask_NSG: Tensor) -> Tensor:
 def batch_advantages_finish(advantages_NSG: Tensor, mask_NSG: Tensor, sums: Tensor) -> Tensor:
     """Advantages whitened over all tokens of the batch."""
     return whitened(advantages_NSG, mask_NSG, sums)
+
+
+# ---- distillation ---------------------------------------------------------------------------------------------------
+
+
+def distillation_advantages(
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    mask: Tensor,
+    scores_NS: Tensor | None = None,
+    *,
+    kl_coef: float = 1.0,
+    task_coef: float = 0.0,
+    scale_eps: float = 1e-4,
+) -> tuple[Tensor, Sums]:
+    """A_t = -kl_coef (log pi_actor - log pi_teacher) of token t: the reverse KL divergence, estimated from the actor's
+    own tokens ([GKD]), plus task_coef times the response's advantage of GRPO: advantages and sums.
+
+    Dims are [B, G]; with scores [N, S, G].
+    """
+    kl, num_tokens = token_kl(logprobs, teacher_logprobs, mask).double(), mask.sum(-1).double()
+    advantages, sums = -kl_coef * kl, {"teacher_kl": (kl.sum(-1), num_tokens)}
+    if scores_NS is not None:
+        task_NS = _scaled_by_group(scores_NS.double(), scale_eps)[0]
+        advantages = advantages + task_coef * task_NS[..., None]
+        sums |= _reward_sums(scores_NS)
+    return torch.where(mask, advantages, 0.0).to(logprobs.dtype), sums
 
 
 # ---- sums for the log -----------------------------------------------------------------------------------------------

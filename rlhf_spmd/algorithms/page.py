@@ -5,7 +5,8 @@ A page is a module with
     TITLE                 the algorithm's name for people
     Options               a frozen dataclass derived from `page.Options`: `NAME.option=value` on the command line
     ROLES                 model -> plan.workflow.Role
-    DATA                  key -> column of the data set; `prompts` are prompts, all other keys are responses
+    DATA                  key -> what the data set has of it: a column with prompts (`prompts`) or with responses (all
+                          other keys), a Number, or AssistantTokens
     METRICS               name -> Metric, of the sums that its functions return
     workflow(options, model, compute, prompts, ...)     straight-line code on symbolic values (plan/workflow.py)
     SAMPLES_PER_PROMPT    optional: the default of samples_per_prompt, if not 1
@@ -15,11 +16,11 @@ A page is a module with
                           mini_batch or max_new_tokens, if it has such a parameter
 
 Calls name functions, which are looked up in the page, then in advantages.py,
-group_advantages.py, losses.py and surrogates.py. Their arguments are bound by
+group_advantages.py, losses.py, surrogates.py, likelihood.py and preferences.py. Their arguments are bound by
 keyword. A parameter is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
-`ended`; in a loss also `logprobs`, `values`, `scores` or `entropy` of the model that trains, behind the name of the
-responses where a call reads two), an option or a part of the state, without the letters of its shape (`logprobs_BG` is
-`logprobs`). Besides its results a function may return sums for the log, name -> (sum, weight).
+`ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
+name of the responses where a call reads two), an option or a part of the state, without the letters of its shape
+(`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the log, name -> (sum, weight).
 
     NAME_sums, NAME_prepare    of a loss: float64 sums of its arguments over the global mini-batch; and new values of
                                arguments, by parameter, from these `sums` and the `divisor`
@@ -27,12 +28,26 @@ responses where a call reads two), an option or a part of the state, without the
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """In DATA: a column with a number of each row. default: of rows that have none; None: every row must have one."""
+
+    column: str
+    default: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTokens:
+    """In DATA, where there is one key of responses: 1 for each of their tokens that is to be learned, 0 for those of
+    other turns of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,8 @@ class Metric:
     this is the standard deviation; its squares are summed as NAME_sq. headline: the unit ("": none) with which the
     first and last value are reported at the end of a run; None: not reported. floor: values below it cause no warning;
     advice: what to do when a value is ten times the largest so far (metrics.py). limits: the range without a warning.
+    over: what becomes of the values of all calls in an iteration: their mean by weights, or the largest or smallest
+    value whose weight is not 0. better: whether larger or smaller values are better, for checkpoint.best.
     """
 
     group: str
@@ -60,3 +77,5 @@ class Metric:
     floor: float | None = None
     limits: tuple[float, float] | None = None
     advice: str = ""
+    over: Literal["mean", "max", "min"] = "mean"
+    better: Literal["more", "less"] = "more"

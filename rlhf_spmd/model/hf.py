@@ -161,14 +161,14 @@ class ChatTemplate:
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 
-    def render(self, where: str, messages: list[dict[str, str]]) -> str:
-        """The text of a conversation up to the beginning of the assistant's answer. where: file and place. Raises
-        UserError."""
+    def render(self, where: str, messages: list[dict[str, str]], *, answers: bool = True) -> str:
+        """The text of a conversation, and behind it, with `answers`, the beginning of the assistant's answer. where:
+        file and place. Raises UserError."""
         if self._tokenizer is None:
             self._load(where)
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self._template
+                messages, tokenize=False, add_generation_prompt=answers, chat_template=self._template
             )
         except Exception as error:  # templates raise exceptions of their own for roles that they do not know
             raise UserError(f"{where}: the chat template does not take this conversation: {error}") from None

@@ -94,9 +94,10 @@ def response_logprobs(
     eos_ids: tuple[int, ...],
     min_new_tokens: int,
     entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    top: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Teacher-forced logprobs_BG of the response tokens under the distribution they were sampled from and, on request,
-    its entropy_BG; 0 on padding.
+    its entropy_BG, and whether no other token was more likely; 0 on padding.
 
     support_BGK: the sampling support of each token, if sampling was restricted. The EOS ids are banned at the first
     min_new_tokens positions of a response. The full logits are never materialised.
@@ -110,12 +111,13 @@ def response_logprobs(
         banned=(eos_ids, early_R) if min_new_tokens else None,
         support_NK=None if support_BGK is None else support_BGK.flatten(0, 1)[batch.slots_R],
         entropy=entropy,
+        top=top,
         first=vocabulary_of(model.config, model.parallel.shard).start,
         group=model.parallel.group,
     )
     hidden_ND = gather_tokens(output_nD, group=model.parallel.group)
     per_token = model.logits(hidden_ND.index_select(0, batch.before_R), head=head)
-    return tuple(map(batch.spread, per_token)) if entropy else batch.spread(per_token)
+    return tuple(map(batch.spread, per_token)) if isinstance(per_token, tuple) else batch.spread(per_token)
 
 
 def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
@@ -130,5 +132,7 @@ def response_values(model: Transformer, batch: Sequences, output_nD: Tensor) -> 
 
 
 def sequence_scores(model: Transformer, batch: Sequences, output_nD: Tensor) -> Tensor:
-    """scores_B: the scalar head at each row's last token (as AutoModelForSequenceClassification pools), float32."""
-    return collect_tokens(model.scalar(output_nD), group=model.parallel.group)[batch.last_B()].float()
+    """scores_B, at least float32: the scalar head at each row's last token (as AutoModelForSequenceClassification
+    pools)."""
+    scores_B = collect_tokens(model.scalar(output_nD), group=model.parallel.group)[batch.last_B()]
+    return scores_B.to(torch.promote_types(scores_B.dtype, torch.float32))

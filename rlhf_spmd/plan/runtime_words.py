@@ -7,6 +7,7 @@ from typing import Literal
 
 PROMPTS, RESPONSES, LOGPROBS, KEPT = "prompts", "responses", "logprobs", "kept_tokens"
 VALUES, SCORES, ENTROPY = "values", "scores", "entropy"
+MOST_LIKELY = "most_likely"  # in a loss: bool [B, G], whether no other token was more likely
 MASK, ENDED, SUMS = "mask", "ended", "sums"  # parameters of functions: bool [B, G], bool [B], sums over the batch
 GENERATOR_LOGPROBS = "generator_logprobs"  # argument of a loss that corrects differences from the generator itself
 TIMEOUTS = "reward_timeouts"  # in the log: responses for which a reward function ran out of time

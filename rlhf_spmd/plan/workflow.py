@@ -14,6 +14,7 @@ from rlhf_spmd.plan.runtime_words import READOUTS, Shape, generated_keys
 
 Scope = Literal["row", "group", "mini_batch", "batch"]
 STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
+DIVISORS = ("tokens", "responses", "rows")
 MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pair
 
 
@@ -55,8 +56,9 @@ class Call:
     see at once to make one of them. sums: whether a compute ends with sums over the whole batch. drawn: the key of the
     generator's logprobs, which training compares with its own. kept: the key of the sampling supports. only: the key of
     numbers that are 0 for rows that are not trained on. divisor: the loss of a mini-batch is divided by its response
-    tokens, responses or rows. stop: (name of a mean, limit); beyond it the model's remaining steps of the iteration are
-    skipped. entropy: whether the loss reads it. temperature: of generation, if not that of the options.
+    tokens, responses or rows, or by the sum of a key's numbers. stop: (name of a mean, limit); beyond it the model's
+    remaining steps of the iteration are skipped. entropy: whether the loss reads it. temperature: of generation, if not
+    that of the options.
     """
 
     name: str
@@ -261,7 +263,7 @@ class Model:
         function: str,
         prompts: Data,
         *responses: Data,
-        divisor: Literal["tokens", "responses", "rows"] = "tokens",
+        divisor: Literal["tokens", "responses", "rows"] | Data = "tokens",
         stop: tuple[str, float] | None = None,
         entropy: bool = False,
         only: Data | None = None,
@@ -273,7 +275,13 @@ class Model:
         if not 1 <= len(responses) <= MAX_RESPONSES:
             raise UserError(f"{self.name}.train({function!r}) reads prompts and one key of responses or two")
         self.recorder.expect(f"{self.name}.train", prompts, *responses)
-        _one_of(f"{self.name}.train(divisor={divisor!r})", divisor, ("tokens", "responses", "rows"))
+        counted = divisor.key if isinstance(divisor, Data) else ""
+        if counted and self.recorder.shapes[counted] not in ("token", "row"):
+            raise UserError(
+                f"{self.name}.train({function!r}, divisor={counted}): it must be a number of a token or row"
+            )
+        if not counted:
+            _one_of(f"{self.name}.train(divisor={divisor!r})", divisor, DIVISORS)
         if stop is not None and not (isinstance(stop, tuple) and [type(one) for one in stop] in STOP_TYPES):
             raise UserError(f"{self.name}.train(stop={stop!r}): give the name of a logged sum and a limit, or None")
         is_lm = self.recorder.roles[self.name].head == "lm"
@@ -286,9 +294,10 @@ class Model:
         chosen = _data(function, "only", only).key if only is not None else ""
         if chosen and self.recorder.shapes[chosen] != "row":
             raise UserError(f"{self.name}.train({function!r}, only={chosen}): it must be one number for each row")
-        others = filter(None, (drawn, kept, chosen))
+        others = filter(None, (drawn, kept, chosen, counted))
         inputs = tuple(dict.fromkeys((*tokens, *(key for _, key in keys), *others)))
-        options = {"drawn": drawn, "kept": kept, "divisor": divisor, "stop": stop, "entropy": entropy, "only": chosen}
+        options = {"drawn": drawn, "kept": kept, "stop": stop, "entropy": entropy, "only": chosen}
+        options["divisor"] = counted or divisor
         call = Call(f"{self.name}_train", self.name, "train", function, inputs, (), tokens, keys, **options)
         self.recorder.record(call, {})
 

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from rlhf_spmd.algorithm import algorithm_names, load_algorithm
+from rlhf_spmd.plan.runtime_words import PROMPTS
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -13,7 +14,9 @@ def run(parsed: argparse.Namespace) -> int:
         algorithm = load_algorithm(name)
         workflow = algorithm.workflow(algorithm.options())
         roles = ", ".join(f"{role} ({algorithm.roles[role].head} head)" for role in workflow.models)
-        print(f"{name}: {algorithm.title}; {roles}; data {', '.join(algorithm.data.values())}")
+        columns = [algorithm.data[PROMPTS], *algorithm.responses.values()]
+        columns += [f"{number.column} (a number)" for number in algorithm.row_numbers.values()]
+        print(f"{name}: {algorithm.title}; {roles}; data {', '.join(columns)}")
         for call in workflow.calls:
             does = f"{call.model}.{call.kind}({call.function})" if call.model else f"compute({call.function})"
             made = ", ".join(call.outputs) or f"new weights of the {call.model}"

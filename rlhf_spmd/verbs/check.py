@@ -49,10 +49,11 @@ def evaluate_of(config: Config) -> Evaluate:
     evaluation = config.eval
     if not evaluation.prompts:
         return no_evaluation
-    from rlhf_spmd.runtime.data.readers import read_records
+    from rlhf_spmd.runtime.data.readers import others_of, read_records
 
     key = config.data.key or config.algorithm.data[PROMPTS]
-    num = sum(len(read_records(Path(path), key)) for path in prompt_files(evaluated(config)))
+    others = others_of(key, tuple(config.algorithm.responses.values()))
+    num = sum(len(read_records(Path(path), key, others)) for path in prompt_files(evaluated(config)))
     if not num:
         raise UserError(f"eval.prompts={evaluation.prompts} holds no prompt; add some, or drop eval.prompts")
     return partial(

@@ -9,7 +9,7 @@ from rlhf_spmd.model.config import read_config_json
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.presets import all_keys
-from rlhf_spmd.runtime.offline.options import GenerateOptions, assigned, load_options, types
+from rlhf_spmd.runtime.offline.options import GenerateOptions, assigned, check_options, load_options, types
 
 
 def run(world, parsed: argparse.Namespace) -> None:
@@ -23,6 +23,7 @@ def run(world, parsed: argparse.Namespace) -> None:
             what = "is empty" if parsed.model == "" else "is missing"
             raise UserError(f"--model {what}: give --model FOLDER, or `model: FOLDER` in the file of --config")
         options = load_options(words, of_file(file))
+        check_options(options)
         layout = Layout.grid_of(range(world.size), tp=options.tp)
         if world.size % options.tp:
             raise UserError(f"--tp {options.tp} does not divide the {world.size} ranks; change one of them")

@@ -48,7 +48,8 @@ def test_sources_are_told_apart_if_there_are_several():
 
 def test_the_first_of_equal_rows_is_the_best():
     rows = [{"x": value} for value in (1.0, 3.0, 3.0, 2.0)]
-    assert best_row(rows, "x") == 1
+    assert best_row(rows, "x") == 1 and best_row(rows, "x", less=True) == 0
+    assert [is_better(rows[: num + 1], "x", less=True) for num in range(4)] == [True, False, False, False]
     assert [is_better(rows[: num + 1], "x") for num in range(4)] == [True, True, False, False]
 
 
@@ -94,6 +95,17 @@ def test_the_evaluation_of_a_preset_is_turned_off_by_one_word():
         presets.load("arithmetic", ["eval.prompts=", "eval.num_prompts=3"])
 
 
+def test_a_page_without_generation_has_metrics_of_its_own():
+    """Any of them may be the best; options of generated responses are refused."""
+    words = ["eval.prompts=x", "checkpoint.best=loss"]
+    config = presets.load("tiny", words, algorithm="dpo")
+    assert config.algorithm.is_better_lower("loss") and not config.algorithm.is_better_lower("accuracy")
+    for wrong, says in (("checkpoint.best=mean@1", "are loss, accuracy, "), ("eval.temperature=1", "no responses")):
+        with pytest.raises(UserError) as caught:
+            presets.load("tiny", [*words, wrong], algorithm="dpo")
+        assert says in str(caught.value)
+
+
 def test_options_of_the_evaluation_take_the_places_of_those_of_training():
     words = ["eval.prompts=held.jsonl", "eval.max_new_tokens=4", "generation.min_new_tokens=6"]
     config = presets.load("tiny", [*words, "reward_function=a:f", "eval.reward_function=b:g"])
@@ -123,6 +135,26 @@ def programs(name: str, num_ranks: int = 8, num_prompts: int = 13, samples: int 
     training = load_strategy(name.partition(" ")[0]).compile(workload, cluster, PLACEMENTS[name])
     options = {"num_prompts": num_prompts, "samples_per_prompt": samples, "temperature": 1.0, "max_response": 64}
     return training, evaluation_program(training, **(options | {"by_function": False} | more))
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "reward_model", "dpo"])
+@pytest.mark.parametrize("name", [name for name in PLACEMENTS if not name.startswith("interleaving")])
+def test_losses_are_measured_in_the_layout_of_training(name, algorithm):
+    """All calls of training, of which none trains."""
+    config = presets.load("llama-7b", [], algorithm=algorithm)
+    cluster, strategy = Cluster.parse("1x8", "cpu"), load_strategy(name.partition(" ")[0])
+    if algorithm == "dpo" or name.partition(" ")[0] != "separation":
+        training = strategy.compile(make_workload(config), cluster, PLACEMENTS[name])
+        options = {"samples_per_prompt": 1, "temperature": 1.0, "max_response": 256, "by_function": False}
+        evaluation = evaluation_program(training, num_prompts=13, **options)
+        assert check(evaluation, beside=training) == []
+        measured, trained = evaluation.workload.workflow.calls, training.workload.workflow.calls
+        assert [call.name for call in measured] == [call.name for call in trained]
+        assert {call.kind for call in measured} == {"infer"}
+        for call in measured:
+            layouts = (program.placement.layouts[call.name] for program in (evaluation, training))
+            assert len({(one.ranks, one.dp, one.pp, one.tp) for one in layouts}) == 1
+        assert sum(call.function == trained[-1].function for call in measured) == 1
 
 
 @pytest.mark.parametrize("by_function", [False, True])

@@ -263,3 +263,22 @@ def test_size_of_a_chunk():
             assert columns == vocab_size or columns % 128 == 0
             if num_rows >= 8192 and vocab_size >= 32000:  # half precision against float32
                 assert 2 * num_rows * columns < 0.05 * 4 * num_rows * vocab_size
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_chunks", CHUNKS)
+@pytest.mark.parametrize("kind", ["plain", "banned", "kept"])
+def test_which_tokens_are_the_likeliest(monkeypatch, device, form, num_chunks, kind):
+    """Half of the tokens are the likeliest; to ask for it changes no bit of the logprobs."""
+    case = make_case(9, 6, 131, torch.float32, device, banned=kind == "banned", kept=kind == "kept", temperature=0.7)
+    cut(monkeypatch, 9, 131, num_chunks)
+    if kind != "kept":
+        best_N = (case.hidden_ND @ case.weight_VD.T).argmax(1)
+        case.tokens_N[::2] = torch.where(case.tokens_N >= 0, best_N, -1)[::2]
+    logprobs_N, top_N = case.outputs(FORMS[form], top=True)
+    _, expected_N = case.outputs(token_logprobs.token_logprobs_ref, top=True)
+    assert torch.equal(top_N, expected_N) and top_N.any() and not top_N.all() and top_N.dtype == torch.bool
+    assert torch.equal(logprobs_N, case.outputs(FORMS[form])[0])
+    (logprobs_N.sum() + 0 * top_N.sum()).backward()
+    everything = case.outputs(FORMS[form], top=True, entropy=True)
+    assert len(everything) == 3 and torch.equal(everything[2], top_N)

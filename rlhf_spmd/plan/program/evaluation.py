@@ -1,4 +1,5 @@
-"""The program of an evaluation: generation and scoring as in training, on a set of prompts of its own.
+"""The program of an evaluation, on a set of rows of its own: generation and scoring as in training or, where training
+reads given responses, its losses without their gradients.
 
 An evaluation runs between two iterations. At the end of an iteration every copy of a model has the new weights, so it
 moves no weights; optimizer state and the other models stay where they are.
@@ -25,24 +26,27 @@ def evaluation_program(
     max_response: int,
     by_function: bool,
 ) -> Program:
-    """The first generate call of a training program and the call that scores its responses, in the same layouts.
+    """The first generate call of a training program and the call that scores its responses, in the same layouts; of a
+    program that generates nothing, all calls, where those that train only measure.
 
     num_prompts: of the evaluation set. temperature: of generation; 0 is greedy. max_response: tokens. by_function: a
-    Python function scores in the place of the model. Raises UserError for a workflow that scores no responses.
+    Python function scores in the place of the model. Raises UserError for a workflow that cannot be evaluated.
     """
-    workload = training.workload
-    generating, scoring = _calls(workload.workflow)
-    generating = replace(generating, outputs=generating.outputs[:2], temperature=temperature)
-    calls, placement = (generating, scoring), training.placement
+    workload, placement = training.workload, training.placement
+    if workload.workflow.generate_calls:
+        generating, scoring = _calls(workload.workflow)
+        calls = replace(generating, outputs=generating.outputs[:2], temperature=temperature), scoring
+    else:
+        calls, by_function = _measuring(workload.workflow), False
     keys = {key for call in calls for key in (*call.inputs, *call.outputs)}
     workflow = Workflow(
         calls,
         tuple(key for key in workload.workflow.given if key in keys),
         {key: shape for key, shape in workload.workflow.shapes.items() if key in keys},
-        {call.model: workload.workflow.heads[call.model] for call in calls},
+        {call.model: workload.workflow.heads[call.model] for call in calls if call.model},
     )
-    layouts = {call.name: _frozen(call, workload, placement) for call in calls}
-    models = {call.model: workload.models[call.model] for call in calls}
+    layouts = {call.name: _frozen(call, workload, placement) for call in calls if call.model}
+    models = {call.model: workload.models[call.model] for call in calls if call.model}
     if by_function:
         models[scoring.model] = None
         layouts[scoring.name] = Layout.data_parallel(layouts[scoring.name].ranks)
@@ -58,6 +62,17 @@ def evaluation_program(
         **sizes,
     )
     return compile_program(evaluated, Placement(layouts), training.cluster)
+
+
+def _measuring(workflow: Workflow) -> tuple[Call, ...]:
+    """All calls of a workflow without generation, of which those that train measure the loss."""
+    for call in workflow.calls:
+        if call.kind == "compute" and (call.scope != "row" or call.sums):
+            raise UserError(
+                f"eval.prompts: {call.function} needs more than a row at once, so rows cannot be evaluated; drop "
+                "eval.prompts"
+            )
+    return tuple(replace(call, kind="infer") if call.kind == "train" else call for call in workflow.calls)
 
 
 def _calls(workflow: Workflow) -> tuple[Call, Call]:
@@ -78,5 +93,7 @@ def _frozen(call: Call, workload: Workload, placement: Placement) -> Layout:
     layout = placement.layouts[call.name]
     if workload.models[call.model] is None:
         return layout
+    if workload.workflow.call(call.name).kind == "train":
+        return replace(layout, zero=3 if layout.zero == 3 else 0, recompute=False)
     kept = weights_layout(call, layout.ranks[0], workload, placement)
     return replace(layout, zero=3 if kept.zero == 3 else 0)

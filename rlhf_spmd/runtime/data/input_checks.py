@@ -35,9 +35,12 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         seed=config.seed,
         weights=config.data.weights,
         shuffle=config.data.shuffle,
-        columns={key: column for key, column in config.algorithm.data.items() if key != PROMPTS},
+        columns=config.algorithm.responses,
+        numbers={key: (one.column, one.default) for key, one in config.algorithm.row_numbers.items()},
+        marks=config.algorithm.assistant_tokens,
+        turns=config.data.turns,
         max_response_tokens=config.generation.max_new_tokens,
-        eos_id=eos_ids[0] if eos_ids else None,
+        eos_ids=tuple(eos_ids),
         render=ChatTemplate(config.main_folder, config.data.chat_template).render,
     )
     for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():

@@ -11,10 +11,11 @@ import hashlib
 import json
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +23,15 @@ import numpy as np
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import INSTEAD, Record, messages_of, read_records, text_of
+from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records
+from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
 
 if TYPE_CHECKING:
     import torch
 
     from rlhf_spmd.model.tokenizer import Tokenizer
 
-Render = Callable[[str, list[dict[str, str]]], str]  # where (for messages), a conversation -> its text
+NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
 HASHED_AT_ONCE = 10_000  # prompts
 SOURCE = "data_source"  # a column: where a row comes from
 PADDING = -1  # never a token id, so it cannot be confused with an end of sequence that a tokenizer uses for padding
@@ -102,6 +104,30 @@ class TokenRows(PackedRows):
         return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
 
 
+class NumberRows(PackedRows):
+    """Rows of numbers, float32: one for the row, or one for each token of its response."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]]) -> NumberRows:
+        ends = cls.ends_of(rows)
+        return cls(np.fromiter(chain.from_iterable(rows), np.float32, int(ends[-1]) if len(rows) else 0), ends)
+
+    def _value(self, row: np.ndarray) -> list[float]:
+        return row.tolist()
+
+    def add_to(self, digest) -> None:
+        """Adds the numbers to a hash."""
+        digest.update(np.ascontiguousarray(self.items, "<f4"))
+
+    def padded(self, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The rows `index_B`, float32 [B, *shape], with zeros on the right."""
+        rows_BW = np.zeros((len(index_B), *(shape or (1,))), np.float32)
+        for row_W, index in zip(rows_BW, np.asarray(index_B).tolist(), strict=True):
+            values = self.row(index)
+            row_W[: len(values)] = values
+        return rows_BW.reshape(len(index_B), *shape)
+
+
 class TextRows(PackedRows):
     """Texts in UTF-8, uint8, read as strings."""
 
@@ -132,6 +158,9 @@ class PromptSet:
     sizes: tuple[int, ...] = ()  # number of prompts of each file; (): there is one
     weights: tuple[float, ...] = ()  # of the files (prompt_order.py); (): they are one set
     shuffle: bool = True  # epochs are permutations; else the order of the files
+    numbers: Mapping[str, NumberRows] = field(default_factory=dict)  # by key, of rows or of the tokens of a response
+    num_cut: int = 0  # rows with a response that was cut
+    num_silent: int = 0  # rows that were left out, because nothing in them is learned
     _order: PromptOrder = field(init=False, repr=False, compare=False)
     _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -150,6 +179,12 @@ class PromptSet:
         """The tokens of a key that the data set has."""
         return self.prompts if key == PROMPTS else self.responses[key]
 
+    def padded(self, key: str, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """What some rows have of a key, [B, *shape]: tokens, padded with -1, or numbers, padded with 0."""
+        if key in self.numbers:
+            return self.numbers[key].padded(index_B, shape)
+        return self.rows(key).padded(index_B, *shape)
+
     def records(self, index_B: Sequence[int]) -> list[Record]:
         """The other columns of these prompts."""
         return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
@@ -164,7 +199,7 @@ class PromptSet:
         if not self._hash:
             order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
             digest = hashlib.sha256(f"{self.seed} {len(self)}{order}".encode())
-            for rows in (self.prompts, *self.responses.values()):
+            for rows in (self.prompts, *self.responses.values(), *self.numbers.values()):
                 rows.add_to(digest)
             self._hash.append(digest.hexdigest())
         return self._hash[0]
@@ -182,20 +217,6 @@ def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Ten
     return torch.tensor(padded, dtype=torch.int64).view(len(rows), width)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How prompts are read; see load_prompts."""
-
-    tokenizer: Tokenizer
-    max_prompt_tokens: int
-    key: str = "prompt"
-    long_prompts: str = "error"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    max_response_tokens: int = 0
-    eos_id: int | None = None
-    render: Render | None = None
-
-
 @dataclass(slots=True)
 class _Rows:
     """The prompts of one or more files."""
@@ -204,8 +225,15 @@ class _Rows:
     ends: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    columns: Mapping[str, NumberColumn] = field(default_factory=dict)  # by key
+    marks: str = ""  # the key of the marks of responses; empty: there are none
+    numbers: dict[str, list[Sequence[float]]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)  # other columns
-    num_long: int = 0  # that were cut or left out
+    form: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
+    num_truncated: int = 0  # prompts
+    num_cut: int = 0  # responses
+    num_dropped: int = 0
+    num_silent: int = 0
 
 
 def load_prompts(
@@ -216,6 +244,8 @@ def load_prompts(
     seed: int = 0,
     weights: Sequence[float] = (),
     shuffle: bool = True,
+    numbers: Mapping[str, NumberColumn] = MappingProxyType({}),
+    marks: str = "",
     **how: Any,
 ) -> PromptSet:
     """Reads .jsonl (an object per line), .parquet (a row) or .txt (a prompt per line, taken literally), one file or
@@ -223,32 +253,37 @@ def load_prompts(
 
     Raises UserError naming file and line for anything it can't use. A prompt of more than max_prompt_tokens tokens is
     an error, is cut to its last tokens (a beginning-of-sequence token stays), or is left out, as long_prompts says.
-    columns: of responses to the prompts, by their keys. A response ends with eos_id; one of more than
-    max_response_tokens tokens is an error, is cut, or its whole row is left out, as long_prompts says, too. render:
-    makes the text of a prompt that is a conversation. Further columns are kept for reward functions; with several
-    files, `data_source` is the name of the file where a row has no such column.
+    columns: of responses to the prompts, by their keys (row_tokens.py). A response ends with an end of sequence; one of
+    more than max_response_tokens tokens is an error, loses its last tokens, or its whole row is left out, as
+    long_prompts says, too. A conversation in which the assistant says nothing is left out. numbers: columns with
+    numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation.
+    Further columns are kept for reward functions; with several files, `data_source` is the name of the file where a row
+    has no such column.
     """
     assert max_prompt_tokens > 0, max_prompt_tokens
-    reading = Reading(tokenizer, max_prompt_tokens, **how)
+    reading = Reading(tokenizer, max_prompt_tokens, marks=bool(marks), **how)
     paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
-    rows, sizes = _Rows(answers={name: [] for name in reading.columns}), []
+    rows, sizes = _Rows(answers={name: [] for name in reading.columns}, columns=numbers, marks=marks), []
+    rows.numbers = {name: [] for name in (*numbers, *filter(None, [marks]))}
     for file, name in zip(paths, _names(paths), strict=True):
         before = len(rows.texts)
         _read_file(rows, file, reading, name)
         sizes.append(len(rows.texts) - before)
-    truncated, dropped = (rows.num_long, 0) if reading.long_prompts == "truncate" else (0, rows.num_long)
     return PromptSet(
         TokenRows(np.frombuffer(rows.tokens, np.int32), np.array(rows.ends, dtype=np.int64)),
         TextRows.of(rows.texts),
         seed,
         ",".join(map(str, paths)),
-        truncated,
-        dropped,
+        rows.num_truncated,
+        rows.num_dropped,
         {name: TokenRows.of(answers) for name, answers in rows.answers.items()},
         TextRows.of(rows.kept) if any(one != "{}" for one in rows.kept) else None,
         sizes=tuple(sizes),
         weights=tuple(weights),
         shuffle=shuffle,
+        numbers={name: NumberRows.of(values) for name, values in rows.numbers.items()},
+        num_cut=rows.num_cut,
+        num_silent=rows.num_silent,
     )
 
 
@@ -265,14 +300,19 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
-    """Adds the prompts of a file. name: for the column data_source of rows that have none; empty: no such column."""
+    """Adds the rows of a file. name: for the column data_source of rows that have none; empty: no such column."""
     too_long: list[tuple[str, int]] = []
-    num_before, long_prompts, columns = len(rows.texts), reading.long_prompts, reading.columns
-    for place, record in read_records(path, reading.key):
+    num_before, long_prompts, num_silent = len(rows.texts), reading.long_prompts, 0
+    for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
-        text, is_rendered = _prompt(where, record, reading.key, reading.render)
-        _check_text(where, text)
-        given = {key: _response(reading, text_of(where, record, column)) for key, column in columns.items()}
+        row = read_row(where, record, reading)
+        if row is None:
+            num_silent += 1
+            continue
+        if (first := rows.form.setdefault(row.form, where)) == where and len(rows.form) > 1:
+            form, at = next(iter(rows.form.items()))
+            raise UserError(f"{first}: the row has {row.form}, and that of {at} has {form}: write all in one way")
+        tokens, text, given = row.prompt, row.text, row.responses
         longest = max(map(len, given.values()), default=0)
         if longest > reading.max_response_tokens:
             if long_prompts == "error":
@@ -280,13 +320,12 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
                     f"{where}: the response has {longest} tokens, the limit is {reading.max_response_tokens}: raise "
                     "generation.max_new_tokens, or set data.long_prompts=truncate (or drop)"
                 )
-            rows.num_long += 1
-            if long_prompts == "drop":
-                continue
             given = {key: tokens[: reading.max_response_tokens] for key, tokens in given.items()}
-        tokens = reading.tokenizer.encode(text, special=not is_rendered)
-        if not tokens:
-            raise UserError(f"{where}: the tokenizer makes no token from the prompt {text!r}: remove the {place}")
+            same = len(given) > 1 and len(set(map(tuple, given.values()))) == 1
+            if long_prompts == "drop" or same:
+                rows.num_dropped += 1
+                continue
+            rows.num_cut += 1
         if len(tokens) > reading.max_prompt_tokens:
             too_long.append((place, len(tokens)))
             if long_prompts != "truncate":
@@ -294,45 +333,35 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
             tokens, text = _truncate(tokens, reading.max_prompt_tokens, reading.tokenizer)
         for key, response in given.items():
             rows.answers[key].append(response)
+        for key, number in rows.columns.items():
+            rows.numbers[key].append([number_of(where, record, *number)])
+        if rows.marks:
+            rows.numbers[rows.marks].append(row.marks[: len(next(iter(given.values())))])
         rows.tokens.extend(tokens)
         rows.ends.append(len(rows.tokens))
         rows.texts.append(text)
         record = {SOURCE: name} | record if name else record
-        rows.kept.append(_other_columns(record, besides=(*columns.values(), *(() if is_rendered else (reading.key,)))))
+        texts = (reading.key,) if row.is_plain else (TEXT,) if given else ()
+        rows.kept.append(_other_columns(record, besides=(*reading.columns.values(), *texts)))
     is_empty = len(rows.texts) == num_before
     if too_long and (long_prompts == "error" or is_empty):
         limit = reading.max_prompt_tokens
         raise UserError(_too_long_message(path, too_long, limit, dropped_all=long_prompts == "drop"))
+    if is_empty and num_silent:
+        raise UserError(f"{path}: no conversation has a message of the assistant to learn from: add the answers")
     if is_empty:
-        raise UserError(f"{path} is empty: it needs at least one prompt")
-    rows.num_long += len(too_long)
-
-
-def _prompt(where: str, record: Record, key: str, render: Render | None) -> tuple[str, bool]:
-    """The text of a prompt, and whether it was rendered from a conversation, whose last answer is left out."""
-    if key in record and not isinstance(record[key], list):
-        return text_of(where, record, key), False
-    messages = messages_of(where, record, key if key in record else INSTEAD[key])
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
-    if render is None:
-        raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
-    return render(where, messages), True
+        left = "data.long_prompts=drop leaves no row: raise generation.max_new_tokens" if rows.num_dropped else ""
+        raise UserError(f"{path}: {left}" if left else f"{path} is empty: it needs at least one prompt")
+    rows.num_silent += num_silent
+    if long_prompts == "truncate":
+        rows.num_truncated += len(too_long)
+    else:
+        rows.num_dropped += len(too_long)
 
 
 def _other_columns(record: Record, besides: tuple[str, ...]) -> str:
     """The other columns of a row as a JSON object. What JSON has no type for (a date) becomes a string."""
     return json.dumps({name: value for name, value in record.items() if name not in besides}, default=str)
-
-
-def _response(reading: Reading, text: str) -> list[int]:
-    """The tokens of a response in the data set, which begins no sequence and ends one."""
-    tokens = reading.tokenizer.encode(text)
-    if tokens and tokens[0] == reading.tokenizer.bos_token_id:
-        tokens = tokens[1:]
-    return tokens + ([] if reading.eos_id is None else [reading.eos_id])
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
@@ -350,15 +379,3 @@ def _too_long_message(path: Path, too_long: list[tuple[str, int]], limit: int, *
     left = "; data.long_prompts=drop leaves no prompt" if dropped_all else ""
     fix = "raise data.max_prompt" + ("" if dropped_all else ", or set data.long_prompts=truncate (or drop)")
     return f"{path}, {place}: the prompt has {length} tokens, the limit is {limit}{others}{left}: {fix}"
-
-
-def _check_text(where: str, text: str) -> None:
-    if not text.strip():
-        raise UserError(f"{where}: the prompt is empty: write one or remove the entry")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: the prompt has half a surrogate pair at character {error.start + 1}, which is not text: "
-            "write the character itself or both halves"
-        ) from None

@@ -1,19 +1,28 @@
 """Reads the entries of data files (JSON lines, Parquet, text), each with its place for messages."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 
 INSTEAD = {"prompt": "messages"}  # the column that is read where this one is missing
+CONVERSATION, TEXT = "messages", "text"  # that hold a prompt and a response
 Record = dict[str, Any]  # column -> value
 
 
-def read_records(path: Path, key: str) -> list[tuple[str, Record]]:
-    """(place, columns) of every entry, which all have the column `key` or that of INSTEAD; place is `line 7` or
-    `row 7`, counted from 1. Raises UserError naming file and place."""
+def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
+    """The columns of which a row has one, if it has none with the prompt. columns: with responses."""
+    if len(columns) > 1:
+        return tuple(columns)[:1]
+    return (CONVERSATION, TEXT) if columns else tuple(filter(None, [INSTEAD.get(key)]))
+
+
+def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> list[tuple[str, Record]]:
+    """(place, columns) of every entry, which all have the column `key` or one of `others` (None: that of INSTEAD);
+    place is `line 7` or `row 7`, counted from 1. Raises UserError naming file and place."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_lines}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -22,7 +31,7 @@ def read_records(path: Path, key: str) -> list[tuple[str, Record]]:
         what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
         raise UserError(f"prompt file {path} {what}")
     try:
-        return list(reader(path, key))
+        return list(reader(path, key, others_of(key, ()) if others is None else others))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}") from error
 
@@ -34,6 +43,16 @@ def text_of(where: str, record: Record, key: str) -> str:
     if not isinstance(record.get(key), str):
         raise UserError(f"{where}: the value of {key!r} is {kind_of(record.get(key))}, not a string")
     return record[key]
+
+
+def number_of(where: str, record: Record, key: str, default: float | None) -> float:
+    """A column that must be a finite number; default: where it is missing or null; None: it must not be."""
+    value = record.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise UserError(f"{where}: the value of {key!r} is {kind_of(value)}, not a finite number")
+    return float(value)
 
 
 def messages_of(where: str, record: Record, key: str) -> list[dict[str, str]]:
@@ -51,7 +70,7 @@ def messages_of(where: str, record: Record, key: str) -> list[dict[str, str]]:
     return record[key]
 
 
-def _read_lines(path: Path, key: str) -> Iterator[tuple[str, Record]]:
+def _read_lines(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
     for place, line in _lines(path):
         yield place, {key: line}
 
@@ -68,7 +87,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             ) from None
 
 
-def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Record]]:
+def _read_jsonl(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
     for place, line in _lines(path):
         where = f"{path}, {place}"
         if not line.strip():
@@ -83,13 +102,13 @@ def _read_jsonl(path: Path, key: str) -> Iterator[tuple[str, Record]]:
             ) from None
         if not isinstance(record, dict):
             raise UserError(f'{where}: {kind_of(record)}, not an object: write {{"{key}": "..."}}')
-        if key not in record and INSTEAD.get(key) not in record:
+        if key not in record and not any(other in record for other in others):
             found = ", ".join(map(repr, record)) or "none"
             raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or set data.key")
         yield place, record
 
 
-def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Record]]:
+def _read_parquet(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -98,7 +117,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Record]]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if key not in names and INSTEAD.get(key) not in names:
+            if key not in names and not any(other in names for other in others):
                 raise UserError(
                     f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
                 )

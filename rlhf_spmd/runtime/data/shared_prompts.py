@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.lib import format as npy
 
-from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet, TextRows, TokenRows
 from rlhf_spmd.runtime.world.world import World
 
 SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
-FACTS = ("seed", "source", "num_truncated", "num_dropped", "sizes", "weights", "shuffle")  # the other fields of a set
+COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
+FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle")  # the other fields of a set
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
@@ -42,7 +43,7 @@ def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
 def _write(prompts: PromptSet) -> tuple[str, Mapping]:
     """Writes the arrays of a set to a new folder -> its path ("" if no disk has room) and the facts to map it."""
     arrays = [prompts.prompts.items, prompts.prompts.ends, prompts.texts.items, prompts.texts.ends]
-    for rows in (*prompts.responses.values(), *filter(None, (prompts.columns,))):
+    for rows in (*prompts.responses.values(), *prompts.numbers.values(), *filter(None, (prompts.columns,))):
         arrays += [rows.items, rows.ends]
     for parent in (tempfile.gettempdir(), SHARED_MEMORY):
         path = ""
@@ -55,21 +56,24 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             facts = {name: getattr(prompts, name) for name in FACTS}
-            keys, has_columns = list(prompts.responses), prompts.columns is not None
-            return path, {"keys": keys, "columns": has_columns, "fingerprint": prompts.fingerprint(), "facts": facts}
+            keys = {"keys": list(prompts.responses), "numbers": list(prompts.numbers)}
+            about = keys | {"columns": prompts.columns is not None, "facts": facts}
+            return path, about | {"fingerprint": prompts.fingerprint()}
     return "", {}
 
 
 def _map(about: Mapping) -> PromptSet | None:
     """The set that another rank has written; None if this rank does not see its files."""
     try:
-        numbers = range(4 + 2 * len(about["keys"]) + 2 * about["columns"])
+        numbers = range(4 + 2 * (len(about["keys"]) + len(about["numbers"]) + about["columns"]))
         arrays = [np.asarray(npy.open_memmap(f"{about['path']}/{number}.npy", mode="r")) for number in numbers]
     except (OSError, ValueError):  # not there, or not yet whole
         return None
     rows = list(zip(arrays[::2], arrays[1::2], strict=True))
     columns = TextRows(*rows.pop()) if about["columns"] else None
-    responses = {key: TokenRows(*pair) for key, pair in zip(about["keys"], rows[2:], strict=True)}
+    found = iter(rows[2:])
+    responses = {key: TokenRows(*next(found)) for key in about["keys"]}
+    values = {key: NumberRows(*next(found)) for key in about["numbers"]}
     prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), [about["fingerprint"]]
     facts = {name: tuple(value) if isinstance(value, list) else value for name, value in about["facts"].items()}
-    return PromptSet(prompts, texts, responses=responses, columns=columns, **facts, _hash=known)
+    return PromptSet(prompts, texts, responses=responses, numbers=values, columns=columns, **facts, _hash=known)

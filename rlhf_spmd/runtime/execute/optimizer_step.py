@@ -36,8 +36,17 @@ from rlhf_spmd.model.sequences import (
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, cut
 from rlhf_spmd.plan.program.instructions import Run
-from rlhf_spmd.plan.runtime_words import ENTROPY, GENERATOR_LOGPROBS, LOGPROBS, SCORES, SUMS, TOKEN_SHAPES, VALUES
-from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.plan.runtime_words import (
+    ENTROPY,
+    GENERATOR_LOGPROBS,
+    LOGPROBS,
+    MOST_LIKELY,
+    SCORES,
+    SUMS,
+    TOKEN_SHAPES,
+    VALUES,
+)
+from rlhf_spmd.plan.workflow import DIVISORS, Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.execute.page_functions import called, loss_of
@@ -220,7 +229,7 @@ class Training:
             )
         for sums in step.stats:
             for name, (total, weight) in sums.items():
-                step.meter.add(name, total, weight)
+                step.meter.log(name, total, weight, self.config.algorithm.over(name))
         if step.layout.dp_index(self.rank) == 0:
             step.meter.add(f"{step.call.model}_grad_norm", grad_norm, 1)
             step.meter.add(f"{step.call.model}_lr", step.rate, 1)
@@ -245,32 +254,49 @@ class Training:
     def _loss(self, step: Step, model: Transformer, batch: Sequences, output: Tensor, index: int) -> Tensor:
         """A micro-batch's share of the global loss, from the output of the last stage."""
         rows, call = step.micro_batches[index], step.call
-        loss = self.config.algorithm.function(call.function)
-        asked = {word_of(name) for name in signature(loss).parameters}
+        outputs, read = self._read(call, model, batch, output, rows)
+        given = self._arguments(call, rows) | step.prepared[index] | read
+        if call.drawn and step.run.epoch == 0 and step.run.mini_batch == 0:  # the weights are those that generated
+            mask_BG = response_mask(rows[call.responses[0]])
+            tokens, new_BG = rows[call.responses[0]], outputs[LOGPROBS].detach()
+            self._parity_gate(rows[call.drawn], new_BG, mask_BG, tokens, step.meter, corrected=corrects(call))
+        algorithm, loss = self.config.algorithm, self.config.algorithm.function(call.function)
+        total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
+        step.stats.append(sums)
+        return total / max(step.divisor, 1.0)
+
+    def measure(
+        self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, numbers: Mapping[str, Any]
+    ) -> Mapping[str, tuple]:
+        """What a loss logs of some rows, without a step. numbers: options of the algorithm."""
+        algorithm, loss = self.config.algorithm, self.config.algorithm.function(call.function)
+        given = numbers | self._arguments(call, rows) | self._read(call, model, batch, output, rows)[1]
+        return loss_of(algorithm, call.function, called(algorithm, call.function, loss, given), learns=False)[1]
+
+    def _read(
+        self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What is read off the model's output: all of it, and the arguments of the loss."""
+        asked = {word_of(name) for name in signature(self.config.algorithm.function(call.function)).parameters}
         words = {word: which for word, which in readout_words(self.workload.workflow, call).items() if word in asked}
         outputs = self._outputs(call, model, batch, output, rows, {what for _, what in words.values()})
         read = {
             word: outputs[what].chunk(len(call.responses))[call.responses.index(key)]
             for word, (key, what) in words.items()
         }
-        given = self._arguments(call, rows) | step.prepared[index] | read
-        if call.drawn and step.run.epoch == 0 and step.run.mini_batch == 0:  # the weights are those that generated
-            mask_BG = response_mask(rows[call.responses[0]])
-            tokens, new_BG = rows[call.responses[0]], outputs[LOGPROBS].detach()
-            self._parity_gate(rows[call.drawn], new_BG, mask_BG, tokens, step.meter, corrected=corrects(call))
-        algorithm = self.config.algorithm
-        total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
-        step.stats.append(sums)
-        return total / max(step.divisor, 1.0)
+        return outputs, read
 
     def _outputs(
         self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, asked: set[str]
     ) -> dict[str, Tensor]:
-        """Logprobs (and entropy), or what is asked of a scalar head, for all responses, one key after the other."""
+        """Logprobs (and what else is asked of an lm head), or what is asked of a scalar head, for all responses, one
+        key after the other."""
         if self.workload.workflow.heads[call.model] == "lm":
             kept_BGK = rows[call.kept] if call.kept else None
-            found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, **self.sampling)
-            return dict(zip((LOGPROBS, ENTROPY), found, strict=True)) if call.entropy else {LOGPROBS: found}
+            top = MOST_LIKELY in asked
+            found = response_logprobs(model, batch, output, kept_BGK, entropy=call.entropy, top=top, **self.sampling)
+            names = [LOGPROBS, *([ENTROPY] if call.entropy else []), *([MOST_LIKELY] if top else [])]
+            return dict(zip(names, found if len(names) > 1 else [found], strict=True))
         return {what: read_output(what, model, batch, output, None, self.sampling) for what in asked}
 
     def _parity_gate(
@@ -335,7 +361,10 @@ def read_output(
 
 
 def divisor_of(call: Call, rows: Rows) -> Tensor:
-    """The divisor of the loss of these rows, float64: response tokens, responses that have tokens, or rows."""
+    """The divisor of the loss of these rows, float64: response tokens, responses that have tokens, rows, or the sum of
+    the numbers of a key."""
+    if call.divisor not in DIVISORS:
+        return rows[call.divisor].double().sum()
     masks = [response_mask(rows[key]) for key in call.responses]
     if call.divisor == "rows":
         return masks[0].new_tensor(len(masks[0]), dtype=torch.float64)

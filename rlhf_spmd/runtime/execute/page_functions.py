@@ -61,11 +61,12 @@ def results_of(
     return dict(zip(shapes, results, strict=True)), log
 
 
-def loss_of(algorithm: Algorithm, name: str, made: Any) -> tuple[Tensor, Mapping[str, tuple]]:
-    """A loss and its sums for the log, which it need not have. Raises UserError."""
+def loss_of(algorithm: Algorithm, name: str, made: Any, *, learns: bool = True) -> tuple[Tensor, Mapping[str, tuple]]:
+    """A loss and its sums for the log, which it need not have. learns: whether it must have a gradient. Raises
+    UserError."""
     total, log = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
     who = f"algorithm {algorithm.name}: {name}()"
-    if not isinstance(total, Tensor) or total.dim() or not total.requires_grad:
+    if not isinstance(total, Tensor) or total.dim() or (learns and not total.requires_grad):
         what = f"a {type(total).__name__}"
         if isinstance(total, Tensor):
             what = f"a tensor of shape {list(total.shape)}" if total.dim() else "a number without gradient"

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 
 
 class Meter:
-    """Weighted means and maxima of one iteration on one rank."""
+    """Weighted means, maxima and minima of one iteration on one rank."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}  # name -> [sum, weight]
         self.maxima: dict[str, float] = {}
+        self.minima: dict[str, float] = {}
 
     def add(self, name: str, total: float, weight: float) -> None:
         """Adds `total`, a sum with the total weight `weight`, to the mean called `name`."""
@@ -17,19 +18,32 @@ class Meter:
         entry[1] += float(weight)
 
     def maximum(self, name: str, value: float) -> None:
-        self.maxima[name] = max(self.maxima.get(name, 0.0), float(value))
+        self.maxima[name] = max(self.maxima.get(name, float(value)), float(value))
+
+    def minimum(self, name: str, value: float) -> None:
+        self.minima[name] = min(self.minima.get(name, float(value)), float(value))
+
+    def log(self, name: str, total: float, weight: float, over: str) -> None:
+        """Adds what a function of a page returned for the log. over: `mean`, `max` or `min` (page.Metric)."""
+        if over == "mean":
+            self.add(name, total, weight)
+        elif weight:
+            {"max": self.maximum, "min": self.minimum}[over](name, total)
 
     def to_message(self) -> dict:
-        return {"sums": self.sums, "maxima": self.maxima}
+        return {"sums": self.sums, "maxima": self.maxima, "minima": self.minima}
 
 
 def combine(messages: Iterable[Mapping]) -> tuple[dict[str, float], dict[str, float]]:
-    """Global means and maxima, and the weight of each mean; summed in rank order, so every rank gets the same bits."""
+    """Global means, maxima and minima, and the weight of each mean. Summed in rank order, so all ranks get the same
+    bits."""
     total = Meter()
     for message in messages:
         for name, (value, weight) in message["sums"].items():
             total.add(name, value, weight)
         for name, value in message["maxima"].items():
             total.maximum(name, value)
+        for name, value in message["minima"].items():
+            total.minimum(name, value)
     means = {name: value / weight for name, (value, weight) in total.sums.items() if weight}
-    return total.maxima | means, {name: weight for name, (_, weight) in total.sums.items()}
+    return total.maxima | total.minima | means, {name: weight for name, (_, weight) in total.sums.items()}

@@ -33,6 +33,7 @@ from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
+from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
@@ -139,10 +140,11 @@ class Replica:
     eos_ids: tuple[int, ...]
     options: GenerateOptions
     windows: Iterator[Sequence[Prompt]]
+    judge: Judge | None = None  # chooses the best sample of each prompt
     _queue: deque[tuple[list[Prompt], range]] = field(default_factory=deque)
 
     def next_window(self, bar: Bar) -> list[dict[str, Any]]:
-        """Lines of the next window, samples of a prompt adjacent; [] if there is none."""
+        """Lines of the next window, samples of a prompt adjacent, or only the best one; [] if there is none."""
         while len(self._queue) < AHEAD and (window := next(self.windows, None)):
             self._queue.append(self._submit(window))
         if not self._queue:
@@ -151,12 +153,16 @@ class Replica:
         self.engine.run(numbers, progress=bar)
         responses_RG, logprobs_RG, _ = self.engine.results(numbers)
         logprobs = logprobs_RG.double().sum(1).tolist()
+        tokens = [[token for token in row if token >= 0] for row in responses_RG.tolist()]
         lines = [
-            line_of(prompt, [token for token in row if token >= 0], logprob, self.tokenizer, self.eos_ids)
-            for prompt, row, logprob in zip(prompts, responses_RG.tolist(), logprobs, strict=True)
+            line_of(prompt, row, logprob, self.tokenizer, self.eos_ids)
+            for prompt, row, logprob in zip(prompts, tokens, logprobs, strict=True)
         ]
         self.engine.requests.forget(numbers.stop)
-        return lines
+        if self.judge is None:
+            return lines
+        scores = self.judge.scores(prompts, [line["response"] for line in lines], tokens)
+        return best_lines(lines, scores, self.options.samples_per_prompt)
 
     def _submit(self, window: Sequence[Prompt]) -> tuple[list[Prompt], range]:
         num = self.options.samples_per_prompt
@@ -203,6 +209,9 @@ def make_replica(
     mine = prompts[index :: layout.dp]
     if not mine:
         return None
+    judge = None
+    if options.best_of and layout.reports(world.rank):
+        judge = Judge(options, folder, tokenizer, prompts, world.device)
     places = min(generation.max_sequences, len(mine) * samples)
     release_unused(world.device)  # memory used while loading
     engine = Engine(
@@ -215,7 +224,7 @@ def make_replica(
         decode=tokenizer.decode,
     )
     windows = deal(prompts, index, layout.dp, window_of(options))
-    return Replica(engine, tokenizer, tokenizer.eos_ids(config), options, windows)
+    return Replica(engine, tokenizer, tokenizer.eos_ids(config), options, windows, judge)
 
 
 def window_of(options: GenerateOptions) -> int:
@@ -239,16 +248,18 @@ def generate_file(
     started, totals = time.perf_counter(), Counter()
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)
     num = len(asked) * options.samples_per_prompt
+    kept = 1 if options.best_of else options.samples_per_prompt  # lines of a prompt
     with OutputFile(out) as file, Bar(num, share, enabled=world.rank == 0) as bar:
         for start in range(0, len(asked), window_of(options) * layout.dp):
             window = replica.next_window(bar) if replica else []
             answers = world.allgather(window if layout.reports(world.rank) else [], f"the responses from {start}")
             if world.rank == 0:
                 of_copies = [answers[rank] for rank in layout.ranks if layout.reports(rank)]
-                lines = merge_in_order(of_copies, options.samples_per_prompt)
+                lines = merge_in_order(of_copies, kept)
                 file.write(lines)
                 for line in lines:
                     totals.update(sequences=1, tokens=line["num_tokens"], ended=line["finish"] != "length")
+                    totals.update(score=line.get("score", 0.0), mean_score=line.get("mean_score", 0.0))
         seconds = time.perf_counter() - started
     result = {
         "out": str(out),
@@ -262,6 +273,9 @@ def generate_file(
         "device": describe_device(world.computes, world.size),
         "ok": True,
     }
+    if options.best_of:
+        means = {name: totals[name] / max(totals["sequences"], 1) for name in ("score", "mean_score")}
+        result |= {name: round(mean, 4) for name, mean in means.items()}
     if world.rank == 0:
         print_summary(result, layout)
     return result
@@ -275,6 +289,8 @@ def print_summary(result: Mapping[str, Any], layout: Layout) -> None:
     print(f"Done: {sequences:,} responses by {on}")
     print(f"  tokens   {result['tokens']:,} in {result['seconds']:.1f} s: {result['tokens_per_s']:,.0f} tokens/s")
     print(f"  lengths  {result['mean_length']:.1f} tokens on average; {result['ended_share']:.0%} ended by themselves")
+    if "score" in result:
+        print(f"  scores   {result['score']:.4f} of the best samples, {result['mean_score']:.4f} of all")
     print(f"  device   {result['device']}")
     print(f"  file     {result['out']}")
     print(json.dumps(result), flush=True)

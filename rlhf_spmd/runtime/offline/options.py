@@ -39,6 +39,7 @@ class GenerateOptions:
     device: configs.DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     tp: PositiveInt = 1  # tensor-parallel ranks of one copy of the model
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
+    best_of: str = ""  # a reward function, or a reward model's folder: only the best sample of a prompt is written
     deadline_s: Annotated[float, Field(gt=0, le=10**6)] = 60.0  # seconds of inactivity after which a job counts as hung
     data: OfflineData = OfflineData()
     generation: OfflineGeneration = OfflineGeneration()
@@ -64,6 +65,12 @@ def assigned(options: GenerateOptions, key: str, given: Given) -> GenerateOption
     group, _, name = key.rpartition(".")
     part = dataclasses.replace(getattr(options, group), **{name: value}) if group else value
     return dataclasses.replace(options, **{group or name: part})
+
+
+def check_options(options: GenerateOptions) -> None:
+    """Raises UserError if options contradict each other."""
+    if options.best_of and options.samples_per_prompt < 2:
+        raise UserError(f"best_of={options.best_of} chooses among the samples of a prompt; give samples_per_prompt=8")
 
 
 @functools.cache

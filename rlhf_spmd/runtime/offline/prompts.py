@@ -7,7 +7,7 @@ top_k, top_p, min_p, stop (a list of texts). Other keys are ignored.
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from rlhf_spmd.runtime.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """An entry of the file. index: its place in the file, from 0, counting dropped prompts."""
+    """An entry of the file. index: its place in the file, from 0, counting dropped prompts. columns: its others."""
 
     index: int
     text: str
     tokens: list[int]
     sampling: Sampling
+    columns: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def sampling_of(generation: OfflineGeneration, own: Mapping[str, Any] | None = None) -> Sampling:
@@ -111,7 +112,8 @@ def read_offline_prompts(
                 f"{where}: the prompt has token {max(tokens)}, but the model has {model.vocab_size} tokens "
                 "(vocab_size in config.json); use the tokenizer that belongs to it"
             )
-        prompts.append(Prompt(index, text, tokens, sampling))
+        (columns,) = loaded.records([index]) if options.best_of else ({},)
+        prompts.append(Prompt(index, text, tokens, sampling, columns))
     if not prompts:
         raise UserError(
             f"{path}: data.long_prompts=drop leaves no prompt of at most {room} tokens; raise data.max_prompt"

@@ -78,6 +78,9 @@ def at_hand(world: World, config: Config, program: Program, calibration: Calibra
     types = program.cluster.device_types
     if len(types) > 1:
         return replace(unscaled, why_not="the devices are of several types")
+    workflow = program.workload.workflow
+    if not any(workflow.heads[model] == "lm" for model in workflow.trained_models):
+        return replace(unscaled, why_not="the probe trains a language model, and this run trains none")
     pieces = pieces_of(calibration.devices[types[0]])
     if pieces is None:
         return replace(unscaled, why_not="it has no tables of a model small enough for a probe")

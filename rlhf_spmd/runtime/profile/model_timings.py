@@ -88,8 +88,10 @@ class TimedModel:
         )
 
     def rows(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-        """The inputs of a call, for rows with prompts and responses of these lengths."""
-        device, (num_prompts, num_responses) = self.world.device, zip(*lengths, strict=True)
+        """The inputs of a call, for sequences with prompts and responses of these lengths. A call that reads pairs gets
+        half as many rows."""
+        device, pairs = self.world.device, self.call.num_sequences
+        num_prompts, num_responses = zip(*lengths[: max(1, len(lengths) // pairs)], strict=True)
         responses_BG = self.tokens(num_responses)
         num_rows, width = responses_BG.shape
         shapes = {"token": (num_rows, width), "token+1": (num_rows, width + 1), "row": (num_rows,)}

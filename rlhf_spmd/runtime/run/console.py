@@ -116,8 +116,9 @@ class Console:
         facts |= {
             "run folder": path,
             "timeline": f"{path / 'timeline.png'} (timeline.json opens in ui.perfetto.dev)",
-            "samples": path / "samples.txt",
         }
+        if generated:
+            facts["samples"] = path / "samples.txt"
         commands = {"watch the curves": shlex.join(["tensorboard", "--logdir", str(path)])} | dict(next_commands or {})
         for role in result.saved:
             facts[f"trained {role}"] = f"{folder.path / role} (a Hugging Face folder)"

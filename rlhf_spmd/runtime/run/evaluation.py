@@ -1,4 +1,5 @@
-"""Evaluations between the iterations of a run: responses to prompts that are not trained on, scored and counted.
+"""Evaluations between the iterations of a run: responses to prompts that are not trained on, scored and counted; or the
+losses of given responses that are not trained on.
 
 All ranks compute the same metrics from the scores of all responses, so they agree on the best checkpoint and on the end
 of the run without a further message. The rows are in evaluations.jsonl; a run without eval.prompts has none.
@@ -22,6 +23,7 @@ from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
 from rlhf_spmd.runtime.observe.metric_sums import combine
 from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import Job, given_rows
+from rlhf_spmd.runtime.run.report import check_finite
 from rlhf_spmd.runtime.run.rollouts import Rollouts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 
@@ -35,6 +37,7 @@ class Evaluator:
         """job: of training. num_done: iterations that an earlier part of this run has done."""
         self.options, self.last = job.config.eval, job.config.iterations
         self.best = job.config.checkpoint.best
+        self.less = job.config.algorithm.is_better_lower(self.best)
         self.job, self.training, self.folder = job.evaluation, training, folder
         self.rows: list[dict] = []  # of evaluations.jsonl
         if self.job is None:
@@ -65,6 +68,8 @@ class Evaluator:
         self.training.begin()
         self.rollouts.write(data)
         metrics = self._metrics(np.concatenate([np.frombuffer(part, SCORED) for part in said]), answers)
+        if not self._scores:
+            check_finite(metrics, num_done)
         metrics["evaluation_s"] = time.perf_counter() - began
         self.rows.append({"iteration": num_done} | metrics)
         self.folder.write_evaluations(self.rows)
@@ -73,20 +78,24 @@ class Evaluator:
     def is_best(self, num_done: int) -> bool:
         """Whether the evaluation after so many iterations is better than every earlier one, by checkpoint.best."""
         return (
-            bool(self.best and self.rows) and self.rows[-1]["iteration"] == num_done and is_better(self.rows, self.best)
+            bool(self.best and self.rows)
+            and self.rows[-1]["iteration"] == num_done
+            and is_better(self.rows, self.best, less=self.less)
         )
 
     @property
     def best_iteration(self) -> int | None:
         """After how many iterations the best evaluation was made; None without checkpoint.best."""
-        return self.rows[best_row(self.rows, self.best)]["iteration"] if self.best and self.rows else None
+        return (
+            self.rows[best_row(self.rows, self.best, less=self.less)]["iteration"] if self.best and self.rows else None
+        )
 
     @property
     def why_over(self) -> str:
         """Why the run ends before its last iteration; empty if it goes on."""
         if not (self.options.patience and self.rows):
             return ""
-        index = best_row(self.rows, self.best)
+        index = best_row(self.rows, self.best, less=self.less)
         if len(self.rows) - 1 - index < self.options.patience:
             return ""
         num, best = len(self.rows) - 1 - index, self.rows[index]
@@ -97,8 +106,21 @@ class Evaluator:
 
     def ends(self) -> dict[str, tuple[float, float]]:
         """Metric over all prompts -> its first and last value."""
-        names = metric_names(self.options.samples_per_prompt) if self.rows else []
+        names = self._names if self.rows else []
         return {name: (self.rows[0][name], self.rows[-1][name]) for name in names}
+
+    @property
+    def _scores(self) -> bool:
+        """Whether responses are generated and scored."""
+        return bool(self.job.program.workload.workflow.generate_calls)
+
+    @property
+    def _names(self) -> list[str]:
+        """The metrics that are shown."""
+        if self._scores:
+            return metric_names(self.options.samples_per_prompt)
+        shown = self.job.config.algorithm.metrics.items()
+        return [name for name, metric in shown if metric.headline is not None and name in self.rows[-1]]
 
     def _iteration(self, num_done: int) -> Iteration:
         """All prompts of the set as one mini-batch."""
@@ -121,7 +143,9 @@ class Evaluator:
     def _scored(self, data: Iteration) -> np.ndarray:
         """The scores that this rank reports."""
         program, rank = self.job.program, self.job.world.rank
-        call = next(call for call in program.workload.workflow.calls if call.function == SCORES)
+        call = next((call for call in program.workload.workflow.calls if call.function == SCORES), None)
+        if call is None or not self._scores:
+            return np.empty(0, SCORED)
         layout = program.placement.layouts[call.name]
         if rank not in layout.ranks or not layout.reports(rank):
             return np.empty(0, SCORED)
@@ -135,6 +159,8 @@ class Evaluator:
     def _metrics(self, scored: np.ndarray, answers: Sequence[Mapping]) -> dict[str, float | str]:
         """The metrics of one evaluation, from the scores of all ranks."""
         workload = self.job.program.workload
+        if not self._scores:
+            return dict(combine(answers)[0])
         scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
         scores[scored["prompt"], scored["sample"]] = scored["score"]
         metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, self.options.right_at))
@@ -148,13 +174,14 @@ class Evaluator:
     def _line(self, num_done: int, metrics: Mapping) -> str:
         """For the console."""
         parts = []
-        for name in metric_names(self.options.samples_per_prompt):
+        for name in self._names:
             of_each = [f"{key.partition('/')[2]} {metrics[key]:.4g}" for key in metrics if key.startswith(f"{name}/")]
             each = f" ({', '.join(of_each)})" if of_each and not parts else ""
             parts.append(f"{name} {metrics[name]:.4g}{each}")
         num = self.job.program.workload.rollout_batch
         when = f"after {_iterations(num_done)}" if num_done else "before training"
-        return f"evaluation {when}: {', '.join(parts)}; {num} prompts, {metrics['evaluation_s']:.1f} s"
+        rows = "prompts" if self._scores else "rows"
+        return f"evaluation {when}: {', '.join(parts)}; {num} {rows}, {metrics['evaluation_s']:.1f} s"
 
 
 def _iterations(num: int) -> str:

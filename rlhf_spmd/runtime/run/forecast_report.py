@@ -14,10 +14,12 @@ from rlhf_spmd.plan.cost.forecast_summary import call_s
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.program.pipeline import is_pipelined
 from rlhf_spmd.plan.text.program_listing import table
+from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.observe.trace import Lane, Span, lanes
 from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 
 WHOLE = "iteration"  # the row of the whole iteration
+FIRST_ROWS = 1000  # of a data set, whose lengths are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,15 @@ def token_counts(
     prompts: tokens by prompt index."""
     rows = [pair for answer in answers for pair in answer["rows"][["prompt", "length"]].tolist()]
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
+
+
+def given_counts(data: PromptSet) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same of the first rows of a data set with responses: of each row, the mean over its responses."""
+    rows = range(min(len(data), FIRST_ROWS))
+    responses = [[len(of_key.row(row)) for of_key in data.responses.values()] for row in rows]
+    return tuple(len(data.prompts.row(row)) for row in rows), tuple(
+        round(statistics.fmean(lengths)) for lengths in responses
+    )
 
 
 @dataclass(frozen=True, slots=True)

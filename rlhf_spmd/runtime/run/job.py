@@ -63,6 +63,11 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         if evaluation is not None:
             held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
+            if (num := evaluation.workload.rollout_batch) > len(held_out):
+                raise UserError(
+                    f"eval.prompts={config.eval.prompts}: {num - len(held_out)} of its rows have nothing to evaluate "
+                    "(conversations without an answer, pairs that are equal once they are cut); remove them"
+                )
             check_best(config, held_out, evaluation.workload.rollout_batch)
     with world.together("loading models"):
         models = RankModels(program, config, world)
@@ -131,11 +136,10 @@ def given_rows(
     """A store with this rank's rows of the data set. columns: that the rank holds of each key."""
     store = Store(workload, columns, device)
     for key in workload.workflow.given:
-        rows, (width,) = prompts.rows(key), workload.row_shape(key)
         for held in columns.get(key, ()):
             part_MC = prompt_MC[:, held.start : held.stop]
-            tokens_BT = torch.from_numpy(rows.padded(part_MC.flatten(), width))
-            store.at(key, (ALL, slice(held.start, held.stop)))[:] = tokens_BT.unflatten(0, part_MC.shape)
+            rows_B = torch.from_numpy(prompts.padded(key, part_MC.flatten(), workload.row_shape(key)))
+            store.at(key, (ALL, slice(held.start, held.stop)))[:] = rows_B.unflatten(0, part_MC.shape)
     return store
 
 

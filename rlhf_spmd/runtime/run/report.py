@@ -110,18 +110,34 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         **judged,
         "device": describe_device(job.world.computes, job.world.size),
-        "prompts": f"{len(job.prompts)} from {config.data.prompts}" + _lost(job.prompts),
-        "iteration": f"{config.rollout_batch} x {config.samples_per_prompt} prompts, "
-        f"mini-batches of {config.mini_batch}, {config.options.epochs} epoch{'s' * (config.options.epochs > 1)}, "
-        f"at most {config.generation.max_new_tokens} new tokens",
+        "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
+        + _lost(job.prompts),
+        "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
     }
 
 
+def _iteration(job: Job) -> str:
+    """What an iteration trains on, for the heading."""
+    config = job.config
+    epochs = config.options.epochs
+    steps = f"mini-batches of {config.mini_batch}, {epochs} epoch{'s' * (epochs > 1)}"
+    if job.program.workload.workflow.generate_calls:
+        sizes = f"{config.rollout_batch} x {config.samples_per_prompt} prompts"
+        return f"{sizes}, {steps}, at most {config.generation.max_new_tokens} new tokens"
+    passes = config.iterations * config.rollout_batch / len(job.prompts)
+    return f"{config.rollout_batch} rows, {steps}; all {config.iterations} iterations read the set {passes:.3g} times"
+
+
 def _lost(prompts: PromptSet) -> str:
-    """How many prompts of the file data.long_prompts cut or dropped."""
-    done = {"cut at data.max_prompt": prompts.num_truncated, "too long and dropped": prompts.num_dropped}
+    """How many rows of the file were cut or dropped, and why."""
+    done = {
+        "cut at data.max_prompt": prompts.num_truncated,
+        "with responses cut at generation.max_new_tokens": prompts.num_cut,
+        "too long and dropped": prompts.num_dropped,
+        "without an answer of the assistant and dropped": prompts.num_silent,
+    }
     return "".join(f", {num} {what}" for what, num in done.items() if num)
 
 

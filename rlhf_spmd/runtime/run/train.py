@@ -323,6 +323,8 @@ def _write_timeline(
     if job.world.rank > 0:
         return None
     lengths = forecast_report.token_counts(running.answers, job.prompts.prompts)
+    if not job.program.workload.workflow.generate_calls:
+        lengths = forecast_report.given_counts(job.prompts)
     compared = forecast_report.compare(job.program, found, records, lengths)
     folder.write_values("forecast.json", compared.to_json())
     console.note(compared.show())

@@ -42,7 +42,7 @@ def compute(context: CallContext, call: Call, step: Run, data: Iteration, state:
     first_site = context.program.placement.sites(call, workflow)[0]
     if counts and step.consumer == first_site:
         for name, (total, weight) in log.items():
-            data.meter.add(name, *_own_part(total, weight, leading, shape_of(seen), own))
+            data.meter.log(name, *_own_part(total, weight, leading, shape_of(seen), own), algorithm.over(name))
 
 
 def _leading(context: CallContext, call: Call, shape: tuple[int, int]) -> tuple[int, ...]:

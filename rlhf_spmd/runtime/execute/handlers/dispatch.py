@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import Run
+from rlhf_spmd.plan.runtime_words import READOUTS
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers import compute, generate, infer, train
@@ -38,7 +40,7 @@ class Calls:
             infer.keep_scores(context, call, data, context.place(step), None)
         else:
             with context.models.weights(call) as model:
-                passes = infer.inference(context, call, step, data, model)
+                passes = self._inference(call, step, data, model)
                 for index in range(passes.num_micro_batches):
                     passes.forward(index, None)
                 passes.close()
@@ -51,7 +53,13 @@ class Calls:
             begun = train.begin(context, self.training, call, step, data, state)
             return None if begun is None else train.passes(context, self.training, begun, data)
         with context.models.weights(call) as model:  # without ZeRO 3, which has no stages, they stay
-            return infer.inference(context, call, step, data, model)
+            return self._inference(call, step, data, model)
+
+    def _inference(self, call: Call, step: Run, data: Iteration, model: Transformer) -> Passes:
+        """Forwards that make a readout, or measure a loss."""
+        if call.function in READOUTS:
+            return infer.inference(self.context, call, step, data, model)
+        return infer.measurement(self.context, self.training, call, step, data, model)
 
     def scores(self, call: Call, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged | None:
         """Scores of whole responses outside an iteration, as infer.scores."""

@@ -19,7 +19,7 @@ from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
-from rlhf_spmd.runtime.execute.optimizer_step import read_output
+from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, sequences_of
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 
 
@@ -57,6 +57,36 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
             data.store.at(call.outputs[0], place)[:] = whole.unflatten(0, shape_of(place))
 
     return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, close)
+
+
+def measurement(
+    context: CallContext, training: Training, call: Call, step: Run, data: Iteration, model: Transformer
+) -> Passes:
+    """Forwards of the micro-batches of a Run that only logs a loss (plan/program/evaluation.py)."""
+    place, layout = context.place(step), context.layout(call)
+    keys = context.program.reads(step, context.world.rank)
+    rows = {key: context.held(data, key, place).flatten(0, 1) for key in keys}
+    lengths = [
+        sum(one) for one in zip(*(lengths_of(rows[call.prompts], rows[key]) for key in call.responses), strict=True)
+    ]
+    parts = [
+        {key: value[part] for key, value in rows.items()} for part in cut(lengths, layout, context.micro_batch(layout))
+    ]
+    batches = [sequences_of(call, part) for part in parts]
+    numbers = context.config.algorithm.numbers(context.config.options, None)
+
+    @torch.no_grad()
+    def one_pass(index: int, received_nD: Tensor | None) -> Tensor | None:
+        output_nD = forward(model, batches[index], received_nD)
+        if not model.parallel.is_last:
+            return output_nD
+        for name, (total, weight) in training.measure(
+            call, model, batches[index], output_nD, parts[index], numbers
+        ).items():
+            context.meter(call, data).log(name, total, weight, context.config.algorithm.over(name))
+        return None
+
+    return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, lambda: None)
 
 
 def judges(context: CallContext, call: Call) -> bool:

@@ -1,0 +1,84 @@
+"""On-policy distillation: the actor writes responses, and learns to give each token the teacher's probability. No
+torch, no ranks.
+
+The advantage of a token is -kl_coef (log pi_actor - log pi_teacher): an estimate, from the actor's own samples, of the
+reverse KL divergence KL(actor || teacher) of Agarwal et al. 2023 (arXiv 2306.13649), with one number for each token in
+the place of distributions. With task_coef, the advantage of GRPO is added. The teacher is a model of any size with the
+actor's tokenizer. The tensor math is in group_advantages.py and surrogates.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_spmd.algorithms import off_policy
+from rlhf_spmd.algorithms.page import Metric, NonNegative
+from rlhf_spmd.algorithms.policy_gradient import METRICS as OF_POLICY
+from rlhf_spmd.algorithms.policy_gradient import Aggregation
+from rlhf_spmd.plan.workflow import Role
+
+TITLE = "distillation"
+DATA = {"prompts": "prompt"}
+ROLES = {
+    "actor": Role("lm", lr=1e-6, saved=True),
+    "teacher": Role("lm"),
+    "reward": Role("scalar", judge=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options(off_policy.Options):
+    """Options of distillation and of the policy loss."""
+
+    kl_coef: NonNegative = 1.0  # weight of the reverse KL divergence from the teacher
+    task_coef: NonNegative = 0.0  # weight of the advantage from rewards; 0: there is no reward
+    scale_eps: NonNegative = 1e-4  # added to the standard deviation of a group's rewards
+    clip_low: NonNegative = 0.2  # ratios are clipped at 1 - clip_low
+    clip_high: NonNegative = 0.2  # ratios are clipped at 1 + clip_high
+    aggregation: Aggregation = "token-mean"  # how tokens' losses become one; norm: by generation.max_new_tokens
+
+
+def workflow(options: Options, model: Callable, compute: Callable, prompts) -> None:
+    """One iteration."""
+    actor = model("actor")
+    responses, logprobs = actor.generate(prompts)
+    old = logprobs
+    if options.old_logprobs == "recompute":
+        old = actor.infer("logprobs", prompts, responses, output="old_logprobs")
+    teacher = model("teacher").infer("logprobs", prompts, responses, output="teacher_logprobs")
+    rewards = {}
+    if options.task_coef:
+        rewards["scores"] = model("reward").infer("scores", prompts, responses)
+    advantages = compute(
+        "distillation_advantages",
+        responses=responses,
+        logprobs=old,
+        teacher_logprobs=teacher,
+        makes={"advantages": "token"},
+        scope="group" if rewards else "row",
+        **rewards,
+    )
+    actor.train(
+        "surrogate_loss",
+        prompts,
+        responses,
+        advantages=advantages,
+        divisor="tokens" if options.aggregation == "token-mean" else "responses",
+        entropy=True,
+        old_logprobs=old,
+        **off_policy.of_loss(options, logprobs),
+    )
+
+
+def problem(options: Options, *, samples_per_prompt: int) -> str:
+    """Why these options make no sense together or with those of the run; empty if they do."""
+    if options.task_coef and samples_per_prompt < 2:
+        return "task_coef compares a response with the others of its prompt: set samples_per_prompt=8, or at least 2"
+    return off_policy.problem(options)
+
+
+NAMES = ("reward", "reward_std", "policy_loss", "clip_fraction_low", "clip_fraction_high", "entropy", "ratio")
+METRICS = {
+    # mean per token of log pi_actor - log pi_teacher, nats
+    "teacher_kl": Metric("teacher", "to teacher", "{:10.4f}", headline="nats per token"),
+    **{name: OF_POLICY[name] for name in (*NAMES, "approx_kl")},
+} | off_policy.METRICS

@@ -1,0 +1,258 @@
+"""What a row of the data set says, as tokens: its prompt and, where the algorithm learns from them, its responses.
+
+A row with responses has one of these forms (a conversation is a list of messages):
+
+    prompt and responses         texts, or conversations
+    responses                    two of them, whose common beginning is the prompt
+    `messages`                   a conversation; the assistant's turns are the response
+    `text`                       its first token is the prompt, all others are the response
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Literal
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.readers import CONVERSATION, INSTEAD, TEXT, Record, messages_of, others_of, text_of
+
+if TYPE_CHECKING:
+    from rlhf_spmd.model.tokenizer import Tokenizer
+
+Message = dict[str, str]
+Render = Callable[..., str]  # where (for messages), a conversation, answers=whether its answer begins behind it -> text
+ASSISTANT = "assistant"  # a role of messages
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows are read; see load_prompts."""
+
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    key: str = "prompt"
+    long_prompts: str = "error"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_response_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    render: Render | None = None
+    turns: Literal["last", "all"] = "last"
+    marks: bool = False  # whether a response may have tokens that are not learned
+
+    def rendered(self, where: str, messages: list[Message], *, answers: bool = True) -> str:
+        """The text of a conversation. Raises UserError."""
+        if self.render is None:
+            raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
+        return self.render(where, messages) if answers else self.render(where, messages, answers=False)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The columns of which a row has one, if it has no prompt."""
+        return others_of(self.key, tuple(self.columns.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """A row. form: how it is written, for messages. text: of the prompt. is_plain: the prompt is a column of its own,
+    as text. marks: 1 for each token of a single response that is learned."""
+
+    form: str
+    text: str
+    is_plain: bool
+    prompt: list[int]
+    responses: Mapping[str, list[int]] = field(default_factory=dict)
+    marks: list[int] = field(default_factory=list)
+
+
+def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
+    """The tokens of a row; None if nothing in it can be learned. Raises UserError."""
+    columns, key = reading.columns, reading.key
+    if not columns:
+        text, is_rendered = prompt_of(where, record, reading)
+        check_text(where, text)
+        return RowTokens("", text, not is_rendered, _encoded(where, text, reading, special=not is_rendered))
+    lacking = [column for column in (key, *columns.values()) if record.get(column) is None]
+    if len(columns) == 1 and lacking:
+        if record.get(CONVERSATION) is not None:
+            return _of_conversation(where, messages_of(where, record, CONVERSATION), reading)
+        if record.get(TEXT) is not None:
+            return _of_text(where, text_of(where, record, TEXT), reading)
+        there, fix = ", ".join(map(repr, record)), f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}"
+        raise UserError(f"{where}: no key {lacking[0]!r} (keys there: {there}): {fix}")
+    explicit = key not in lacking
+    kinds = {column: isinstance(record.get(column), list) for column in columns.values()}
+    kinds |= {key: isinstance(record[key], list)} if explicit else {}
+    if len(set(kinds.values())) > 1:
+        strings, lists = ([repr(name) for name, is_list in kinds.items() if is_list == which] for which in (0, 1))
+        raise UserError(
+            f"{where}: {', '.join(lists)} is a list of messages, and {', '.join(strings)} is not: write all of them as "
+            "strings, or all as lists of messages"
+        )
+    made = (_of_messages if any(kinds.values()) else _of_strings)(where, record, reading, explicit=explicit)
+    tokens = list(made.responses.values())
+    if len(tokens) > 1 and tokens[0] == tokens[1]:
+        one, other = map(repr, columns.values())
+        raise UserError(f"{where}: {one} and {other} are equal, so there is nothing to compare: remove the row")
+    return made
+
+
+def prompt_of(where: str, record: Record, reading: Reading) -> tuple[str, bool]:
+    """The text of a prompt without responses, and whether it was rendered from a conversation, whose last answer is
+    left out."""
+    key = reading.key
+    if key in record and not isinstance(record[key], list):
+        return text_of(where, record, key), False
+    messages = messages_of(where, record, key if key in record else INSTEAD[key])
+    if messages[-1]["role"] == ASSISTANT:
+        messages = messages[:-1]
+    if not messages:
+        raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
+    return reading.rendered(where, messages), True
+
+
+def check_text(where: str, text: str, what: str = "the prompt") -> None:
+    """Raises UserError for a text that is empty or no Unicode."""
+    if not text.strip():
+        raise UserError(f"{where}: {what} is empty: write one or remove the entry")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: {what} has half a surrogate pair at character {error.start + 1}, which is not text: "
+            "write the character itself or both halves"
+        ) from None
+
+
+# ---- the forms of rows with responses -------------------------------------------------------------------------------
+
+
+def _of_strings(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
+    texts = {name: text_of(where, record, column) for name, column in reading.columns.items()}
+    prompt = text_of(where, record, reading.key) if explicit else _common_text(list(texts.values()))
+    for name, column in reading.columns.items():
+        check_text(where, texts[name], f"the value of {column!r}")
+        texts[name] = texts[name] if explicit else texts[name][len(prompt) :]
+    if explicit or not prompt:
+        what = "the prompt" if explicit else f"what {' and '.join(map(repr, reading.columns.values()))} have in common"
+        check_text(where, prompt, what)
+    tokens = _encoded(where, prompt, reading, special=True)
+    responses = {name: _ended(_continued(prompt, tokens, text, reading), reading) for name, text in texts.items()}
+    marks = [1] * max(map(len, responses.values()))
+    return RowTokens("a prompt and responses", prompt, explicit, tokens, responses, marks)
+
+
+def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool) -> RowTokens:
+    given = {name: messages_of(where, record, column) for name, column in reading.columns.items()}
+    before = messages_of(where, record, reading.key) if explicit else _common_messages(list(given.values()))
+    if not before:
+        raise UserError(f"{where}: the conversations have no message in common: add the column {reading.key!r}")
+    after = {name: messages if explicit else messages[len(before) :] for name, messages in given.items()}
+    for name, column in reading.columns.items():
+        if not any(message["role"] == ASSISTANT for message in after[name]):
+            raise UserError(f"{where}: {column!r} has no message of the assistant: add its answer, or remove the row")
+    made = {name: _answered(where, before, messages, reading) for name, messages in after.items()}
+    text, tokens, *_ = next(iter(made.values()))
+    responses = {name: one[2] for name, one in made.items()}
+    marks = next(iter(made.values()))[3]
+    return RowTokens("conversations", text, False, tokens, responses, marks)
+
+
+def _of_conversation(where: str, messages: list[Message], reading: Reading) -> RowTokens | None:
+    turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if not turns:
+        return None
+    first = turns[0] if reading.turns == "all" and reading.marks else turns[-1]
+    if not first:
+        raise UserError(f"{where}: the conversation has no message before the assistant's: add the question")
+    text, tokens, response, marks = _answered(where, messages[:first], messages[first:], reading)
+    return RowTokens(
+        f"the column {CONVERSATION!r}", text, False, tokens, {next(iter(reading.columns)): response}, marks
+    )
+
+
+def _of_text(where: str, text: str, reading: Reading) -> RowTokens:
+    check_text(where, text, f"the value of {TEXT!r}")
+    tokens = _ended(_encoded(where, text, reading, special=True), reading)
+    first, response = tokens[:1], tokens[1:]
+    said = {next(iter(reading.columns)): response}
+    return RowTokens(f"the column {TEXT!r}", reading.tokenizer.decode(first), False, first, said, [1] * len(response))
+
+
+def _answered(
+    where: str, before: list[Message], after: list[Message], reading: Reading
+) -> tuple[str, list[int], list[int], list[int]]:
+    """Text and tokens of a conversation's beginning, tokens of the turns behind it up to the assistant's last one, and
+    which of these tokens the assistant says."""
+    text = start = reading.rendered(where, before)
+    prompt = _encoded(where, text, reading, special=False)
+    own = [place for place, message in enumerate(after) if message["role"] == ASSISTANT]
+    tokens, marks, last = list(prompt), [], own[-1] if own else -1
+    for place in own:
+        if not after[place]["content"].strip():
+            raise UserError(f"{where}: a message of the assistant is empty: write it, or remove the row")
+        opened = reading.rendered(where, [*before, *after[:place]])
+        closed = reading.rendered(where, [*before, *after[: place + 1]], answers=False)
+        if not (opened.startswith(text) and closed.startswith(opened)):
+            raise UserError(
+                f"{where}: the chat template does not only add to what it writes of the earlier messages, so a turn "
+                "cannot be told from the others: set data.turns=last, or give data.chat_template=FILE"
+            )
+        between = _continued(text, tokens, opened[len(text) :], reading, special=False) if opened != text else []
+        said = _continued(opened, [*tokens, *between], closed[len(opened) :], reading, special=False)
+        kept = _up_to_end(said, reading)
+        marks += [0] * len(between) + [1] * len(kept)
+        tokens += between + kept
+        if place < last:  # what the template writes behind an end of sequence belongs to no turn
+            marks += [0] * (len(said) - len(kept))
+            tokens += said[len(kept) :]
+        text = closed
+    ended = _ended(tokens, reading)
+    return start, prompt, ended[len(prompt) :], marks + [1] * (len(ended) - len(tokens))
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def _encoded(where: str, text: str, reading: Reading, *, special: bool) -> list[int]:
+    tokens = reading.tokenizer.encode(text, special=special)
+    if not tokens:
+        raise UserError(f"{where}: the tokenizer makes no token from the prompt {text!r}: remove the entry")
+    return tokens
+
+
+def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, special: bool = True) -> list[int]:
+    """The tokens of a text behind another one, whose tokens stay as they are."""
+    tokenizer = reading.tokenizer
+    joined = tokenizer.encode(before + text, special=special)
+    if joined[: len(tokens)] == tokens:
+        return joined[len(tokens) :]
+    alone = tokenizer.encode(text, special=special)
+    return alone[1:] if alone and alone[0] == tokenizer.bos_token_id else alone
+
+
+def _up_to_end(tokens: list[int], reading: Reading) -> list[int]:
+    """A turn without the white space that a chat template writes behind its end of sequence."""
+    places = [place for place, token in enumerate(tokens) if token in reading.eos_ids]
+    if not places or reading.tokenizer.decode(tokens[places[-1] + 1 :]).strip():
+        return tokens
+    return tokens[: places[-1] + 1]
+
+
+def _ended(tokens: list[int], reading: Reading) -> list[int]:
+    """With an end of sequence, if there is none."""
+    if not reading.eos_ids or (tokens and tokens[-1] in reading.eos_ids):
+        return tokens
+    return [*tokens, reading.eos_ids[0]]
+
+
+def _common_text(texts: list[str]) -> str:
+    """The common beginning of two texts; a space at its end belongs to what follows."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+    return "".join(one for one, _ in same).removesuffix(" ")
+
+
+def _common_messages(conversations: list[list[Message]]) -> list[Message]:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*conversations, strict=False))
+    return [one for one, _ in same]

@@ -1,0 +1,87 @@
+"""Best of n: of the samples of a prompt, the one with the highest score, as a row that supervised fine-tuning reads.
+
+A reward function scores, or a reward model. Each rank scores the responses that it reports, with a reward model of its
+own.
+"""
+
+# R responses
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
+from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model_folders import same_tokenizer
+from rlhf_spmd.runtime.data.prompts import pad
+from rlhf_spmd.runtime.data.reward_function import load_reward_function
+from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.offline.options import GenerateOptions
+from rlhf_spmd.runtime.offline.prompts import Prompt
+from rlhf_spmd.runtime.weights.rank_models import DTYPES
+
+ROWS_AT_ONCE = 16  # responses in a forward of a reward model
+
+
+class Judge:
+    """Scores responses. Raises UserError for a reward that cannot be loaded or fails."""
+
+    def __init__(self, options: GenerateOptions, model: str, tokenizer: Tokenizer, prompts: Sequence[Prompt], device):
+        """model, tokenizer: of generation."""
+        reward, self.device = options.best_of, device
+        self.function = self.model = self.tokenizer = None
+        if Path(reward).is_dir():
+            dtype = DTYPES[options.dtype]
+            self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
+            if not same_tokenizer(reward, model):
+                self.tokenizer = load_tokenizer(reward)
+            elif self.model.config.vocab_size <= max(tokenizer.vocabulary().values()):
+                raise UserError(
+                    f"best_of={reward}: the reward model has {self.model.config.vocab_size} tokens, fewer than the "
+                    f"tokenizer of {model}; resize its embeddings"
+                )
+        else:
+            self.function = load_reward_function(reward, list(prompts[0].columns))
+
+    def scores(self, prompts: Sequence[Prompt], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
+        """One score for each response. texts, tokens: of the responses."""
+        if self.function is not None:
+            columns = [prompt.columns for prompt in prompts]
+            found = self.function.score(Scored([prompt.text for prompt in prompts], texts, tokens, columns))[0]
+            if None in found:
+                raise UserError(f"{self.function.name} gives a response no score; return a number for each")
+            return found
+        if self.tokenizer is not None:
+            limit = self.model.config.max_position_embeddings
+            pairs = zip(prompts, texts, strict=True)
+            rows = [self.tokenizer.encode(prompt.text + text)[-limit:] for prompt, text in pairs]
+        else:
+            rows = [[*prompt.tokens, *response] for prompt, response in zip(prompts, tokens, strict=True)]
+        found = []
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            found += self._scores_of_model(rows[start : start + ROWS_AT_ONCE])
+        return found
+
+    @torch.no_grad()
+    def _scores_of_model(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        batch = Sequences.of(pad(rows).to(self.device))
+        return sequence_scores(self.model, batch, forward(self.model, batch)).tolist()
+
+
+def best_lines(lines: Sequence[Mapping[str, Any]], scores_R: Sequence[float], samples: int) -> list[dict[str, Any]]:
+    """For each prompt the line with the highest score, the first of equal ones, with `completion` in the place of
+    `response`. A response that was cut is taken only if all samples of its prompt were. lines: samples of a prompt are
+    neighbours."""
+    best = []
+    for start in range(0, len(lines), samples):
+        group = range(start, start + samples)
+        ended = [row for row in group if lines[row]["finish"] != "length"] or list(group)
+        chosen = max(ended, key=lambda row: (scores_R[row], -row))
+        line = {"completion" if name == "response" else name: value for name, value in lines[chosen].items()}
+        mean = sum(scores_R[row] for row in group) / samples
+        best.append(line | {"score": scores_R[chosen], "mean_score": mean})
+    return best

@@ -1,0 +1,149 @@
+"""Pages that learn from responses of the data set: every placement on N ranks against the run on one rank.
+
+python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_given_responses.py
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from rlhf_spmd import presets
+from rlhf_spmd.config import Config
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.strategies import flattening
+from tests.folders import WORDS, write_model
+from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, with_groups, zero
+from tests.runs import RunOf, compiled
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.usefixtures("cheap_garbage_collection"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
+]
+PAGES = {
+    "sft": [],
+    "reward_model": ["reward_model.centering_coef=0.01"],
+    "dpo": ["dpo.beta=0.5"],
+}
+
+
+def apart(workload: Workload, cluster: Cluster) -> Placement:
+    """Training on the first ranks, all else on the last."""
+    half = cluster.num_devices // 2
+    calls = workload.workflow.placed_calls
+    ranks = {"train": cluster.ranks[:half], "infer": cluster.ranks[half:]}
+    return Placement({call.name: Layout.data_parallel(ranks[call.kind]) for call in calls})
+
+
+def split(**sizes: int) -> Callable:
+    """Training in one layout, inference in that of flattening."""
+
+    def place(workload: Workload, cluster: Cluster) -> Placement:
+        layouts = {"train": Layout.grid_of(cluster.ranks, **sizes), "infer": Layout.data_parallel(cluster.ranks)}
+        return Placement({call.name: layouts[call.kind] for call in workload.workflow.placed_calls})
+
+    return place
+
+
+PLACEMENTS = {
+    "flattening": flattening.place,
+    "zero 2": zero(2),
+    "zero 3": zero(3),
+    "apart": apart,
+    "tp": split(tp=2),
+    "pp": split(pp=2),
+    "packed, recomputed": split(tokens=40, recompute=True),
+}
+EVEN = ("tp", "pp")  # numbers of ranks that 2 divides
+FAST = {  # the other pages are slow there
+    "flattening": ("sft", "reward_model"),
+    "zero 2": ("reward_model",),
+    "zero 3": ("sft", "dpo"),
+    "apart": ("dpo",),
+    "tp": ("reward_model", "dpo"),
+    "pp": ("sft", "reward_model"),
+    "packed, recomputed": ("dpo",),
+}
+CASES = [
+    pytest.param(page, placement, id=f"{page}-{placement}", marks=[] if page in FAST[placement] else pytest.mark.slow)
+    for placement in PLACEMENTS
+    for page in PAGES
+]
+
+
+@pytest.fixture(scope="module")
+def folder(world, shared_folder):
+    if world.rank == 0:
+        rows = []
+        for index in range(24):
+            words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
+            row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
+            row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
+            rows.append({name: " ".join(some) for name, some in row.items()} | {"margin": 0.25 * (index % 3)})
+        (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
+            write_model(shared_folder / name, head=head, seed=seed)
+    world.barrier("the checkpoints")
+    return shared_folder
+
+
+def config_of(page: str, folder: Path) -> Config:
+    main = "reward" if page == "reward_model" else "actor"
+    words = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
+    words += ["iterations=2", "rollout_batch=14", "mini_batch=7", "micro_batch=3", f"{page}.epochs=2"]
+    words += [f"optimizer.{main}_lr=1e-3", *PAGES[page]]
+    words += [f"models.reference={folder / 'reference'}"] if page == "dpo" else []
+    return presets.load(None, words, str(folder / main), algorithm=page)
+
+
+def run_of(config: Config, *world) -> RunOf:
+    """A run in which every other token of a response is learned, if the page has marks."""
+    run = RunOf(config, *world)
+    for marks in (run.job.prompts.numbers[key] for key in [config.algorithm.assistant_tokens] if key):
+        marks.items = marks.items.copy()
+        marks.items[1::2] = 0
+    return run
+
+
+def weights_of(run: RunOf) -> dict[str, Tensor]:
+    return {name: weight.contiguous() for name, weight in run.weights(run.config.main_role).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(folder, made_once) -> dict[str, tuple[list[dict], dict[str, Tensor]]]:
+    """Metrics and weights of the run on one rank, by page."""
+
+    def make(page: str, path: Path) -> None:
+        run = run_of(config_of(page, folder))
+        save_run(path, run.iterations(), weights_of(run))
+
+    runs = made_once(sorted(PAGES), make)
+    return {page: load_run(runs / page) for page in PAGES}
+
+
+@pytest.mark.rotates
+@pytest.mark.parametrize(("page", "placement"), CASES)
+def test_equals_the_run_on_one_rank(page, placement, world, folder, alone, make_group):
+    if placement in EVEN and world.size % 2:
+        placement = "flattening"
+    config = config_of(page, folder)
+    program = compiled(config, world.size, PLACEMENTS[placement])
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    run = run_of(config, with_groups(world, program, make_group), program)
+    history = run.iterations()
+    expected_history, expected_weights = alone[page]
+    for metrics, expected in zip(history, expected_history, strict=True):
+        assert metrics.keys() == expected.keys()
+        for name in metrics.keys() - {*NOT_COMPARED}:
+            assert error(metrics[name], expected[name]) <= TOLERANCE, (name, metrics[name], expected[name])
+    assert history[0]["loss"] != history[1]["loss"]
+    for name, weight in weights_of(run).items() if placement != "tp" else ():  # there a rank has slices
+        difference = (weight - expected_weights[name]).abs() / expected_weights[name].abs().clamp(min=1.0)
+        assert float(difference.max()) <= TOLERANCE, name

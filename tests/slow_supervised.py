@@ -1,0 +1,86 @@
+"""A second, slow implementation of training on given responses: one row, one token after the other.
+
+It shares no code with rlhf_spmd (and must not). No padding, no masks, no batches, no ranks. Models are functions from a
+list of tokens to logits [tokens, vocabulary] or to numbers [tokens].
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Model = Callable[[list[int]], Tensor]
+
+
+@dataclass
+class Row:
+    prompt: list[int]
+    responses: list[list[int]]
+    marks: list[int]  # 1 for each token of the only response that is learned
+    margin: float = 0.0
+
+
+def logprobs(model: Model, prompt: list[int], response: list[int]) -> list[Tensor]:
+    rows = model(prompt + response)
+    return [rows[len(prompt) + t - 1].log_softmax(0)[token] for t, token in enumerate(response)]
+
+
+def rounded(x: Tensor) -> float:
+    """As the runtime stores the logprobs of a reference."""
+    return x.detach().float().item()
+
+
+def likelihood(model: Model, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
+    losses, right, entropies = [], 0, []
+    for row in rows:
+        logits = model(row.prompt + row.responses[0])
+        for t, (token, mark) in enumerate(zip(row.responses[0], row.marks, strict=True)):
+            if mark:
+                p = logits[len(row.prompt) + t - 1].softmax(0)
+                losses.append(-p[token].log())
+                p = p.detach()
+                right += int(p.argmax()) == token
+                entropies.append(-sum(float(q) * math.log(float(q)) for q in p if q > 0))
+    num = len(losses)
+    log = {"token_accuracy": right / num, "entropy": sum(entropies) / num, "trained_tokens": num / len(rows)}
+    return sum(losses) / num, log
+
+
+def bradley_terry(model: Model, rows: list[Row], *, centering_coef: float) -> tuple[Tensor, dict[str, float]]:
+    losses, differences, scores = [], [], []
+    for row in rows:
+        chosen, rejected = (model(row.prompt + response)[-1] for response in row.responses)
+        losses.append(torch.log(1 + torch.exp(-(chosen - rejected - row.margin))))
+        losses[-1] = losses[-1] + centering_coef * (chosen + rejected) ** 2
+        differences.append((chosen - rejected).item())
+        scores += [chosen.item(), rejected.item()]
+    log = {"accuracy": sum(d > 0 for d in differences) / len(rows), "margin": sum(differences) / len(rows)}
+    log |= {"score_mean": sum(scores) / len(scores), "score_min": min(scores), "score_max": max(scores)}
+    return sum(losses) / len(rows), log
+
+
+def preference(
+    model: Model, reference: Model, rows: list[Row], *, loss: str, beta: float, label_smoothing: float, per_token: bool
+) -> tuple[Tensor, dict[str, float]]:
+    losses, log = [], dict.fromkeys(("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob"), 0.0)
+    for row in rows:
+        ours = [logprobs(model, row.prompt, response) for response in row.responses]
+        theirs = [[rounded(x) for x in logprobs(reference, row.prompt, response)] for response in row.responses]
+        ratios = [sum(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(ours, theirs, strict=True)]
+        chosen, rejected = (beta * ratio.item() for ratio in ratios)
+        log["accuracy"] += (chosen > rejected) / len(rows)
+        log["margin"] += (chosen - rejected) / len(rows)
+        log["chosen_reward"] += chosen / len(rows)
+        log["rejected_reward"] += rejected / len(rows)
+        log["chosen_logprob"] += sum(ours[0]).item() / len(rows)
+        if per_token:
+            ratios = [ratio / len(response) for ratio, response in zip(ratios, row.responses, strict=True)]
+        difference = ratios[0] - ratios[1]
+        if loss == "ipo":
+            losses.append((difference - 1 / (2 * beta)) ** 2)
+            continue
+        right = torch.sigmoid(beta * difference)
+        losses.append(-(1 - label_smoothing) * torch.log(right) - label_smoothing * torch.log(1 - right))
+    return sum(losses) / len(rows), log

@@ -1,0 +1,62 @@
+"""Best of n: which sample of a prompt is written, and who scores."""
+
+import pytest
+import torch
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
+from rlhf_spmd.runtime.offline.options import check_options, load_options
+from rlhf_spmd.runtime.offline.prompts import Prompt
+from tests.folders import write_model
+
+DEVICE = torch.device("cpu")
+
+
+def test_the_best_of_those_that_ended_is_written():
+    finish = ["eos", "length", "eos", "eos", "length", "length", "length", "length"]
+    lines = [{"prompt": str(row // 4), "response": str(row), "finish": one} for row, one in enumerate(finish)]
+    found = best_lines(lines, [1.0, 9.0, 2.0, 2.0, 0.0, 3.0, 1.0, 3.0], 4)
+    assert [line["completion"] for line in found] == ["2", "5"]  # the first of equal ones
+    assert [(line["score"], line["mean_score"]) for line in found] == [(2.0, 3.5), (3.0, 1.75)]
+    assert all("response" not in line for line in found)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("best")
+    for name, head in (("lm", "lm"), ("reward", "scalar")):
+        write_model(folder / name, head=head, seed=2)
+    return folder
+
+
+def judge(folder, reward: str, prompts: list[Prompt]) -> Judge:
+    options = load_options([f"best_of={reward}", "samples_per_prompt=2"])
+    return Judge(options, str(folder / "lm"), load_tokenizer(folder / "lm"), prompts, DEVICE)
+
+
+def test_a_reward_model_scores_tokens(folders):
+    prompts = [Prompt(0, "ba", [3], Sampling(4)), Prompt(1, "be bi", [4, 5], Sampling(4))]
+    responses = [[6, 7, 1], [8]]
+    found = judge(folders, str(folders / "reward"), prompts).scores(prompts, ["", ""], responses)
+    model = load_model(folders / "reward", head="scalar")
+    for prompt, response, score in zip(prompts, responses, found, strict=True):
+        expected = model.scalar(model(torch.tensor([[*prompt.tokens, *response]]))[0])[-1]
+        assert score == pytest.approx(expected.item(), abs=1e-6)
+    with pytest.raises(UserError, match="so it is not a reward model; give a folder"):
+        judge(folders, str(folders / "lm"), prompts)
+
+
+def test_a_reward_function_gets_columns(folders, tmp_path):
+    (tmp_path / "f.py").write_text(
+        "def f(prompts, responses, answer):\n    return [float(r == a) for r, a in zip(responses, answer)]\n"
+    )
+    prompts = [Prompt(0, "ba", [3], Sampling(4), {"answer": "x"})] * 2
+    found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, ["x", "y"], [[6], [7]])
+    assert found == [1.0, 0.0]
+
+
+def test_one_sample_leaves_nothing_to_choose():
+    with pytest.raises(UserError, match="chooses among the samples of a prompt; give samples_per_prompt=8"):
+        check_options(load_options(["best_of=a.py:f"]))

@@ -1,0 +1,293 @@
+"""Rows with responses: their forms, which of their tokens are learned, limits, and what cannot be used."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet, load_prompts
+
+BOS, EOS = 0, 1
+
+
+class Characters:
+    """One token per character, after a beginning of sequence; `$` is the end of sequence."""
+
+    bos_token_id = BOS
+
+    def encode(self, text, *, special=True):
+        return [BOS] * special + [EOS if one == "$" else ord(one) for one in text]
+
+    def decode(self, ids):
+        return "".join("$" if one == EOS else chr(one) for one in ids if one != BOS)
+
+
+def render(where, messages, *, answers=True):
+    text = "".join(f"[{one['role'][0]}]{one['content']}$\n" for one in messages)
+    return text + ("[a]" if answers else "")
+
+
+def rewriting(where, messages, *, answers=True):
+    """A template that writes only the last message."""
+    return render(where, messages[-1:], answers=answers)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+ONE = {"columns": {"responses": "completion"}, "marks": "own"}
+TWO = {"columns": {"better": "chosen", "worse": "rejected"}}
+
+
+def load(tmp_path: Path, rows: list[dict], **options) -> PromptSet:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"max_prompt_tokens": 99, "max_response_tokens": 99, "eos_ids": (EOS,), "render": render}
+    return load_prompts(path, Characters(), **(limits | options))
+
+
+def text_of(tokens: list[int]) -> str:
+    return Characters().decode(tokens)
+
+
+def one_row(tmp_path: Path, row: dict, **options) -> tuple[str, str, str]:
+    """Prompt, response, and its learned tokens."""
+    found = load(tmp_path, [row], **(ONE | options))
+    response, marks = found.responses["responses"][0], found.numbers["own"][0]
+    assert len(response) == len(marks)
+    kept = [token for token, mark in zip(response, marks, strict=True) if mark]
+    return text_of(found.prompts[0]), text_of(response), text_of(kept)
+
+
+def refusal(tmp_path: Path, *rows: dict, **options) -> str:
+    with pytest.raises(UserError) as error:
+        load(tmp_path, list(rows), **options)
+    return str(error.value)
+
+
+# ---- one response ---------------------------------------------------------------------------------------------------
+
+
+def test_prompt_and_completion(tmp_path):
+    assert one_row(tmp_path, {"prompt": "2+2=", "completion": "4"}) == ("2+2=", "4$", "4$")
+    assert one_row(tmp_path, {"prompt": "2+2=", "completion": "4$"})[1] == "4$"  # an end that is there
+    found = load(tmp_path, [{"prompt": "ab", "completion": "c"}], **ONE)
+    assert found.prompts == [[BOS, 97, 98]] and found.responses["responses"] == [[99, EOS]]
+
+
+def test_all_tokens_of_a_text_but_the_first_are_learned(tmp_path):
+    found = load(tmp_path, [{"text": "abc"}], **ONE)
+    assert found.prompts == [[BOS]] and found.responses["responses"] == [[97, 98, 99, EOS]]
+    assert found.numbers["own"] == [[1.0] * 4] and found.columns is None
+
+
+CONVERSATION = {"messages": [user("x"), said("one"), user("y"), said("two"), user("z")]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("last", ("[u]x$\n[a]one$\n[u]y$\n[a]", "two$", "two$")),
+        ("all", ("[u]x$\n[a]", "one$\n[u]y$\n[a]two$", "one$two$")),
+    ],
+)
+def test_turns_of_a_conversation(tmp_path, turns, expected):
+    """What stands behind the assistant's last turn is left out, and so is white space behind an end of sequence."""
+    assert one_row(tmp_path, CONVERSATION, turns=turns) == expected
+
+
+def test_a_completion_without_a_prompt_is_no_row(tmp_path):
+    """Parquet gives null where a row has no such column."""
+    row = {"prompt": None, "completion": "a", "text": "bc", "messages": None}
+    assert one_row(tmp_path, row) == ("", "bc$", "bc$")
+
+
+def test_completions_that_are_conversations(tmp_path):
+    row = {"prompt": [user("x")], "completion": [said("one"), user("y"), said("two")]}
+    assert one_row(tmp_path, row) == ("[u]x$\n[a]", "one$\n[u]y$\n[a]two$", "one$two$")
+
+
+def test_a_template_without_an_end_gets_one(tmp_path):
+    def bare(where, messages, *, answers=True):
+        return "".join(f"{one['role'][0]}:{one['content']} " for one in messages) + ("a:" if answers else "")
+
+    assert one_row(tmp_path, {"messages": [user("x"), said("one")]}, render=bare)[1] == "one $"
+
+
+def test_tokens_of_the_prompt_stay_as_they_are(tmp_path):
+    """A tokenizer that would join the end of the prompt with the response encodes the response alone."""
+
+    class Joining(Characters):
+        def encode(self, text, *, special=True):
+            return [7 if token == ord("#") else token for token in super().encode(text.replace("bc", "#"))]
+
+    found = load_prompts(
+        _written(tmp_path, {"prompt": "ab", "completion": "cd"}),
+        Joining(),
+        max_prompt_tokens=9,
+        max_response_tokens=9,
+        columns=ONE["columns"],
+    )
+    assert found.prompts == [[BOS, 97, 98]] and found.responses["responses"] == [[99, 100]]
+
+
+def _written(tmp_path: Path, row: dict) -> Path:
+    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    return tmp_path / "one.jsonl"
+
+
+def test_conversations_without_an_answer_are_counted(tmp_path):
+    rows = [{"messages": [user("x")]}, {"messages": [user("x"), said("y")]}]
+    found = load(tmp_path, rows, **ONE)
+    assert len(found) == 1 and found.num_silent == 1
+    text = refusal(tmp_path, rows[0], **ONE)
+    assert "rows.jsonl: no conversation has a message of the assistant to learn from: add the answers" in text
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "q ", "chosen": "good", "rejected": "bad"}, ("q ", "good$", "bad$")),
+        ({"chosen": "q good", "rejected": "q bad"}, ("q", " good$", " bad$")),
+        (
+            {"prompt": [user("q")], "chosen": [said("good")], "rejected": [said("bad")]},
+            ("[u]q$\n[a]", "good$", "bad$"),
+        ),
+        ({"chosen": [user("q"), said("good")], "rejected": [user("q"), said("bad")]}, ("[u]q$\n[a]", "good$", "bad$")),
+    ],
+)
+def test_pairs(tmp_path, row, expected):
+    found = load(tmp_path, [row], **TWO)
+    responses = (text_of(found.responses[key][0]) for key in ("better", "worse"))
+    assert (text_of(found.prompts[0]), *responses) == expected
+
+
+def test_numbers_of_rows(tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    rows = [pair | {"margin": 0.5}, pair, pair | {"margin": None}]
+    found = load(tmp_path, rows, numbers={"margins": ("margin", 0.25)}, **TWO)
+    assert found.numbers["margins"] == [[0.5], [0.25], [0.25]]
+    assert found.padded("margins", np.array([1, 0]), ()).tolist() == [0.25, 0.5]
+    for wrong, kind in (("0.5", "a string"), (True, "a boolean"), (float("nan"), "a number")):
+        text = refusal(tmp_path, pair | {"margin": wrong}, numbers={"margins": ("margin", 0.0)}, **TWO)
+        assert f"line 1: the value of 'margin' is {kind}, not a finite number" in text
+    assert "is null" in refusal(tmp_path, pair, numbers={"margins": ("margin", None)}, **TWO)
+
+
+def test_marks_are_padded_with_zeros_and_count_in_the_fingerprint(tmp_path):
+    found = load(tmp_path, [CONVERSATION], turns="all", **ONE)
+    padded = found.padded("own", np.array([0, 0]), (40,))
+    assert padded.shape == (2, 40) and padded[0].sum() == len("one$two$") and padded.dtype == np.float32
+    other = load(tmp_path, [CONVERSATION], turns="all", **ONE)
+    assert other.fingerprint() == found.fingerprint()
+    other = load(tmp_path, [CONVERSATION], turns="all", **ONE)
+    object.__setattr__(other, "numbers", {"own": NumberRows(1 - found.numbers["own"].items, found.numbers["own"].ends)})
+    assert other.fingerprint() != found.fingerprint()
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_long_responses(tmp_path):
+    rows = [{"prompt": "q", "completion": "abcdef"}, {"prompt": "q", "completion": "ab"}]
+    assert "line 1: the response has 7 tokens, the limit is 4" in refusal(tmp_path, *rows, max_response_tokens=4, **ONE)
+    found = load(tmp_path, rows, max_response_tokens=4, long_prompts="truncate", **ONE)
+    assert [text_of(row) for row in found.responses["responses"]] == ["abcd", "ab$"]
+    assert found.numbers["own"] == [[1.0] * 4, [1.0] * 3]
+    assert (found.num_cut, found.num_truncated, found.num_dropped) == (1, 0, 0)
+    found = load(tmp_path, rows, max_response_tokens=4, long_prompts="drop", **ONE)
+    assert len(found) == 1 and (found.num_cut, found.num_dropped) == (0, 1)
+    text = refusal(tmp_path, rows[0], max_response_tokens=4, long_prompts="drop", **ONE)
+    assert "data.long_prompts=drop leaves no row: raise generation.max_new_tokens" in text
+
+
+def test_pairs_that_are_equal_once_they_are_cut_are_dropped(tmp_path):
+    rows = [{"prompt": "q", "chosen": "aaax", "rejected": "aaay"}, {"prompt": "q", "chosen": "a", "rejected": "b"}]
+    found = load(tmp_path, rows, max_response_tokens=3, long_prompts="truncate", **TWO)
+    assert len(found) == 1 and (found.num_cut, found.num_dropped) == (0, 1)
+
+
+# ---- what cannot be used --------------------------------------------------------------------------------------------
+
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+WRONG = {
+    "equal": (TWO, [PAIR | {"rejected": "a"}], "line 1: 'chosen' and 'rejected' are equal, .* remove the row"),
+    "empty completion": (
+        ONE,
+        [{"prompt": "q", "completion": " "}],
+        "line 1: the value of 'completion' is empty: write",
+    ),
+    "empty choice": (TWO, [PAIR, PAIR | {"chosen": ""}], "line 2: the value of 'chosen' is empty: write one"),
+    "empty text": (ONE, [{"text": ""}], "line 1: the value of 'text' is empty"),
+    "empty message": (
+        ONE,
+        [{"messages": [user("x"), said("")]}],
+        "line 1: a message of the assistant is empty: write it, or remove the row",
+    ),
+    "two forms in a row": (
+        TWO,
+        [PAIR | {"prompt": [user("q")]}],
+        "'prompt' is a list of messages, and 'chosen', 'rejected' is not: write all of them as strings, or all",
+    ),
+    "two forms in a set": (
+        ONE,
+        [{"text": "a"}, {"prompt": "q", "completion": "a"}],
+        "line 2: the row has a prompt and responses, and that of .*line 1 has the column 'text': write all in one way",
+    ),
+    "no completion": (
+        ONE,
+        [{"prompt": "q"}],
+        r"line 1: no key 'completion' \(keys there: 'prompt'\): add it, or write the row as 'messages' or 'text'",
+    ),
+    "no prompt": (
+        ONE,
+        [{"prompt": None, "completion": "a"}],
+        r"line 1: no key 'prompt' \(keys there: 'prompt', 'completion'\): add it, or write the row as",
+    ),
+    "no rejected": (TWO, [{"prompt": "q", "chosen": "a"}], "line 1: no key 'rejected'"),
+    "nothing that is known": (ONE, [{"question": "q"}], r"line 1: no key 'prompt' \(keys there: 'question'\): add it"),
+    "nothing in common": (
+        TWO,
+        [{"chosen": "a", "rejected": "b"}],
+        "line 1: what 'chosen' and 'rejected' have in common is empty: write one",
+    ),
+    "no message in common": (
+        TWO,
+        [{"chosen": [user("a"), said("b")], "rejected": [user("c"), said("b")]}],
+        "line 1: the conversations have no message in common: add the column 'prompt'",
+    ),
+    "no answer in a pair": (
+        TWO,
+        [{"chosen": [user("a"), said("b")], "rejected": [user("a"), user("b")]}],
+        "line 1: 'rejected' has no message of the assistant: add its answer, or remove the row",
+    ),
+    "an answer alone": (
+        ONE,
+        [{"messages": [said("b")]}],
+        "line 1: the conversation has no message before the assistant's: add the question",
+    ),
+    "a template that rewrites": (
+        ONE | {"render": rewriting, "turns": "all"},
+        [CONVERSATION],
+        "line 1: the chat template does not only add .*set data.turns=last, or give data.chat_template=FILE",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_used_is_named_with_its_line(name, tmp_path):
+    options, rows, expected = WRONG[name]
+    text = refusal(tmp_path, *rows, **options)
+    assert "\n" not in text and "rows.jsonl" in text
+    with pytest.raises(AssertionError, match=expected):
+        raise AssertionError(text)

@@ -1,0 +1,173 @@
+"""Whole iterations on given responses, in float64, against tests/slow_supervised.py: losses, what is logged, and the
+gradient of every mini-batch."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_spmd import presets
+from rlhf_spmd.algorithms.training_order import epoch_order
+from rlhf_spmd.config import Config
+from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.runtime.engines import flat_engine
+from rlhf_spmd.runtime.execute import optimizer_step
+from rlhf_spmd.runtime.execute.iteration import Store
+from rlhf_spmd.runtime.weights import rank_models
+from tests import slow_supervised as slow
+from tests.folders import WORDS, write_model
+from tests.runs import RunOf
+
+CASES = {
+    "sft": ("sft", []),
+    "sft, packed": ("sft", ["micro_batch=100"]),
+    "reward model": ("reward_model", []),
+    "reward model, centred": ("reward_model", ["reward_model.centering_coef=0.1"]),
+    "dpo": ("dpo", []),
+    "cdpo": ("dpo", ["dpo.label_smoothing=0.2", "dpo.beta=0.5"]),
+    "ipo": ("dpo", ["dpo.loss=ipo", "dpo.beta=0.3"]),
+    "ipo per token": ("dpo", ["dpo.loss=ipo", "dpo.per_token=true"]),
+    "dpo per token": ("dpo", ["dpo.per_token=true", "dpo.beta=2"]),
+}
+ROWS = 12
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are tiny, and threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder, rows = tmp_path_factory.mktemp("supervised"), []
+    for index in range(ROWS):
+        words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
+        row = {
+            "prompt": words[: 1 + index % 5],
+            "completion": words[3 : 5 + index % 6],
+            "chosen": words[2 : 4 + index % 4],
+        }
+        row = {name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()}
+        rows.append(row | {"margin": 0.25 * (index % 3)})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
+        write_model(folder / name, head=head, seed=seed)
+    return folder
+
+
+def config_of(name: str, folder: Path) -> Config:
+    page, more = CASES[name]
+    main = "reward" if page == "reward_model" else "actor"
+    words = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
+    words += ["rollout_batch=12", "mini_batch=4", "micro_batch=3", f"optimizer.{main}_lr=1e-2", f"{page}.epochs=2"]
+    words += [f"models.reference={folder / 'reference'}"] if page == "dpo" else []
+    return presets.load(None, [*words, *more], str(folder / main), algorithm=page)
+
+
+@pytest.fixture
+def float64(monkeypatch) -> None:
+    monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
+    monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
+    make = Store.make
+
+    def wide(self, key: str) -> Tensor:
+        made = make(self, key)
+        return made.double() if made.is_floating_point() else made
+
+    monkeypatch.setattr(Store, "make", wide)
+
+
+def model_of(folder: str, head: str) -> tuple[torch.nn.Module, slow.Model]:
+    model = load_model(folder, head=head, dtype=torch.float64)
+    last = model.logits if head == "lm" else model.scalar
+    return model, lambda tokens: last(model(torch.tensor([tokens]))[0])
+
+
+def rows_of(run: RunOf) -> list[slow.Row]:
+    """The rows of the data set, of which every other token of a response is learned where there are marks."""
+    prompts, marked = run.job.prompts, run.config.algorithm.assistant_tokens
+    found = []
+    for index in range(len(prompts)):
+        responses = [prompts.responses[key][index] for key in run.config.algorithm.responses]
+        margin = prompts.numbers["margins"][index][0] if "margins" in prompts.numbers else 0.0
+        marks = [int(mark) for mark in prompts.numbers[marked][index]] if marked else []
+        found.append(slow.Row(prompts.prompts[index], responses, marks, margin))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_metrics_and_gradients(name, folder, float64, monkeypatch):
+    run = RunOf(dataclasses.replace(config_of(name, folder), dtype="float64"))
+    config, page = run.config, run.config.algorithm.name
+    if page == "sft":
+        marks = run.job.prompts.numbers["trained"]
+        marks.items = marks.items.copy()
+        marks.items[1::2] = 0
+        for end in marks.ends:
+            marks.items[end - 1] = 1
+    model, said = model_of(config.main_folder, "scalar" if page == "reward_model" else "lm")
+    loss_of = {
+        "sft": functools.partial(slow.likelihood, said),
+        "reward_model": functools.partial(slow.bradley_terry, said),
+        "dpo": functools.partial(slow.preference, said, model_of(config.folder("reference"), "lm")[1])
+        if page == "dpo"
+        else None,
+    }[page]
+    options = {
+        key: value for key, value in dataclasses.asdict(config.options).items() if key not in ("epochs", "log_entropy")
+    }
+    grads: list[Tensor] = []
+    real_norm = flat_engine.norm
+    monkeypatch.setattr(flat_engine, "norm", lambda flat: grads.append(flat.clone()) or real_norm(flat))
+    metrics = run.iteration()
+    assert len(grads) == 6 and grads[0].dtype == torch.float64
+    rows, picked = rows_of(run), run.job.prompts.batch(0, config.rollout_batch)
+    logged: list[dict] = []
+    optimizer = Adam(model, config)
+    for epoch in range(2):
+        for mini_batch in epoch_order(config.seed, 0, epoch, ROWS, config.mini_batch).tolist():
+            loss, log = loss_of([rows[picked[row]] for row in mini_batch], **options)
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            expected = torch.cat([grad.flatten() for grad in found])
+            torch.testing.assert_close(grads[len(logged)], expected, rtol=1e-10, atol=1e-10)
+            logged.append(log | {"loss": loss.item()})
+            optimizer.step(found)
+    over = {"score_min": min, "score_max": max}
+    sizes = [
+        sum(sum(rows[picked[row]].marks) for row in mini_batch)
+        for epoch in range(2)
+        for mini_batch in epoch_order(config.seed, 0, epoch, ROWS, config.mini_batch).tolist()
+    ]
+    for key in logged[0]:
+        values = [log[key] for log in logged]
+        by_tokens = page == "sft" and key != "trained_tokens"
+        mean = float(np.average(values, weights=sizes if by_tokens else None))
+        expected = over[key](values) if key in over else mean
+        assert metrics[key] == pytest.approx(expected, rel=1e-8, abs=1e-10), key
+
+
+class Adam:
+    """torch's AdamW behind the clip of a run."""
+
+    def __init__(self, model: torch.nn.Module, config: Config):
+        o = config.optimizer
+        self.parameters, self.clip = list(model.parameters()), o.max_grad_norm
+        lr = o.lr[config.main_role]
+        self.adam = torch.optim.AdamW(
+            self.parameters, lr=lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
+
+    def step(self, grads: tuple[Tensor, ...]) -> None:
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = grad
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.adam.step()
