@@ -9,11 +9,13 @@ memory.py, of the rank of each layout that needs the most of each kind.
 from collections.abc import Sequence
 from math import inf, lcm
 
+from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.instructions import BUCKET_BYTES
 from rlhf_spmd.plan.search.candidates import Allowed, CallCosts, Candidate, anything
+from rlhf_spmd.plan.workload import Workload
 
 Assignment = Sequence[Candidate | None]  # by searched call; None: not chosen yet
 
@@ -30,6 +32,7 @@ class CallModel:
         workflow, models = self.workload.workflow, self.workload.models
         self.calls = tuple(call for call in workflow.placed_calls if models[call.model] is not None)
         self.costs = CallCosts(cost, allowed, evaluated_tokens)
+        self.allowed, self.evaluated_tokens = allowed, evaluated_tokens
         self.needs = self._needs()
         self.phases = self._phases()
         names = [call.name for call in self.calls]
@@ -48,6 +51,10 @@ class CallModel:
         self.limits = self._limits()
         self.weight_bytes = [self.workload.weight_bytes(call.model) for call in self.calls]
         self._pairs: dict[tuple, tuple[bool, float]] = {}
+
+    def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
+        """The model of another workload or cluster, with the same constants and the same layouts allowed."""
+        return CallModel(Cost(self.cost.calibration, workload, cluster), self.allowed, evaluated_tokens)
 
     def _needs(self) -> list[frozenset[int]]:
         """For each searched call, the calls whose data it reads, directly or through a `compute`."""

@@ -11,7 +11,6 @@ from math import inf
 from time import perf_counter
 
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
@@ -103,8 +102,9 @@ def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidat
 # ---- options that would help -----------------------------------------------------------------------------------------
 
 
-def smaller(workload: Workload) -> Iterator[list[tuple[str, Workload]]]:
-    """Options that take less memory, by kind, the smallest change first: words, and the workload."""
+def smaller(workload: Workload, evaluated_tokens: int) -> Iterator[list[tuple[str, Workload, int]]]:
+    """Options that take less memory, by kind, the smallest change first: words, the workload, and the most tokens of a
+    response in evaluations (0: none)."""
     sizes = {
         "generation.max_sequences": ("max_sequences", LEAST_SEQUENCES),
         "generation.max_new_tokens": ("max_response", LEAST_TOKENS),
@@ -112,10 +112,17 @@ def smaller(workload: Workload) -> Iterator[list[tuple[str, Workload]]]:
     }
     for option, (name, least) in sizes.items():
         size = getattr(workload, name)
-        halves = [size >> power for power in range(1, size.bit_length()) if size >> power >= least]
-        yield [(f"{option}={half}", replace(workload, **{name: half})) for half in halves]
+        yield [
+            (f"{option}={half}", replace(workload, **{name: half}), evaluated_tokens) for half in halves(size, least)
+        ]
+    yield [(f"eval.max_new_tokens={half}", workload, half) for half in halves(evaluated_tokens, LEAST_TOKENS)]
     if workload.param_bytes > 2:
-        yield [("dtype=bfloat16", replace(workload, param_bytes=2))]
+        yield [("dtype=bfloat16", replace(workload, param_bytes=2), evaluated_tokens)]
+
+
+def halves(size: int, least: int) -> list[int]:
+    """A half, a quarter, ... of a size."""
+    return [size >> power for power in range(1, size.bit_length()) if size >> power >= least]
 
 
 def larger(cluster: Cluster) -> list[Cluster]:
@@ -129,9 +136,9 @@ def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
     tried with the placement at hand."""
     model, found = space.model, []
     of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
-    for kind in smaller(model.workload):
-        for words, workload in kind:
-            other = CallModel(Cost(model.cost.calibration, workload, model.cluster))
+    for kind in smaller(model.workload, model.evaluated_tokens):
+        for words, workload, evaluated_tokens in kind:
+            other = model.of(workload, model.cluster, evaluated_tokens)
             same = [
                 other.costs.candidate(call, of_places[one.first, one.stop], one.placed)
                 for call, one in zip(other.calls, chosen, strict=True)
@@ -142,8 +149,8 @@ def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
     for cluster in larger(model.cluster):
         if perf_counter() > deadline:
             break
-        cost = Cost(model.cost.calibration, model.workload, cluster)
-        if (trial := roomiest(Space.of(CallModel(cost)), deadline)) and trial.fits:
+        more = model.of(model.workload, cluster, model.evaluated_tokens)
+        if (trial := roomiest(Space.of(more), deadline)) and trial.fits:
             found.append(f"--layout {cluster}")
             break
     return found
@@ -155,7 +162,7 @@ def why_none(space: Space, best: Roomy | None, *, proved: bool, seconds: float, 
     model, cluster = space.model, space.model.cluster
     text = f"no placement of this workload fits {cluster}: all were considered"
     if not proved:
-        text = f"no placement of this workload was found in {seconds:.0f} s that fits {cluster}"
+        text = f"no placement of this workload that fits {cluster} was found ({seconds:.0f} s)"
     if best is None or best.excess_bytes == inf:
         return f"{text}. Its devices cannot be divided among the calls; use more devices"
     place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])

@@ -15,7 +15,8 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.runtime.data.prompts import PromptSet, Render, load_prompts
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.row_tokens import Render
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
