@@ -80,7 +80,7 @@ def test_a_margin_is_a_difference_that_is_not_enough_yet():
     chosen = torch.full((PAIRS,), 0.7, dtype=torch.float64, requires_grad=True)
     loss, sums = scored(chosen, torch.zeros(PAIRS, dtype=torch.float64), margin=0.7)
     loss.backward()
-    assert float(loss) == pytest.approx(PAIRS * LN2) and chosen.grad.tolist() == pytest.approx([-0.5] * PAIRS)
+    assert loss.item() == pytest.approx(PAIRS * LN2) and chosen.grad.tolist() == pytest.approx([-0.5] * PAIRS)
     assert float(sums["accuracy"][0]) == PAIRS  # whatever the margin
 
 

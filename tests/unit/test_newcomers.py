@@ -9,6 +9,7 @@ import pytest
 from rlhf_spmd import config as configs
 from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.algorithm import algorithm_names
 from rlhf_spmd.config import keys_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import advice, fitting_options
@@ -175,6 +176,10 @@ def test_a_wrong_name_has_its_true_neighbours(word, hint, capsys):
     [
         ("grpo", "beta=0.1", "did you mean 'grpo.kl_coef'?"),
         ("rloo", "beta=0.1", "did you mean 'rloo.kl_coef'?"),
+        ("dpo", "loss_type=ipo", "did you mean 'dpo.loss'?"),
+        ("dpo", "assistant_only_loss=true", "did you mean 'data.turns'?"),
+        ("reward_model", "center_rewards_coefficient=0.1", "did you mean 'reward_model.centering_coef'?"),
+        ("distill", "teacher_model=x", "did you mean 'models.teacher'?"),
         ("grpo", "epsilon=0.1", "did you mean 'grpo.clip_low' or 'grpo.clip_high'?"),
         ("remax", "actor.loss_agg_mode=token-mean", "did you mean 'remax.aggregation' or 'remax.surrogate'?"),
     ],
@@ -185,7 +190,7 @@ def test_names_of_other_systems_mean_options_of_the_algorithm(algorithm, word, h
 
 
 def test_names_of_other_systems_stand_for_options_that_there_are():
-    ours = {*presets.all_keys(), *keys_of(presets.load("tiny", algorithm="grpo"))}
+    ours = {key for name in algorithm_names() for key in keys_of(presets.load("tiny", algorithm=name))}
     ours |= {"--model", "--algorithm", "--name", "--runs", "strategy.recompute", "strategy.zero"}
     assert {name for names in ELSEWHERE.values() for name in names} <= ours
     assert not ELSEWHERE.keys() & {key.rpartition(".")[2] for key in presets.all_keys()}, "such a name has one meaning"
