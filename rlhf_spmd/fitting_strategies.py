@@ -25,7 +25,10 @@ def options_to_try(name: str, workload: Workload, cluster: Cluster) -> tuple[Map
     """The options to try for a strategy, fastest first; later ones shard more, then store fewer activations."""
     if name not in SPLIT:
         halves = [workload.micro_batch >> power for power in range(1, workload.micro_batch.bit_length())]
-        return {}, {"zero": 1}, {"zero": 3}, *({"zero": 3, "micro_batch": size} for size in halves)
+        smaller = tuple({"zero": 3, "micro_batch": size} for size in halves)
+        sliced = {"zero": 3, "tp": workload.largest_tp(cluster), "recompute": True}
+        last = (sliced, *(sliced | {"micro_batch": size} for size in halves)) if name == "flattening" else ()
+        return {}, {"zero": 1}, {"zero": 3}, *smaller, *last
     tp = workload.largest_tp(cluster)
     split = {"training_tp": tp, "zero": 1, "recompute": True}
     both = split | {"generation_tp": tp}

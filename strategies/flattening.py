@@ -1,7 +1,9 @@
 """Flattening: every call of every model on all ranks, one layout for all. Nothing moves between ranks but gradients.
 
 The co-located placement of DeepSpeed-Chat and most other systems; the baseline of APP (arXiv 2312.11819). Each rank
-holds all models, so memory is what limits it; `zero` shards what is trained, stage 3 all weights.
+holds all models, so memory is what limits it; `zero` shards what is trained, stage 3 all weights. For models of which
+a rank cannot hold the weights even during a call, `tp` splits generation and inference into slices, as DeepSpeed-Chat's
+hybrid engine does; new weights then move to the slices once in an iteration.
 """
 
 from rlhf_spmd.plan.cluster import Cluster
@@ -10,11 +12,28 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.workload import Workload
 
 
-def place(workload: Workload, cluster: Cluster, *, zero: int = 0, micro_batch: int | None = None) -> Placement:
-    """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. micro_batch: sequences per
-    forward; None: the option micro_batch."""
-    workflow = workload.workflow
-    trained = Layout.data_parallel(cluster.ranks, zero=zero, micro_batch=micro_batch)
-    frozen = Layout.data_parallel(cluster.ranks, zero=3 if zero == 3 else 0, micro_batch=micro_batch)
-    layouts = {model: trained if workflow.train_call(model) else frozen for model in workflow.models}
-    return Placement.by_model(workload, **layouts)
+def place(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    zero: int = 0,
+    tp: int = 1,
+    recompute: bool = False,
+    micro_batch: int | None = None,
+) -> Placement:
+    """zero: ZeRO stage of the models that train; 3 also shards the weights of the others. tp: tensor-parallel slices of
+    all models in generation and inference; training stays data-parallel. recompute: compute activations again in the
+    backward pass. micro_batch: sequences per forward; None: the option micro_batch."""
+    train = Layout.data_parallel(cluster.ranks, zero=zero, recompute=recompute, micro_batch=micro_batch)
+    home = train if tp == 1 else Layout.grid_of(cluster.ranks, tp=tp, micro_batch=micro_batch)
+    frozen = Layout.grid_of(cluster.ranks, tp=tp, zero=3 if zero == 3 else 0, micro_batch=micro_batch)
+    alone = Layout.data_parallel(cluster.ranks, micro_batch=micro_batch)  # a reward function has no weights to split
+    layouts = {}
+    for call in workload.workflow.placed_calls:
+        if call.kind == "train":
+            layouts[call.name] = train
+        elif workload.models[call.model] is None:
+            layouts[call.name] = alone
+        else:
+            layouts[call.name] = home if workload.workflow.train_call(call.model) else frozen
+    return Placement(layouts)

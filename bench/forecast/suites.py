@@ -56,7 +56,8 @@ def grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
     """What is searched over: option -> values. Points that a strategy refuses cost nothing."""
     zero, halves, recompute = (0, 1, 2, 3), (1, 2, 4, 8), (False, True)
     if strategy in ("flattening", *INTERLEAVING):
-        return {"zero": zero, "micro_batch": (1, 2, 4, 8, 16, 32, 64)}
+        sliced = {"tp": halves, "recompute": recompute} if strategy == "flattening" else {}
+        return {"zero": zero, **sliced, "micro_batch": (1, 2, 4, 8, 16, 32, 64)}
     split = {"training_tp": halves, "training_pp": halves, "generation_tp": halves}
     split |= {"zero": zero, "recompute": recompute, "micro_batch": (2, 8, 32)}
     if strategy == "reallocation":

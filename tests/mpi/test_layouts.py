@@ -123,6 +123,7 @@ PLACEMENTS = {
     "other stages": by_kind(4, generate=Layout((0, 3, 1, 2), dp=2, pp=2), train=grid(range(4), pp=2)),
     "zero 3 recompute": everywhere(4, zero=3, recompute=True, tokens=40, frozen={"zero": 0}),
     "odd ranks": by_kind(5, generate=grid((4, 1, 3, 0)), train=grid(range(5), pp=5), infer=grid((1, 2, 4), tp=3)),
+    "flattening in slices": (8, partial(flattening.place, zero=3, tp=2, recompute=True)),
 }
 CONFIGS = {
     "plain": [],
