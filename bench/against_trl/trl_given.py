@@ -69,6 +69,7 @@ def one_step(step: dict) -> tuple[dict[str, Tensor], dict[str, str]]:
         )
         trainer.train()
     ((loss,), (batch,)) = trainer.losses, trainer.batches
+    assert ("attention_mask" not in batch) == step["options"].get("packing", False)
     tensors = {f"gradient {name}": tensor for name, tensor in gradients.found.items()}
     tensors |= {f"after {name}": weight.detach().contiguous() for name, weight in trainer.model.named_parameters()}
     metrics = {name: value for name, value in trainer.state.log_history[-1].items() if isinstance(value, float)}
