@@ -1,18 +1,20 @@
 """The tables of the comparison with TRL: a line for each loss, and one for each kind of steps."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 Columns = dict[str, Callable[[dict], str]]
 EQUAL = ("loss_error", "gradient_error", "weights_error")
+GIVEN = ("loss_error", "metrics_error", "gradient_error", "weights_error")
 
 
-def by_case(rows: Sequence[dict]) -> list[dict]:
+def by_case(rows: Sequence[dict], names: Sequence[str] = EQUAL) -> list[dict]:
     """One row for each loss: the largest errors over the models, by precision."""
     cases: dict[str, dict] = {}
     for row in rows:
         case = cases.setdefault(row["case"], {"case": row["case"], "difference": row["difference"]})
-        worst = case.setdefault(row["precision"], dict.fromkeys(EQUAL, 0.0))
-        for name in EQUAL:
+        worst = case.setdefault(row["precision"], dict.fromkeys(names, 0.0))
+        for name in names:
             worst[name] = max(worst[name], row[name])
     return list(cases.values())
 
@@ -36,7 +38,17 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "SmolLM2, float32: loss, gradient": _errors("float32", *EQUAL[:2]),
             "conventions": lambda row: row["difference"] or "the same",
         },
-    )
+    ),
+    "against_trl_given": (
+        "against_trl_given",
+        partial(by_case, names=GIVEN),
+        {
+            "loss": lambda row: row["case"],
+            "float64: loss, metrics, gradient, weights after the step": _errors("float64", *GIVEN),
+            "with casts: loss, metrics, gradient": _errors("float64 with casts", *GIVEN[:3]),
+            "conventions": lambda row: row["difference"] or "the same",
+        },
+    ),
 }
 COLUMNS: dict[str, Columns] = {
     "against_trl_steps": {

@@ -6,10 +6,12 @@ equality: random Llamas in float64. An iteration of ours generates and scores re
     old logprobs makes both clips act; both programs take one step of SGD at learning rate 1 on these rows, and loss,
     gradients and weights after the step are compared weight by weight. Both programs cast to float32 in the midst of a
     float64 model; a case is compared without these casts, and as it is.
-smollm2: the same with SmolLM2-135M in float32.
+given: the same for SFT, reward models and DPO, on rows that both programs read and tokenise themselves (given.py);
+    tokens and metrics are compared, too.
+smollm2: equality with SmolLM2-135M in float32.
 steps: whole steps of SmolLM2-135M in turns, at full length and with spread lengths (steps.py).
 
-Cost on two cores: equality three minutes, smollm2 ten, steps fifteen.
+Cost on two cores: equality and given three minutes each, smollm2 ten, steps fifteen.
 Command: python -m bench against-trl [PART ...] [--case LOSS]; without a part, all
 """
 
@@ -17,21 +19,31 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from bench.against_trl import equality, steps
-from bench.against_trl.cases import CASES, LOSSES, Case
+from bench.against_trl import equality, given, steps
+from bench.against_trl.cases import LOSSES, Case
+from bench.against_trl.given_cases import GIVEN_LOSSES, GivenCase
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
 
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2-135m"
-FILES = {"equality": "against_trl", "smollm2": "against_trl", "steps": "against_trl_steps"}  # of a part's rows
+FILES = {  # of a part's rows
+    "equality": "against_trl",
+    "given": "against_trl_given",
+    "smollm2": "against_trl",
+    "steps": "against_trl_steps",
+}
 
 
 def small_models(folder: Path, cases: Sequence[Case]) -> list[dict]:
     return [row for setting in equality.small(folder) for row in equality.compared(setting, cases, folder)]
+
+
+def given_rows(folder: Path, cases: Sequence[GivenCase]) -> list[dict]:
+    return [row for setting in given.small(folder) for row in given.compared(setting, cases, folder)]
 
 
 def smollm2(folder: Path, cases: Sequence[Case]) -> list[dict]:
@@ -39,34 +51,44 @@ def smollm2(folder: Path, cases: Sequence[Case]) -> list[dict]:
     return [row for case in cases for row in equality.compared(setting, [case], folder)]
 
 
-def whole_steps(folder: Path, _: Sequence[Case]) -> list[dict]:
+def whole_steps(folder: Path, _: Sequence) -> list[dict]:
     return steps.measured(SMOLLM2, folder)
 
 
-PARTS: dict[str, Callable[[Path, Sequence[Case]], list[dict]]] = {
+PARTS: dict[str, Callable[[Path, Sequence], list[dict]]] = {
     "equality": small_models,
+    "given": given_rows,
     "smollm2": smollm2,
     "steps": whole_steps,
+}
+LOSSES_OF: dict[str, Mapping[str, Case | GivenCase]] = {  # of a part
+    "equality": LOSSES,
+    "given": GIVEN_LOSSES,
+    "smollm2": LOSSES,
+    "steps": {},
 }
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench against-trl", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--case", choices=list(LOSSES), help="equality and smollm2: only this loss; others' rows stay")
+    parser.add_argument("--case", choices=[*LOSSES, *GIVEN_LOSSES], help="only this loss; the rows of others stay")
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if not equality.PEER.exists():
         parser.error("TRL's environment .venv-peers is not there; `make peers` makes it")
     parts = parsed.parts or list(PARTS)
-    if parts != ["equality"] and not (SMOLLM2 / "model.safetensors").is_file():
+    if parsed.case:
+        parts = [part for part in parts if parsed.case in LOSSES_OF[part]] or parser.error("no such part has this loss")
+    if {"smollm2", "steps"} & set(parts) and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
     torch.set_num_threads(equality.THREADS)
     ok = True
     for part in parts:
         with tempfile.TemporaryDirectory(prefix="against_trl_") as folder:
-            rows = PARTS[part](Path(folder), [LOSSES[parsed.case]] if parsed.case else CASES)
+            losses = LOSSES_OF[part]
+            rows = PARTS[part](Path(folder), [losses[parsed.case]] if parsed.case else list(losses.values()))
         keep(part, rows)
         ok &= all(row["ok"] for row in rows)
     print(json.dumps({"bench": "against-trl", "ok": ok}))
@@ -81,7 +103,7 @@ def keep(part: str, rows: list[dict]) -> None:
     about = provenance()
     about["versions"] |= versions_of_peer()
     new = [{"bench": "against-trl", "part": part} | row | about for row in rows]
-    names = list(LOSSES)
+    names = list(LOSSES_OF[part])
 
     def place(row: dict) -> tuple[int, int]:
         return list(PARTS).index(row["part"]), names.index(row["case"]) if "case" in row else 0

@@ -4,6 +4,7 @@ Prompts, responses, rewards and old logprobs of the iteration are what TRL is th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from bench.against_trl.cases import Case
+from bench.against_trl.given_cases import GivenCase
 from bench.against_trl.widened import widened
 from rlhf_spmd import presets
+from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.engines.flat_engine import FlatEngine
 from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.handlers import generate
@@ -50,19 +53,33 @@ class SGD:
 
 
 def one_step(case: Case, words: list[str], *, dtype: str, seed: int, wide: bool = False) -> Taken:
-    """One step of SGD at learning rate 1 on the responses of one iteration. words: options of models, prompts, reward
-    and sizes, with one mini-batch in the iteration. wide: without casts (widened.py)."""
-    fixed = ["iterations=1", "parity_tolerance=100", "optimizer.actor_lr=1", f"optimizer.max_grad_norm={NO_CLIPPING}"]
-    config = presets.load("tiny", [*words, *fixed, f"seed={seed}", *case.options], algorithm=case.page)
+    """A step on the responses of one iteration. words: options of models, prompts, reward and sizes, with one
+    mini-batch in the iteration. wide: without casts (widened.py)."""
+    words = [*words, "parity_tolerance=100", f"seed={seed}", *case.options]
+    with perturbed(case.noise, seed):
+        run, taken = stepped(case.page, "actor", words, dtype=dtype, wide=wide)
+    return dataclasses.replace(taken, loss=taken.metrics["policy_loss"], rows=rows_of(run))
+
+
+def given_step(case: GivenCase, words: list[str], *, dtype: str, wide: bool = False) -> Taken:
+    """A step on responses that the data set has."""
+    run, taken = stepped(case.page, case.role, [*words, *case.options], dtype=dtype, wide=wide)
+    return dataclasses.replace(taken, rows=given_rows(run))
+
+
+def stepped(page: str, role: str, words: list[str], *, dtype: str, wide: bool) -> tuple[RunOf, Taken]:
+    """An iteration with one step of SGD at learning rate 1, and what it was but for its rows."""
+    fixed = ["iterations=1", f"optimizer.{role}_lr=1", f"optimizer.max_grad_norm={NO_CLIPPING}"]
+    config = presets.load("tiny", [*words, *fixed], algorithm=page)
     gradients: dict[str, Tensor] = {}
-    with in_precision(dtype), noted_gradients(gradients), perturbed(case.noise, seed):
+    with in_precision(dtype), noted_gradients(gradients):
         config = dataclasses.replace(config, dtype=dtype)
         run = RunOf(config, program=compiled(config))
-        engine = run.job.models.engines["actor"]
+        engine = run.job.models.engines[role]
         engine._adamw = SGD(engine.masters)
         with widened() if wide else nullcontext():
             metrics = run.iteration()
-    return Taken(metrics["policy_loss"], gradients, whole_weights(engine), metrics, rows_of(run))
+    return run, Taken(metrics.get("loss", math.nan), gradients, whole_weights(engine), metrics, [])
 
 
 @contextmanager
@@ -126,6 +143,25 @@ def rows_of(run: RunOf) -> list[dict]:
                 "reward": columns["scores"][number],
             }
         )
+    return rows
+
+
+def given_rows(run: RunOf) -> list[list[tuple[list[int], list[int]]]]:
+    """The sequences of each row of an iteration: one, or that of the chosen and that of the rejected response, each
+    as tokens and as 1 for each that is learned."""
+    algorithm, everywhere = run.config.algorithm, (ALL, slice(0, run.program.workload.mini_batch))
+    keys = (PROMPTS, *algorithm.responses, *filter(None, [algorithm.assistant_tokens]))
+    columns = {key: run.data.store.at(key, everywhere).flatten(0, 1).tolist() for key in keys}
+    rows = []
+    for number, padded in enumerate(columns[PROMPTS]):
+        prompt, row = [token for token in padded if token >= 0], []
+        for key in algorithm.responses:
+            response = [token for token in columns[key][number] if token >= 0]
+            marks = [1] * len(response)
+            if algorithm.assistant_tokens:
+                marks = [int(mark) for mark in columns[algorithm.assistant_tokens][number][: len(response)]]
+            row.append((prompt + response, [0] * len(prompt) + marks))
+        rows.append(row)
     return rows
 
 

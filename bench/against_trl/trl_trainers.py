@@ -21,6 +21,14 @@ from trl.kernels import ChunkedLogProbFunction
 from bench.against_trl.widened import widened
 
 KINDS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+ON_A_CPU = {  # options of a trainer's config: no files, logs and mixed precision
+    **{"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True},
+    **{"use_cpu": True, "bf16": False, "lr_scheduler_type": "constant"},
+}
+ONE_STEP = {  # of SGD at learning rate 1
+    **{"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0},
+    "gradient_checkpointing": False,
+}
 
 
 class Given:
@@ -101,10 +109,8 @@ def load(folder: str, reference: str, dtype: torch.dtype):
 
 
 def options_of(kind: str, folder: str, **options):
-    """The trainer's config on a CPU, without files, logs and mixed precision."""
-    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
-    plain = {"use_cpu": True, "bf16": False, "lr_scheduler_type": "constant"}
-    return KINDS[kind][1](output_dir=folder, **quiet, **plain, **options)
+    """The trainer's config."""
+    return KINDS[kind][1](output_dir=folder, **ON_A_CPU, **options)
 
 
 def one_step(
@@ -124,8 +130,7 @@ def one_step(
             max_completion_length=limit,
             # TRL asks for old logprobs only where rows are used again
             **({"num_iterations": 2} if kind == "grpo" else {}),
-            **{"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0},
-            **{"gradient_checkpointing": False, **options},
+            **(ONE_STEP | options),
         )
         trainer = with_given(KINDS[kind][0], given)(
             model,

@@ -1,0 +1,126 @@
+"""The comparison with TRL on given responses: its recorded rows, and our half of it, which needs no TRL."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bench.against_trl import against_trl, given, ours
+from bench.against_trl.equality import SMALL, WITH_CASTS
+from bench.against_trl.given_cases import CUT, GIVEN_CASES, GIVEN_LOSSES, ROWS, SMOOTHED
+from bench.rows import RESULTS, read_rows
+from bench.trl_table import GIVEN, JOINED
+from rlhf_spmd.algorithms.preferences import direct_preference_loss
+
+RECORDED = read_rows(RESULTS / "against_trl_given.jsonl")
+METRICS = {"sft": 2, "reward_model": 5, "dpo": 6}  # that both programs log
+
+
+def test_every_loss_was_compared_on_every_model():
+    expected = [
+        (model, case.name, precision) for model in SMALL for case in GIVEN_CASES for precision in given.TOLERANCE
+    ]
+    assert sorted((row["model"], row["case"], row["precision"]) for row in RECORDED) == sorted(expected)
+    assert all(row["versions"]["trl"] for row in RECORDED)
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: f"{row['model']}, {row['case']}, {row['precision']}")
+def test_rows_are_within_their_tolerances(row):
+    tolerance, of_metrics = {"float64": (1e-7, 1e-7), WITH_CASTS: (3e-6, 1e-4)}[row["precision"]]
+    assert max(row["loss_error"], row["gradient_error"], row["weights_error"]) <= tolerance == row["tolerance"]
+    assert row["metrics_error"] <= of_metrics == row["metrics_tolerance"]
+    assert row["ok"] and row["same_tokens"] and row["shortest"] < row["longest"] and row["tensors"] >= 20
+    assert len(row["metrics"]) == METRICS[GIVEN_LOSSES[row["case"]].page]
+
+
+def test_the_table_has_the_worst_of_all_models():
+    _, joined, _ = JOINED["against_trl_given"]
+    (line,) = [line for line in joined(RECORDED) if line["case"] == "IPO"]
+    found = [row for row in RECORDED if (row["case"], row["precision"]) == ("IPO", "float64")]
+    assert len(found) == 2 and all(line["float64"][name] == max(row[name] for row in found) for name in GIVEN)
+
+
+@pytest.mark.parametrize("name", ["SFT, texts that are cut", "reward model, margins, centred", "IPO"])
+def test_our_half(name, tmp_path):
+    """A step of SGD takes the gradient off the weights; its rows are those of the data."""
+    case, setting = GIVEN_LOSSES[name], given.small(tmp_path)[0]
+    rows = case.rows(given.words)
+    given.write_rows(rows, tmp_path / "rows.jsonl")
+    words = given.our_words(setting, case, tmp_path / "rows.jsonl", len(rows))
+    taken = ours.given_step(case, words, dtype="float64", wide=True)
+    before = load_file(setting.models[case.role] / "model.safetensors")
+    assert taken.gradients.keys() == taken.after.keys() and math.isfinite(taken.loss)
+    for key, gradient in taken.gradients.items():
+        start = before[key if key in before else f"model.{key}"].double()
+        assert gradient.dtype == torch.float64 and gradient.any()
+        torch.testing.assert_close(taken.after[key], start - gradient, rtol=0, atol=1e-15)
+    about = given.about_rows(taken)
+    assert len(rows) == about["rows"] == ROWS
+    assert (about["longest"] == CUT) == ("cut" in name)
+    for row in taken.rows:
+        assert len(row) == (1 if case.page == "sft" else 2)
+        for tokens, marks in row:
+            assert len(tokens) == len(marks) and not marks[0] and marks[-1], "a prompt, then what is learned"
+
+
+def test_rows_of_conversations_mark_the_turns_of_the_assistant(tmp_path):
+    case, setting = GIVEN_LOSSES["SFT, all turns of the assistant"], given.small(tmp_path)[0]
+    rows = case.rows(given.words)
+    given.write_rows(rows, tmp_path / "rows.jsonl")
+    words = given.our_words(setting, case, tmp_path / "rows.jsonl", len(rows))
+    taken = ours.given_step(case, words, dtype="float64")
+    said = [message["content"] for row in rows for message in row["messages"][1::2]]
+    learned = sum(len(text.split()) + 1 for text in said)  # with an end of sequence
+    assert given.about_rows(taken)["learned"] == learned and {len(row["messages"]) for row in rows} == {2, 4, 6}
+
+
+def test_rows_are_the_same_in_any_order():
+    case = GIVEN_LOSSES["DPO"]
+    one, other = [([1, 2], [0, 1]), ([1, 3], [0, 1])], [([4, 2], [0, 1]), ([4, 3, 5], [0, 1, 1])]
+    as_json = [[[list(tokens), list(marks)] for tokens, marks in row] for row in (other, one)]
+    assert given.same_tokens(case, [one, other], as_json)
+    assert not given.same_tokens(case, [one, other], [as_json[0], as_json[0]])
+    assert not given.same_tokens(case, [one, other], [as_json[0], as_json[1][::-1]]), "exchanged"
+    as_json[1][0][1] = [0, 0]
+    assert not given.same_tokens(case, [one, other], as_json), "other tokens are learned"
+    assert given.same_tokens(GIVEN_LOSSES["reward model"], [one, other], as_json)
+
+
+def test_metrics_are_found_by_their_aliases():
+    mine = {"token_accuracy": 0.5, "entropy": 2.0, "trained_tokens": 7.0}
+    theirs = {"mean_token_accuracy": 0.5, "entropy": 1.0, "num_tokens": 9.0}
+    assert given.metric_errors(GIVEN_LOSSES["SFT"], mine, theirs) == {"mean_token_accuracy": 0.0, "entropy": 1.0}
+
+
+def test_the_mixture_of_trls_losses_is_cdpo():
+    """The weights that the comparison gives to TRL's `sigmoid` and `robust`, against our loss."""
+    case = GIVEN_LOSSES["cDPO"]
+    chosen, rejected = (torch.linspace(-2, 1, 5, dtype=torch.float64)[:, None] * scale for scale in (1.0, 0.3))
+    mask, zeros = torch.ones(5, 1, dtype=torch.bool), torch.zeros(5, 1, dtype=torch.float64)
+    mine, _ = direct_preference_loss(
+        chosen, rejected, mask, mask, zeros, zeros, beta=case.theirs["beta"], label_smoothing=SMOOTHED
+    )
+    right, wrong = (
+        -torch.nn.functional.logsigmoid(sign * case.theirs["beta"] * (chosen - rejected)) for sign in (1, -1)
+    )
+    losses = {"sigmoid": right, "robust": ((1 - SMOOTHED) * right - SMOOTHED * wrong) / (1 - 2 * SMOOTHED)}
+    weights = dict(zip(case.theirs["loss_type"], case.theirs["loss_weights"], strict=True))
+    assert mine.item() == pytest.approx(sum(weights[name] * losses[name].sum().item() for name in losses), rel=1e-12)
+
+
+def test_one_case_is_of_its_parts_only(monkeypatch, tmp_path):
+    """`--case` runs the parts that have this loss."""
+    ran = []
+
+    def part_of(name: str):
+        return lambda folder, cases: ran.append((name, [case.name for case in cases])) or []
+
+    monkeypatch.setattr(against_trl.equality, "PEER", tmp_path)
+    monkeypatch.setattr(against_trl, "PARTS", {name: part_of(name) for name in against_trl.PARTS})
+    monkeypatch.setattr(against_trl, "keep", lambda part, rows: None)
+    assert against_trl.main(["--case", "IPO"]) == 0
+    assert against_trl.main(["equality", "--case", "GRPO"]) == 0
+    assert ran == [("given", ["IPO"]), ("equality", ["GRPO"])]
+    with pytest.raises(SystemExit):
+        against_trl.main(["given", "--case", "GRPO"])
