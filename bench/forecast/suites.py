@@ -283,7 +283,7 @@ SUITES = {
         "two networks between nodes, for A100 and H100",
         tuple(
             Case(preset, layout, strategy, {}, calibration=f"{device}+{network}")
-            for preset, layout in (("llama-7b", "2x8"), ("llama-13b", "4x8"), ("llama-65b", "8x8"))
+            for preset, layout in (("llama-7b", "2x8"), ("llama-13b", "4x8"))
             for device, network in product((DEVICE, OTHER_DEVICE), NETWORKS)
             for strategy in STRATEGIES
         ),
