@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bench import trl_table
-from bench.forecast.suites import times_faster
+from bench import baseline_tables, trl_table
 from bench.rows import STRATEGIES
 
 
@@ -54,7 +53,6 @@ def _phase(name: str) -> Callable[[dict], str]:
 
 
 Columns = dict[str, Callable[[dict], str]]
-COMPARED = {"deepspeed-chat": "DeepSpeed-Chat", "zero3-per-token": "ZeRO 3 per token", "flattening": "flattening"}
 PLACE: Columns = {
     "model": lambda row: row["preset"],
     "layout": lambda row: row["layout"],
@@ -85,34 +83,6 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "layout": lambda row: row["layout"],
             "calibration": lambda row: row["calibration"],
             **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
-        },
-    ),
-    "baselines_factors": (
-        "baselines",
-        times_faster,
-        {
-            "model": lambda row: row["preset"],
-            "layout": lambda row: row["layout"],
-            "network": lambda row: row["calibration"].partition("+")[2] if row["layout"] != "1x8" else "one node",
-            "best shipped": lambda row: f"`{row['shipped']}`" if row["shipped"] else "-",
-            **{
-                f"{which} over {words}": lambda row, key=f"{which} over {base}": _number(row[key], 2)
-                for base, words in COMPARED.items()
-                for which in ("planner", "shipped")
-            },
-        },
-    ),
-    "baselines_seconds": (
-        "baselines",
-        times_faster,
-        {
-            "model": lambda row: row["preset"],
-            "layout": lambda row: row["layout"],
-            "network": lambda row: row["calibration"].partition("+")[2] if row["layout"] != "1x8" else "one node",
-            **{
-                f"{words}, s": lambda row, name=name: _number(row["seconds"].get(name))
-                for name, words in (COMPARED | {"reallocation": "reallocation", "planner": "planner"}).items()
-            },
         },
     ),
     "validate_searched": (
@@ -202,10 +172,10 @@ SCANS: dict[str, Columns] = {
 }
 SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
-SCANS["baselines"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
+SCANS["baselines"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
-SCANS |= trl_table.COLUMNS
-JOINED |= trl_table.JOINED
+SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS
+JOINED |= trl_table.JOINED | baseline_tables.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {
@@ -302,18 +272,6 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "forecast, s": lambda row: f"{row['forecast_s']:.1f}",
         "published, s": lambda row: f"{float(row['sec_per_iter']):.1f}",
         "error": lambda row: f"{row['error']:+.1%}",
-    },
-    "published_hours": {
-        "actor": lambda row: row["model"],
-        "GPUs": lambda row: str(row["n_gpus"]),
-        "network": lambda row: row["network"],
-        "configuration": lambda row: row["plan"] + (", LoRA" if row["lora"] else ""),
-        "batch": lambda row: str(row["batch"]),
-        "published, h": lambda row: _number(row["published_hours"], 2),
-        "forecast, 131,900 pairs": lambda row: _number(row["hours, README"], 2),
-        "error": lambda row: f"{row['error, README']:+.0%}",
-        "forecast, 264,292 pairs": lambda row: _number(row["hours, benchmark page"], 2),
-        "its error": lambda row: f"{row['error, benchmark page']:+.0%}",
     },
     "measure_cpu": {
         "algorithm": lambda row: row["algorithm"],

@@ -14,6 +14,7 @@ added matrices train, whose own seconds and bytes do not count.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from bench.baseline_tables import PER_TOKEN
 from bench.forecast.validate_systems import USABLE, Plan, deepspeed_chat, simulated
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
@@ -28,8 +29,6 @@ from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workload import Workload
 
-DEEPSPEED_CHAT, PER_TOKEN = "deepspeed-chat", "zero3-per-token"
-BASELINES = (DEEPSPEED_CHAT, PER_TOKEN)
 LOGITS_BYTES = 8  # of a token and an entry of the vocabulary: logits, log-softmax, and both gradients, in 16 bits
 
 
@@ -100,8 +99,8 @@ def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = Fals
 
 
 def rows_at_once(program: Program, tp: int, *, per_token: bool, lora: bool) -> tuple[int, int, int]:
-    """The most rows that a device can generate, and train, at once, and the bytes that it then needs. program: generation
-    has the layout of training, so that no copy is held; tp: among how many ranks it splits gathered weights."""
+    """The most rows that a device can generate, and train, at once, and the bytes that it then needs. program:
+    generation has the layout of training, so that no copy is held; tp: among how many ranks it splits gathered weights."""
     workload, cluster = program.workload, program.cluster
     limit = min(cluster.device_bytes(rank) for rank in cluster.ranks) * USABLE
     held = held_bytes(program, 0, lora=lora)

@@ -16,7 +16,8 @@ import argparse
 import json
 from dataclasses import replace
 
-from bench.forecast.baselines import DEEPSPEED_CHAT, Setup, baseline_forecast, recomputing, setups
+from bench.baseline_tables import DEEPSPEED_CHAT
+from bench.forecast.baselines import Setup, baseline_forecast, recomputing, setups
 from bench.forecast.scan import phase_s
 from bench.rows import write
 from bench.tables import text_table

@@ -20,8 +20,9 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import plots
+from bench.baseline_tables import BASELINES
 from bench.forecast import suites
-from bench.forecast.baselines import BASELINES, fastest_baseline
+from bench.forecast.baselines import fastest_baseline
 from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options

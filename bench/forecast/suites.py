@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from bench.forecast.baselines import BASELINES, DEEPSPEED_CHAT, PER_TOKEN
+from bench.baseline_tables import AGAINST, DEEPSPEED_CHAT, PER_TOKEN, times_faster
 from bench.rows import STRATEGIES
 from rlhf_spmd.calibration_file import NETWORKS
 
@@ -20,7 +20,7 @@ DEVICE, OTHER_DEVICE = "a100-80g", "h100-80g"  # types, and the calibrations of 
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 SHARES = ((), ("actor=1",))  # of the ranks that generate: models apart where there is room, or all of them everywhere
-AGAINST, APP_FACTOR = (*BASELINES, "flattening"), 11  # what APP's largest speed-up is tried over
+APP_FACTOR = 11  # the largest speed-up that APP reports
 NEAR = 1.005  # forecasts this near to each other count as equal
 Claims = dict[str, list[str] | None]  # name -> the cases in which it does not come out; None: no case decides it
 
@@ -215,27 +215,6 @@ def networks_agree(rows: Sequence[Mapping]) -> Claims:
     return {"same_strategy_on_every_network": different}
 
 
-def times_faster(rows: Sequence[Mapping]) -> list[dict]:
-    """A row for each model, layout and calibration: seconds of the planner's plan, of the best shipped strategy and of
-    what they are compared with; how many times faster both are than each of these, in a column of its own. None where
-    either does not fit."""
-    names, found = ("preset", "layout", "calibration"), []
-    fixed = [strategy for strategy in STRATEGIES if strategy != "planner"]
-    for place in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
-        seconds = {row["strategy"]: row["iteration_s"] for row in rows if tuple(row[name] for name in names) == place}
-        shipped = (
-            min((seconds[name], name) for name in fixed if seconds.get(name))
-            if any(seconds.get(name) for name in fixed)
-            else (None, None)
-        )
-        row = dict(zip(names, place, strict=True)) | {"seconds": seconds, "shipped": shipped[1]}
-        for base in AGAINST:
-            for which, mine in (("planner", seconds.get("planner")), ("shipped", shipped[0])):
-                row[f"{which} over {base}"] = seconds[base] / mine if seconds.get(base) and mine else None
-        found.append(row)
-    return found
-
-
 def eleven_times(rows: Sequence[Mapping]) -> Claims:
     """APP's "up to 11 times" (arXiv 2312.11819): per network and baseline, whether the planner's plan is anywhere so
     much faster; an exception names the largest factor."""
@@ -277,17 +256,16 @@ COMPARED = {  # layouts on which a preset fits
     "llama-33b": LARGE,
     "llama-65b": LARGE[1:],
 }
-FEW = {"zero": (0, 2, 3), "micro_batch": (4, 8, 16)}
 COMPARED_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options; fewer than elsewhere, for the sake of time
     DEEPSPEED_CHAT: {},
     PER_TOKEN: {},
-    "flattening": FEW,
-    "interleaving1": FEW,
+    "flattening": {},
+    "interleaving1": {},
     "reallocation": {
         "training_tp": (2, 4, 8),
-        "training_pp": (1,),
+        "training_pp": (1, 2),
         "generation_tp": (2, 4, 8),
-        "zero": (2, 3),
+        "zero": (0, 2, 3),
         "micro_batch": (8, 32),
     },
     "planner": {"method": "two_phase", "keep": 5},
