@@ -100,7 +100,7 @@ def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = Fals
 
 def rows_at_once(program: Program, tp: int, *, per_token: bool, lora: bool) -> tuple[int, int, int]:
     """The most rows that a device can generate, and train, at once, and the bytes that it then needs. program:
-    generation has the layout of training, so that no copy is held; tp: among how many ranks it splits gathered weights."""
+    generation has the layout of training, so that no copy is held; tp: of gathered weights."""
     workload, cluster = program.workload, program.cluster
     limit = min(cluster.device_bytes(rank) for rank in cluster.ranks) * USABLE
     held = held_bytes(program, 0, lora=lora)

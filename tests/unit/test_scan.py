@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from bench import plots
+from bench.baseline_tables import BASELINES
 from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
 from bench.forecast.measure import programs, read_preset
@@ -230,7 +231,7 @@ def test_suites_name_what_exists():
             assert str(cluster) == case.layout
             for device in cluster.device_types:
                 calibration.require(device)
-            if case.strategy != "planner":
+            if case.strategy not in ("planner", *BASELINES):
                 grid = {key: values[0] for key, values in suites.grid_of(case.strategy, cluster.num_devices).items()}
                 load_strategy(case.strategy).typed(grid | case.options)
         if name not in ("all", "quick"):
