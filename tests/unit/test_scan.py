@@ -233,7 +233,8 @@ def test_suites_name_what_exists():
                 calibration.require(device)
             if case.strategy not in ("planner", *BASELINES):
                 grid = {key: values[0] for key, values in suites.grid_of(case.strategy, cluster.num_devices).items()}
-                load_strategy(case.strategy).typed(grid | case.options)
+                given = {name: one[0] if isinstance(one, tuple) else one for name, one in case.options.items()}
+                load_strategy(case.strategy).typed(grid | given)
         if name not in ("all", "quick"):
             assert name.replace("-", "_") in COLUMNS
 
