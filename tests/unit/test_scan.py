@@ -147,11 +147,16 @@ def test_merged_calibrations_have_both_types_and_the_slower_links():
 
 
 def test_speed_up_is_over_flattening_in_the_same_place():
+    same = {"algorithm": "ppo", "preset": "a", "nodes": "", "calibration": "c"}
     rows = [
-        {"algorithm": "ppo", "preset": "a", "layout": layout, "nodes": "", "strategy": strategy, "iteration_s": seconds}
-        for layout, strategy, seconds in (("1x8", "flattening", 6.0), ("1x8", "b", 3.0), ("2x8", "flattening", None))
+        same | {"layout": layout, "strategy": strategy, "iteration_s": seconds}
+        for layout, strategy, seconds in (
+            ("1x8", "flattening", 6.0),
+            ("1x8", "b", 3.0),
+            ("2x8", "flattening", None),
+            ("2x8", "b", 3.0),
+        )
     ]
-    rows.append({"algorithm": "ppo", "preset": "a", "layout": "2x8", "nodes": "", "strategy": "b", "iteration_s": 3.0})
     assert [found["speed_up"] for found in with_speed_up(rows)] == [1.0, 2.0, None, None]
 
 
