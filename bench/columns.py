@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bench import trl_table
+from bench import baseline_tables, trl_table
 from bench.rows import STRATEGIES
 
 
@@ -172,9 +172,10 @@ SCANS: dict[str, Columns] = {
 }
 SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
+SCANS["baselines"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
-SCANS |= trl_table.COLUMNS
-JOINED |= trl_table.JOINED
+SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS
+JOINED |= trl_table.JOINED | baseline_tables.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {

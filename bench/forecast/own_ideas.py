@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.baseline_tables import BASELINES
 from bench.forecast.suites import Case, grid_of, tuned
 from bench.rows import STRATEGIES
 from rlhf_spmd.errors import UserError
@@ -43,8 +44,9 @@ def own_cases(cases: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, 
     if parsed.preset or parsed.layout:
         presets, layouts = ([*dict.fromkeys(getattr(case, name) for case in cases)] for name in ("preset", "layout"))
         presets, layouts = [parsed.preset] if parsed.preset else presets, [parsed.layout] if parsed.layout else layouts
+        kinds = (*STRATEGIES, *dict.fromkeys(case.strategy for case in cases if case.strategy in BASELINES))
         algorithms = dict.fromkeys(case.algorithm for case in cases)
-        found = [replace(case, algorithm=name) for name in algorithms for case in tuned(presets, layouts, STRATEGIES)]
+        found = [replace(case, algorithm=name) for name in algorithms for case in tuned(presets, layouts, kinds)]
     else:
         found = list(cases)
     words = [word.removeprefix(OF_STRATEGY) for word in parsed.overrides if word.startswith(OF_STRATEGY)]

@@ -20,7 +20,9 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import plots
+from bench.baseline_tables import BASELINES
 from bench.forecast import suites
+from bench.forecast.baselines import fastest_baseline
 from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
@@ -103,7 +105,9 @@ def machine(case: Case) -> tuple[Cluster, Calibration]:
 def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
     """The forecast of a case."""
     if case.strategy == "planner":
-        return planned(workload, cluster, calibration)
+        return planned(workload, cluster, calibration, **case.options)
+    if case.strategy in BASELINES:
+        return baseline(case.strategy, workload, cluster, calibration)
     strategy = load_strategy(case.strategy)
     if case.exact:
         program = strategy.compile(workload, cluster, case.options)
@@ -118,10 +122,19 @@ def solve(case: Case, workload: Workload, cluster: Cluster, calibration: Calibra
     return Found(best.options, best.program, best.forecast, best.why, counts)
 
 
-def planned(workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
-    """The planner's first plan; its options are the layouts of the calls."""
+def baseline(name: str, workload: Workload, cluster: Cluster, calibration: Calibration) -> Found:
+    """Another system in its fastest configuration (bench/forecast/baselines.py)."""
     try:
-        found = search(workload, cluster, calibration, budget_s=BUDGET_S)
+        seen, setup = fastest_baseline(name, workload, cluster, calibration)
+    except UserError as error:
+        return Found({}, None, None, str(error))
+    return Found({"configuration": setup.name}, seen.program, seen, counts={"peak_bytes": setup.peak_bytes})
+
+
+def planned(workload: Workload, cluster: Cluster, calibration: Calibration, **options: Any) -> Found:
+    """The planner's first plan; its options are the layouts of the calls. options: of search()."""
+    try:
+        found = search(workload, cluster, calibration, **{"budget_s": BUDGET_S} | options)
     except UserError as error:
         return Found({}, None, None, str(error))
     plan = found.plans[0]
@@ -151,13 +164,15 @@ def row_of(case: Case, found: Found, workload: Workload, calibration: Calibratio
     }
     if found.program is None:
         return about
-    about |= sizes(found.program)
+    if case.strategy not in BASELINES:
+        about |= sizes(found.program)
     if found.seen is None:
         return about
     seconds = found.seen.makespan_s
     about |= {"samples_per_s": workload.num_sequences / seconds, "iteration_s": seconds}
     about |= {f"{phase}_s": value for phase, value in phase_s(found.seen).items()}
-    return about | {"device_s": device_s(found.seen)} | exposed(found.program, found.seen, calibration)
+    about["device_s"] = device_s(found.seen)
+    return about if case.strategy in BASELINES else about | exposed(found.program, found.seen, calibration)
 
 
 def sizes(program: Program) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from bench.baseline_tables import AGAINST, DEEPSPEED_CHAT, PER_TOKEN, times_faster
 from bench.rows import STRATEGIES
 from rlhf_spmd.calibration_file import NETWORKS
 
@@ -19,6 +20,7 @@ DEVICE, OTHER_DEVICE = "a100-80g", "h100-80g"  # types, and the calibrations of 
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 SHARES = ((), ("actor=1",))  # of the ranks that generate: models apart where there is room, or all of them everywhere
+APP_FACTOR = 11  # the largest speed-up that APP reports
 NEAR = 1.005  # forecasts this near to each other count as equal
 Claims = dict[str, list[str] | None]  # name -> the cases in which it does not come out; None: no case decides it
 
@@ -214,6 +216,18 @@ def networks_agree(rows: Sequence[Mapping]) -> Claims:
     return {"same_strategy_on_every_network": different}
 
 
+def eleven_times(rows: Sequence[Mapping]) -> Claims:
+    """APP's "up to 11 times" (arXiv 2312.11819): per network and baseline, whether the planner's plan is anywhere so
+    much faster; an exception names the largest factor."""
+    found = {}
+    for base, calibration in product(AGAINST, dict.fromkeys(row["calibration"] for row in rows)):
+        factors = [row[f"planner over {base}"] or 0.0 for row in times_faster(_of(rows, calibration))]
+        most = max(factors)
+        words = f"at most {most:.2f} times" if most else "nothing fits"
+        found[f"11_times_over_{base}_on_{calibration}"] = [] if most >= APP_FACTOR else [words]
+    return found
+
+
 def planner_first_on_each(rows: Sequence[Mapping]) -> Claims:
     """The planner is first on every network."""
     found = []
@@ -237,6 +251,26 @@ def tuned(presets: Sequence[str], layouts: Sequence[str], strategies: Sequence[s
 
 FAMILY = ("grpo", "rloo", "remax", "reinforce_plus_plus")
 MIXED = tuple((DEVICE,) * (4 - number) + (OTHER_DEVICE,) * number for number in (1, 2, 3))
+COMPARED = {  # layouts on which a preset fits
+    "llama-7b": LAYOUTS,
+    "llama-13b": LAYOUTS,
+    "llama-33b": LARGE,
+    "llama-65b": LARGE[1:],
+}
+COMPARED_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options; fewer than elsewhere, for the sake of time
+    DEEPSPEED_CHAT: {},
+    PER_TOKEN: {},
+    "flattening": {},
+    "interleaving1": {},
+    "reallocation": {
+        "training_tp": (2, 4, 8),
+        "training_pp": (1, 2),
+        "generation_tp": (2, 4, 8),
+        "zero": (0, 2, 3),
+        "micro_batch": (8, 32),
+    },
+    "planner": {"method": "two_phase", "keep": 5},
+}
 SUITES = {
     "all": Suite(
         "every strategy on every model and layout",
@@ -289,6 +323,18 @@ SUITES = {
         ),
         planner_first_on_each,
         ("planner_first",),
+    ),
+    "baselines": Suite(
+        "DeepSpeed-Chat, and ZeRO 3 without a hybrid engine, beside the strategies",
+        tuple(
+            Case(preset, layout, strategy, options, calibration=f"{DEVICE}+{network}")
+            for preset, layouts in COMPARED.items()
+            for layout in layouts
+            for network in (list(NETWORKS)[:1] if layout == "1x8" else NETWORKS)
+            for strategy, options in COMPARED_OPTIONS.items()
+        ),
+        eleven_times,
+        (),  # what comes out is in bench/RESULTS.md
     ),
     "heterogeneous": Suite(
         "two types of device: how many of each, and which of them generates",

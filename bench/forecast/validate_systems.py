@@ -186,8 +186,14 @@ def fits(program: Program, plan: Plan) -> bool:
     return True
 
 
-def simulated(program: Program, plan: Plan, calibration: Calibration) -> Forecast:
-    """The forecast of a program, with what the system does in another way than ours."""
+More = Callable[[Cost, int, Run], float]  # of a rank's step: seconds that it takes more
+
+
+def simulated(
+    program: Program, plan: Plan, calibration: Calibration, more_s: More = lambda cost, rank, step: 0.0
+) -> Forecast:
+    """The forecast of a program, with what the system does in another way than ours. more_s: of DeepSpeed, beside
+    that."""
     started = {"graph_layer_s": 0.0} if plan.graphs else {}
     if plan.decode_layer_s is not None:
         started = {"decode_layer_s": plan.decode_layer_s}
@@ -198,7 +204,7 @@ def simulated(program: Program, plan: Plan, calibration: Calibration) -> Forecas
     times, cost = times_of(program, calibration), Cost(calibration, program.workload, program.cluster)
 
     def run_s(rank: int, step: Run) -> float:
-        return times.run_s(rank, step) + _deepspeed_s(program, plan, cost, rank, step)
+        return times.run_s(rank, step) + _deepspeed_s(program, plan, cost, rank, step) + more_s(cost, rank, step)
 
     return simulate(program, replace(times, run_s=run_s))
 

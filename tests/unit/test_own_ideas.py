@@ -42,6 +42,8 @@ def test_own_strategies_stand_beside_the_others_in_every_place(mine):
     assert [(case.layout, case.options) for case in found[len(quick) :]] == [("1x8", {"tp": 2}), ("2x8", {"tp": 2})]
     one = own_cases(SUITES["algorithms"].cases, words(preset="llama-13b", layout="4x8", strategy=[mine]))
     assert {(case.preset, case.layout) for case in one} == {("llama-13b", "4x8")}
+    others = {case.strategy for case in own_cases(SUITES["baselines"].cases, words(preset="llama-70b", layout="4x8"))}
+    assert others == {*STRATEGIES, "deepspeed-chat", "zero3-per-token"}
     assert len(one) == 4 * (len(STRATEGIES) + 1) and {case.algorithm for case in one} > {"grpo", "remax"}
 
 

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from bench import plots
+from bench.baseline_tables import BASELINES
 from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
 from bench.forecast.measure import programs, read_preset
@@ -146,11 +147,16 @@ def test_merged_calibrations_have_both_types_and_the_slower_links():
 
 
 def test_speed_up_is_over_flattening_in_the_same_place():
+    same = {"algorithm": "ppo", "preset": "a", "nodes": "", "calibration": "c"}
     rows = [
-        {"algorithm": "ppo", "preset": "a", "layout": layout, "nodes": "", "strategy": strategy, "iteration_s": seconds}
-        for layout, strategy, seconds in (("1x8", "flattening", 6.0), ("1x8", "b", 3.0), ("2x8", "flattening", None))
+        same | {"layout": layout, "strategy": strategy, "iteration_s": seconds}
+        for layout, strategy, seconds in (
+            ("1x8", "flattening", 6.0),
+            ("1x8", "b", 3.0),
+            ("2x8", "flattening", None),
+            ("2x8", "b", 3.0),
+        )
     ]
-    rows.append({"algorithm": "ppo", "preset": "a", "layout": "2x8", "nodes": "", "strategy": "b", "iteration_s": 3.0})
     assert [found["speed_up"] for found in with_speed_up(rows)] == [1.0, 2.0, None, None]
 
 
@@ -230,9 +236,10 @@ def test_suites_name_what_exists():
             assert str(cluster) == case.layout
             for device in cluster.device_types:
                 calibration.require(device)
-            if case.strategy != "planner":
+            if case.strategy not in ("planner", *BASELINES):
                 grid = {key: values[0] for key, values in suites.grid_of(case.strategy, cluster.num_devices).items()}
-                load_strategy(case.strategy).typed(grid | case.options)
+                given = {name: one[0] if isinstance(one, tuple) else one for name, one in case.options.items()}
+                load_strategy(case.strategy).typed(grid | given)
         if name not in ("all", "quick"):
             assert name.replace("-", "_") in COLUMNS
 

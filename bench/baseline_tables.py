@@ -1,0 +1,82 @@
+"""The tables of other systems beside the strategies: how many times faster than each, and DeepSpeed-Chat's hours."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.rows import STRATEGIES
+
+Columns = dict[str, Callable[[dict], str]]
+DEEPSPEED_CHAT, PER_TOKEN = BASELINES = "deepspeed-chat", "zero3-per-token"  # as strategies of rows
+AGAINST = {DEEPSPEED_CHAT: "DeepSpeed-Chat", PER_TOKEN: "ZeRO 3 per token", "flattening": "flattening"}
+SHIPPED = tuple(strategy for strategy in STRATEGIES if strategy != "planner")
+
+
+def times_faster(rows: Sequence[Mapping]) -> list[dict]:
+    """A row for each model, layout and calibration: seconds by strategy, and how many times faster the planner's plan
+    and the best shipped strategy are than each of AGAINST, in columns of their own. None where either does not fit."""
+    names, places = ("preset", "layout", "calibration"), {}
+    for row in rows:
+        place = {name: row[name] for name in names}
+        found = places.setdefault(tuple(place.values()), place | {"seconds": {}})
+        found["seconds"][row["strategy"]] = row["iteration_s"]
+    for found in places.values():
+        seconds = found["seconds"]
+        fit = [name for name in SHIPPED if seconds.get(name)]
+        found["shipped"] = min(fit, key=seconds.__getitem__) if fit else None
+        mine = {"planner": seconds.get("planner"), "shipped": seconds.get(found["shipped"])}
+        for base in AGAINST:
+            for which, mine_s in mine.items():
+                found[f"{which} over {base}"] = seconds[base] / mine_s if seconds.get(base) and mine_s else None
+    return list(places.values())
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+PLACE: Columns = {
+    "model": lambda row: row["preset"],
+    "layout": lambda row: row["layout"],
+    "network": lambda row: "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2],
+}
+JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
+    "baselines_factors": (
+        "baselines",
+        times_faster,
+        {
+            **PLACE,
+            **{
+                f"{which} over {words}": lambda row, key=f"{which} over {base}": _number(row[key], 2)
+                for base, words in AGAINST.items()
+                for which in ("planner", "shipped")
+            },
+        },
+    ),
+    "baselines_seconds": (
+        "baselines",
+        times_faster,
+        {
+            **PLACE,
+            **{
+                f"{words}, s": lambda row, name=name: _number(row["seconds"].get(name))
+                for name, words in AGAINST.items()
+            },
+            "best shipped": lambda row: f"`{row['shipped']}`" if row["shipped"] else "-",
+            "its s": lambda row: _number(row["seconds"].get(row["shipped"])),
+            "planner, s": lambda row: _number(row["seconds"].get("planner")),
+        },
+    ),
+}
+COLUMNS: dict[str, Columns] = {
+    "published_hours": {
+        "actor": lambda row: row["model"],
+        "GPUs": lambda row: str(row["n_gpus"]),
+        "network": lambda row: row["network"],
+        "configuration": lambda row: row["plan"] + (", LoRA" if row["lora"] else ""),
+        "batch": lambda row: str(row["batch"]),
+        "published, h": lambda row: _number(row["published_hours"], 2),
+        "forecast of 131,900 pairs, h": lambda row: _number(row["hours, README"], 2),
+        "error": lambda row: f"{row['error, README']:+.0%}",
+        "of 264,292 pairs, h": lambda row: _number(row["hours, benchmark page"], 2),
+        "its error": lambda row: f"{row['error, benchmark page']:+.0%}",
+    },
+}

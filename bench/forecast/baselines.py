@@ -1,0 +1,225 @@
+"""Two systems that others measured against, for any models and layout: what one iteration would take them.
+
+DEEPSPEED_CHAT is DeepSpeed-Chat as in its release (repository DeepSpeedExamples, step 3): data-parallel with ZeRO 2 or
+3, a pass of its own for old logprobs, weights gathered layer by layer in each pass, and a hybrid engine that gathers
+them once for all tokens of a batch, with tp 1, 2, 4 or 8. PER_TOKEN is ZeRO 3 without that engine: `generate` of
+transformers gathers all weights for each token.
+
+Both generate and train the most rows at once that fit (powers of two, unless it is all of them), as DeepSpeed-Chat's
+page on its benchmark says of itself. They have the same batches as our strategies, full training and Adam on the
+devices; the fastest configuration that fits counts. With `lora`, as in DeepSpeed-Chat's scripts of 13B and more, only
+added matrices train, whose own seconds and bytes do not count.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bench.baseline_tables import PER_TOKEN
+from bench.forecast.validate_systems import USABLE, Plan, deepspeed_chat, simulated
+from rlhf_spmd.algorithm import load_algorithm
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Calibration
+from rlhf_spmd.plan.cost.memory import activation_bytes, num_params, sequence_bytes, static_bytes, zero_bytes
+from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
+from rlhf_spmd.plan.cost.simulate import Forecast
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.compile import compile_program
+from rlhf_spmd.plan.program.instructions import Program, Run
+from rlhf_spmd.plan.workload import Workload
+
+LOGITS_BYTES = 8  # of a token and an entry of the vocabulary: logits, log-softmax, and both gradients, in 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A configuration that fits. generated, trained: rows of a device at once; peak_bytes: of the fullest moment."""
+
+    plan: Plan
+    workload: Workload
+    generated: int
+    trained: int
+    peak_bytes: int
+    lora: bool
+    per_token: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.plan.name}, {self.generated} rows generated and {self.trained} trained at once"
+
+
+def recomputing(workload: Workload) -> Workload:
+    """The PPO workload with a pass of the actor for old logprobs."""
+    ppo = load_algorithm("ppo")
+    return replace(workload, workflow=ppo.workflow(ppo.options(epochs=workload.epochs, old_logprobs="recompute")))
+
+
+def fastest_baseline(
+    name: str, workload: Workload, cluster: Cluster, calibration: Calibration, *, lora: bool = False
+) -> tuple[Forecast, Setup]:
+    """One iteration of a baseline in its fastest configuration. Raises UserError if none fits."""
+    found = []
+    for setup in setups(name, recomputing(workload), cluster, lora=lora):
+        found.append((baseline_forecast(setup, cluster, calibration), setup))
+    if not found:
+        raise UserError(f"no configuration of {name} fits into {cluster.num_devices} devices")
+    return min(found, key=lambda one: one[0].makespan_s)
+
+
+def setups(name: str, workload: Workload, cluster: Cluster, *, lora: bool = False) -> Iterator[Setup]:
+    """The configurations of a baseline that fit."""
+    per_token = name == PER_TOKEN
+    generate = workload.workflow.generate_calls[0].name
+    for plan in deepspeed_chat(workload, cluster):
+        layouts, train = plan.placement.layouts, plan.placement.layouts["actor_train"]
+        tp = layouts[generate].tp
+        if per_token and (train.zero < 3 or tp > 1):
+            continue
+        alone = Placement({**layouts, generate: replace(train, recompute=False)})  # so tp ranks hold no copy
+        program = Program(workload, alone, cluster, {}, (), ((),) * cluster.num_devices)
+        generated, trained, peak = rows_at_once(program, tp, per_token=per_token, lora=lora)
+        if not (generated and trained):
+            continue
+        sized = {
+            call.name: layouts[call.name]
+            if call.kind == "generate"
+            else replace(layouts[call.name], micro_batch=trained if call.kind == "train" else generated)
+            for call in workload.workflow.placed_calls
+        }
+        yield Setup(
+            replace(plan, placement=Placement(sized)),
+            replace(workload, max_sequences=generated * tp),
+            generated,
+            trained,
+            peak,
+            lora,
+            per_token,
+        )
+
+
+def rows_at_once(program: Program, tp: int, *, per_token: bool, lora: bool) -> tuple[int, int, int]:
+    """The most rows that a device can generate, and train, at once, and the bytes that it then needs. program:
+    generation has the layout of training, so that no copy is held; tp: of gathered weights."""
+    workload, cluster = program.workload, program.cluster
+    limit = min(cluster.device_bytes(rank) for rank in cluster.ranks) * USABLE
+    held = held_bytes(program, 0, lora=lora)
+    all_rows, step_rows = (-(-rows // cluster.num_devices) for rows in (workload.num_sequences, workload.mini_batch))
+
+    def generates(rows: int) -> int:
+        return held + generation_bytes(program, tp, rows, per_token=per_token)
+
+    def trains(rows: int) -> int:
+        return held + training_bytes(program, rows)
+
+    generated = largest(all_rows, lambda rows: generates(rows) <= limit)
+    trained = largest(step_rows, lambda rows: trains(rows) <= limit)
+    return generated, trained, max(generates(generated), trains(trained))
+
+
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The most rows that fit: all of them, else a power of two; 0: not even one."""
+    powers = (2**power for power in reversed(range(limit.bit_length())))
+    return next((rows for rows in (limit, *powers) if fits(rows)), 0)
+
+
+# ---- bytes of a rank ------------------------------------------------------------------------------------------------
+
+
+def held_bytes(program: Program, rank: int, *, lora: bool) -> int:
+    """Bytes that a rank holds all the time; with LoRA the actor has neither gradients nor optimizer states."""
+    held = sum(static_bytes(program, rank).values())
+    if lora:
+        shape, layout = program.workload.models["actor"], program.placement.layouts["actor_train"]
+        params = num_params(shape, layout.shard(rank))
+        of_actor = zero_bytes(layout, params, 0, program.workload.param_bytes, trains=True)
+        held -= of_actor["gradients"] + of_actor["optimizer"]
+    return held
+
+
+def generation_bytes(program: Program, tp: int, rows: int, *, per_token: bool) -> int:
+    """Bytes beside what is held: the cache of rows, and gathered weights, which are all / tp, or one layer for each
+    token."""
+    workload, (call, *_) = program.workload, program.workload.workflow.generate_calls
+    layout, shape = program.placement.layouts[call.name], workload.models[call.model]
+    weights = workload.param_bytes * shape.num_params
+    gathered = 0 if layout.zero < 3 else weights // shape.num_layers if per_token else weights // tp
+    return gathered + rows * sequence_bytes(workload, call, layout, layout.ranks[0])
+
+
+def training_bytes(program: Program, rows: int) -> int:
+    """Bytes of the activations of rows, the inputs of layers and all logits, and of reduced gradients."""
+    workload, most = program.workload, 0
+    for call in workload.workflow.placed_calls:
+        if call.kind != "train":
+            continue
+        layout = replace(program.placement.layouts[call.name], micro_batch=rows)
+        shape, rank = workload.models[call.model], layout.ranks[0]
+        params = num_params(shape, layout.shard(rank))
+        reduced = zero_bytes(layout, params, 0, workload.param_bytes, trains=True)["reduced"]
+        tokens = rows * (workload.max_prompt + workload.max_response)
+        logits = 0 if shape.scalar_head else LOGITS_BYTES * tokens * shape.vocab_size
+        most = max(most, activation_bytes(workload, call, layout, rank) + logits + reduced)
+    return most
+
+
+# ---- seconds --------------------------------------------------------------------------------------------------------
+
+
+def baseline_forecast(setup: Setup, cluster: Cluster, calibration: Calibration) -> Forecast:
+    """One iteration of a configuration."""
+    program = compile_program(setup.workload, setup.plan.placement, cluster)
+
+    def more_s(cost: Cost, rank: int, step: Run) -> float:
+        return gathers_s(setup, program, cost, rank, step) - (
+            saved_by_lora_s(program, cost, rank, step) if setup.lora else 0.0
+        )
+
+    return simulated(program, setup.plan, calibration, more_s)
+
+
+def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) -> float:
+    """Seconds of gathers beyond one for a call (num_gathers for a step), and of reducing gradients beyond once.
+
+    Without the hybrid engine: response tokens x batches x (bytes of all weights / link). With it: once for each batch.
+    Each pass gathers anew, and each backward pass of ZeRO 3 scatters its gradients.
+    """
+    workload = setup.workload
+    call, size = workload.workflow.call(step.call), program.cluster.num_devices
+    if call.kind == "compute":
+        return 0.0
+    home = _home(program, call.model)
+    one_s = cost.gather_s(call.model, home, rank)
+    rows, at_once = workload.num_sequences, setup.generated
+    if call.kind == "train":
+        rows, at_once = workload.mini_batch, setup.trained
+    passes = -(-rows // (size * at_once))
+    if call.kind == "generate" and setup.per_token:
+        return passes * workload.max_response * one_s
+    if call.kind != "train" or home.zero < 3:
+        return (passes - 1) * one_s
+    params = num_params(workload.models[call.model], home.shard(rank))
+    reduce_s = all_gather_s(cost.link(home.data_ranks(rank)), home.dp, workload.param_bytes * params)
+    return (passes - 1) * ((setup.plan.num_gathers - 2) * one_s + reduce_s)
+
+
+def saved_by_lora_s(program: Program, cost: Cost, rank: int, step: Run) -> float:
+    """Seconds of a training step that the actor's weights need no gradients: the products of a forward pass, and
+    reducing the gradients."""
+    workload = program.workload
+    call = workload.workflow.call(step.call)
+    if call.kind != "train" or call.model != "actor":
+        return 0.0
+    layout, length = program.layout_of(step), workload.max_prompt + workload.max_response
+    tokens = len(program.columns_of(step, rank)) * length
+    whole_bytes = workload.param_bytes * num_params(workload.models["actor"], layout.shard(rank))
+    reduce_s = all_gather_s(cost.link(layout.data_ranks(rank)), layout.dp, whole_bytes)
+    return cost.pass_s(call, layout, rank, tokens, length) + reduce_s
+
+
+def _home(program: Program, model: str) -> Layout:
+    """Where the weights of a model are spread: the layout of its training, or of its one call."""
+    workflow, layouts = program.workload.workflow, program.placement.layouts
+    train = workflow.train_call(model)
+    names = [train.name] if train else [call.name for call in workflow.placed_calls if call.model == model]
+    return layouts[names[0]]

@@ -1,0 +1,187 @@
+"""Other systems beside the strategies: seconds and bytes against closed forms, speed-ups apart, published hours."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.baseline_tables import AGAINST, BASELINES, DEEPSPEED_CHAT, JOINED, PER_TOKEN, times_faster
+from bench.forecast import published_hours, suites
+from bench.forecast.baselines import baseline_forecast, fastest_baseline, largest, recomputing, setups
+from bench.forecast.scan import machine, phase_s, row_of, solve
+from bench.forecast.suites import Case
+from bench.forecast.validate_systems import EAGER_LAYER_S, USABLE
+from bench.rows import STRATEGIES
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.config import make_workload
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.cost.calibration import Link
+from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.presets import load
+
+WORKLOAD = recomputing(make_workload(load("llama-7b", ["rollout_batch=64", "mini_batch=32"])))
+CLUSTER = Cluster.parse("1x8", "a100-80g")
+A100 = load_calibration("a100-80g")
+WHOLE_BYTES = 2 * WORKLOAD.models["actor"].num_params
+
+
+def one(name: str, cluster: Cluster = CLUSTER, tp: int = 1):
+    """The ZeRO 3 configuration of a baseline with so much tensor parallelism in generation."""
+    found = [setup for setup in setups(name, WORKLOAD, cluster) if setup.plan.name == f"ZeRO 3, generation tp {tp}"]
+    return found[0]
+
+
+def decoding_s(setup, calibration) -> float:
+    """Seconds of generating all rows of a device with weights that are whole."""
+    devices = {name: replace(one, decode_layer_s=EAGER_LAYER_S) for name, one in calibration.devices.items()}
+    cost = Cost(replace(calibration, devices=devices), setup.workload, CLUSTER)
+    call = WORKLOAD.workflow.generate_calls[0]
+    return cost.generate_s(call, setup.plan.placement.layouts[call.name], 0, [(256, 256)] * 8, setup.generated)[-1]
+
+
+@pytest.mark.parametrize("rate", [234e9, 10e9])
+def test_all_weights_travel_for_each_token(rate):
+    """Closed form: tokens x bytes of all weights that others have / link + decode steps (and once for the prompts)."""
+    calibration = replace(A100, inside=Link(rate, 0.0))
+    setup = one(PER_TOKEN)
+    assert setup.generated == 8  # all rows of a device
+    seconds = phase_s(baseline_forecast(setup, CLUSTER, calibration))["generation"]
+    gather_s = 7 / 8 * WHOLE_BYTES / rate
+    assert seconds == pytest.approx((256 + 1) * gather_s + decoding_s(setup, calibration))
+
+
+@pytest.mark.parametrize(("generated", "batches"), [(8, 1), (4, 2), (2, 4)])
+def test_the_hybrid_engine_gathers_once_for_each_batch(generated, batches):
+    workload = replace(WORKLOAD, max_sequences=generated)
+    setup = replace(one(DEEPSPEED_CHAT), workload=workload, generated=generated)
+    seconds = phase_s(baseline_forecast(setup, CLUSTER, A100))["generation"]
+    gather_s = 7 / 8 * WHOLE_BYTES / A100.inside.bytes_per_s + 7 * A100.inside.latency_s
+    assert seconds == pytest.approx(batches * gather_s + decoding_s(setup, A100))
+
+
+def test_passes_of_training_gather_and_scatter_anew():
+    """Two passes of 2 rows instead of one of 4: forward, recomputation and backward gather again, gradients travel
+    again."""
+    whole, halves = ({"actor_train": rows, "critic_train": rows} for rows in (4, 2))
+    seconds = []
+    for rows in (whole, halves):
+        setup = one(DEEPSPEED_CHAT)
+        layouts = dict(setup.plan.placement.layouts)
+        for name, number in rows.items():
+            layouts[name] = replace(layouts[name], micro_batch=number)
+        plan = replace(setup.plan, placement=replace(setup.plan.placement, layouts=layouts))
+        free = {name: replace(device, layer_s=0.0) for name, device in A100.devices.items()}
+        setup = replace(setup, plan=plan, trained=rows["actor_train"])
+        seconds.append(baseline_forecast(setup, CLUSTER, replace(A100, devices=free)).makespan_s)
+    gather_s = 7 / 8 * WHOLE_BYTES / A100.inside.bytes_per_s + 7 * A100.inside.latency_s
+    critic_s = gather_s - 7 / 8 * 2 * 4096 * (32000 - 1) / A100.inside.bytes_per_s  # a head of one column
+    assert seconds[1] - seconds[0] == pytest.approx(2 * (3 + 1) * (gather_s + critic_s))
+
+
+def test_the_most_rows_that_fit():
+    assert largest(48, lambda rows: rows <= 48) == 48
+    assert largest(48, lambda rows: rows <= 47) == 32
+    assert largest(48, lambda rows: False) == 0
+
+
+def test_the_hybrid_engine_needs_room_for_whole_weights():
+    """65B on 64 devices: 130 GB gathered do not fit on one, an eighth does; without the engine nothing is gathered."""
+    workload = recomputing(make_workload(load("llama-65b")))
+    cluster = Cluster.parse("8x8", "a100-80g")
+    names = [setup.plan.name for setup in setups(DEEPSPEED_CHAT, workload, cluster)]
+    assert "ZeRO 3, generation tp 8" in names and "ZeRO 3, generation tp 1" not in names
+    (setup,) = setups(PER_TOKEN, workload, cluster)
+    assert setup.plan.name == "ZeRO 3, generation tp 1"
+    assert all(found.peak_bytes <= USABLE * 80 * 2**30 for found in setups(DEEPSPEED_CHAT, workload, cluster))
+
+
+def test_what_fits_nowhere_is_refused():
+    workload = make_workload(load("llama-65b"))
+    with pytest.raises(UserError, match="no configuration of deepspeed-chat fits into 8 devices"):
+        fastest_baseline(DEEPSPEED_CHAT, workload, CLUSTER, A100)
+    case = Case("llama-65b", "1x8", DEEPSPEED_CHAT, {})
+    row = row_of(case, solve(case, workload, *machine(case)), workload, A100)
+    assert row["iteration_s"] is None and "no configuration" in row["why_not"]
+
+
+def test_lora_trains_without_gradients_of_the_weights():
+    setup = one(DEEPSPEED_CHAT)
+    whole_s, lora_s = (baseline_forecast(replace(setup, lora=lora), CLUSTER, A100).makespan_s for lora in (False, True))
+    cost, layout = Cost(A100, WORKLOAD, CLUSTER), setup.plan.placement.layouts["actor_train"]
+    pass_s = cost.pass_s(WORKLOAD.workflow.train_call("actor"), layout, 0, 4 * 512, 512)
+    reduce_s = 7 / 8 * WHOLE_BYTES / A100.inside.bytes_per_s + 7 * A100.inside.latency_s
+    assert whole_s - lora_s == pytest.approx(2 * (pass_s + reduce_s))  # two steps
+    least = min(setup.peak_bytes for setup in setups(DEEPSPEED_CHAT, WORKLOAD, CLUSTER, lora=True))
+    assert least < min(setup.peak_bytes for setup in setups(DEEPSPEED_CHAT, WORKLOAD, CLUSTER))
+
+
+# ---- speed-ups ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(**seconds: float | None) -> list[dict]:
+    place = {"preset": "llama-7b", "layout": "2x8", "calibration": "a100-80g+slow"}
+    return [place | {"strategy": name.replace("_", "-"), "iteration_s": one} for name, one in seconds.items()]
+
+
+def test_speed_ups_stand_in_columns_of_their_own():
+    rows = rows_of(deepspeed_chat=60.0, zero3_per_token=240.0, flattening=30.0, reallocation=24.0, planner=20.0)
+    (found,) = times_faster(rows)
+    assert found["shipped"] == "reallocation"
+    assert {key: value for key, value in found.items() if " over " in key} == {
+        "planner over deepspeed-chat": 3.0,
+        "shipped over deepspeed-chat": 2.5,
+        "planner over zero3-per-token": 12.0,
+        "shipped over zero3-per-token": 10.0,
+        "planner over flattening": 1.5,
+        "shipped over flattening": 1.25,
+    }
+    headings = JOINED["baselines_factors"][2]
+    assert [headings[f"planner over {words}"](found) for words in AGAINST.values()] == ["3.00", "12.00", "1.50"]
+
+
+def test_a_speed_up_needs_both():
+    (found,) = times_faster(rows_of(deepspeed_chat=60.0, zero3_per_token=None, flattening=None, planner=None))
+    assert found["shipped"] is None and {value for key, value in found.items() if " over " in key} == {None}
+
+
+def test_eleven_times_is_tried_for_each_baseline_and_network():
+    rows = rows_of(deepspeed_chat=60.0, zero3_per_token=240.0, flattening=None, planner=20.0)
+    fast = [row | {"calibration": "a100-80g+fast", "iteration_s": 20.0} for row in rows]
+    assert suites.eleven_times([*rows, *fast]) == {
+        "11_times_over_deepspeed-chat_on_a100-80g+slow": ["at most 3.00 times"],
+        "11_times_over_deepspeed-chat_on_a100-80g+fast": ["at most 1.00 times"],
+        "11_times_over_zero3-per-token_on_a100-80g+slow": [],
+        "11_times_over_zero3-per-token_on_a100-80g+fast": ["at most 1.00 times"],
+        "11_times_over_flattening_on_a100-80g+slow": ["nothing fits"],
+        "11_times_over_flattening_on_a100-80g+fast": ["at most 1.00 times"],
+    }
+
+
+def test_baselines_are_no_strategies():
+    assert not {*BASELINES} & {*STRATEGIES}
+    rows = [row | {"samples_per_s": 9.0} for row in rows_of(deepspeed_chat=1.0)]
+    rows += [row | {"samples_per_s": 1.0} for row in rows_of(planner=9.0, flattening=9.0)]
+    assert suites.planner_first(rows) == {"planner_first": []}  # a faster baseline does not count
+
+
+# ---- published hours ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "billions"), [("opt-6.7b", 6.7), ("opt-13b", 13), ("opt-30b", 30), ("opt-66b", 66)])
+def test_shapes_of_opt_have_its_weights(model, billions):
+    shape = published_hours.SHAPES[model]
+    assert shape.num_params == pytest.approx(1e9 * billions, rel=0.03)
+    assert 3 * shape.intermediate_size == pytest.approx(8 * shape.hidden_size, abs=3)
+
+
+def test_hours_are_iterations_of_an_epoch():
+    row = published_hours.row_of("opt-66b", 8, "200g-per-gpu")
+    assert row["batch"] <= published_hours.MOST_ROWS and row["published_hours"] == 50.4 and row["lora"]
+    for name, pairs in published_hours.PAIRS.items():
+        hours = -(-pairs // row["batch"]) * row["iteration_s"] / 3600
+        assert row[f"hours, {name}"] == pytest.approx(hours)
+        assert row[f"error, {name}"] == pytest.approx(hours / 50.4 - 1)
+
+
+def test_pairs_of_the_benchmark_page_have_the_tokens_of_the_table():
+    assert published_hours.PAIRS["benchmark page"] * 2 * published_hours.TOKENS == 135_317_504
