@@ -39,7 +39,7 @@ class Strategy:
         except (Exception, SystemExit) as error:
             raise UserError(f"strategy {self.name}: place() raised {type(error).__name__}: {error}") from error
         if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
-            text = f"place() returned {placement!r:.80}, not a Placement; use Placement.by_model(workload, actor=...)"
+            text = f"place() returned {placement!r:.160}, not a Placement; use Placement.by_model(workload, actor=...)"
             raise UserError(f"strategy {self.name}: {text}")
         return placement
 
