@@ -42,7 +42,8 @@ class Evaluator:
         self.rows: list[dict] = []  # of evaluations.jsonl
         if self.job is None:
             return
-        metrics = dict.fromkeys([*metric_names(self.options.samples_per_prompt), *filter(None, [self.best])])
+        always = metric_names(self.options.samples_per_prompt) if self._scores else []
+        metrics = dict.fromkeys([*always, *filter(None, [self.best])])
         with self.job.world.together("reading the evaluations so far"):
             found = folder.evaluations(num_done, [*metrics]) if num_done and folder.writes else []
         self.rows = self.job.world.bcast(found, what="the evaluations so far")
