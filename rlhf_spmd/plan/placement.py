@@ -11,7 +11,7 @@ from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workflow import Call, Workflow
 from rlhf_spmd.plan.workload import Workload
 
-DECODE_MINI_BATCHES = 2  # if nothing else is said
+DECODE_MINI_BATCHES = 2  # the default of Placement.decode_mini_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,10 @@ class Placement:
         decode_mini_batches: int = DECODE_MINI_BATCHES,
         stream: bool = True,
     ) -> "Placement":
-        """Training on some ranks, all other calls on the rest. ratios: of the generation ranks; without any,
-        each model has ranks of its own where there are enough of them, generation the most. training, generation,
-        limits: fields of the layouts, `limits` those of both."""
+        """Training on some ranks, all other calls on the rest. ratios: of the generation ranks; without any, each model
+        has ranks of its own where there are enough of them, generation the most. training, generation, limits: fields
+        of the layouts, `limits` those of both. in_flight, decode_mini_batches, stream: fields of the placement. Raises
+        UserError if the workflow only trains."""
         before = [call for call in workload.workflow.placed_calls if call.kind != "train"]
         if not before:
             raise UserError("there is nothing to separate: this workflow only trains; use flattening or reallocation")

@@ -16,9 +16,6 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine
-from rlhf_spmd.runtime.execute import optimizer_step
-from rlhf_spmd.runtime.execute.iteration import Store
-from rlhf_spmd.runtime.weights import rank_models
 from tests import slow_supervised as slow
 from tests.folders import WORDS, write_model
 from tests.runs import RunOf
@@ -71,19 +68,6 @@ def config_of(name: str, folder: Path) -> Config:
     words += ["rollout_batch=12", "mini_batch=4", "micro_batch=3", f"optimizer.{main}_lr=1e-2", f"{page}.epochs=2"]
     words += [f"models.reference={folder / 'reference'}"] if page == "dpo" else []
     return presets.load(None, [*words, *more], str(folder / main), algorithm=page)
-
-
-@pytest.fixture
-def float64(monkeypatch) -> None:
-    monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
-    monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
-    make = Store.make
-
-    def wide(self, key: str) -> Tensor:
-        made = make(self, key)
-        return made.double() if made.is_floating_point() else made
-
-    monkeypatch.setattr(Store, "make", wide)
 
 
 def model_of(folder: str, head: str) -> tuple[torch.nn.Module, slow.Model]:

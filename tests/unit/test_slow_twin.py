@@ -19,9 +19,7 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.runtime.engines import flat_engine
-from rlhf_spmd.runtime.execute import optimizer_step
 from rlhf_spmd.runtime.execute.handlers import generate
-from rlhf_spmd.runtime.execute.iteration import Store
 from rlhf_spmd.runtime.weights import rank_models
 from tests import slow_ppo
 from tests.folders import write_all, write_model
@@ -95,20 +93,6 @@ def overrides(tmp_path_factory) -> list[str]:
 def config(overrides, variant) -> Config:
     folder = Path(overrides[0].partition("=")[2]).parent
     return load(overrides, *(text.format(folder=folder) for text in variant))
-
-
-@pytest.fixture
-def float64(monkeypatch) -> None:
-    """Lets a config of dtype float64 run, and makes the store float64 too (rollouts come rounded to float32 anyway)."""
-    monkeypatch.setitem(rank_models.DTYPES, "float64", torch.float64)
-    monkeypatch.setitem(optimizer_step.PARITY_TOLERANCE, "float64", 1e-4)
-    make = Store.make
-
-    def wide(self, key: str) -> Tensor:
-        made = make(self, key)
-        return made.double() if made.is_floating_point() else made
-
-    monkeypatch.setattr(Store, "make", wide)
 
 
 @pytest.fixture(autouse=True)

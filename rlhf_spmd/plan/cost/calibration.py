@@ -135,7 +135,8 @@ class Device:
             raise UserError(f"reserve {self.reserve:g} is not a share of a device's memory between 0 and 1")
 
     def start_decode_s(self, num_layers: int, num_reduces: int) -> float:
-        """Seconds in which a decode step of so many layers and all-reduces is started, while the device may work."""
+        """Seconds in which the host starts a decode step of so many layers and all-reduces; the device may work at the
+        same time."""
         if self.graph_layer_s is not None:
             return num_layers * self.graph_layer_s
         return num_layers * self.decode_layer_s + num_reduces * self.decode_reduce_s
@@ -196,7 +197,7 @@ class Calibration:
 
     @property
     def sources_text(self) -> str:
-        """The constants by where they come from, for people."""
+        """For people: the constants, grouped by where they come from."""
         groups = {source: [name for name, of in self.sources.items() if of == source] for source in SOURCES}
         return "; ".join(f"{source}: {', '.join(names)}" for source, names in groups.items() if names)
 

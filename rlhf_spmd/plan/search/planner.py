@@ -28,7 +28,7 @@ from rlhf_spmd.plan.search.misfit import roomiest, why_none
 from rlhf_spmd.plan.search.priors import Meshes, around, grid_on, least_full, least_memory, priors
 from rlhf_spmd.plan.workload import Workload
 
-NUM_STREAMING = 2  # of the plans that stream, how many have the fields of STREAMS chosen
+NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
 STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
 METHODS = ("exact", "two_phase", "mcmc")
 BUDGET_S = 20.0  # of the exact search; then it reports the optimality gap
