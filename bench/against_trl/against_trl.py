@@ -10,8 +10,9 @@ given: the same for SFT, reward models and DPO, on rows that both programs read 
     tokens and metrics are compared, too.
 smollm2: equality with SmolLM2-135M in float32.
 steps: whole steps of SmolLM2-135M in turns, at full length and with spread lengths (steps.py).
+given-steps: the same for SFT, reward models and DPO, with the peak of memory of both programs (given_steps.py).
 
-Cost on two cores: equality and given three minutes each, smollm2 ten, steps fifteen.
+Cost on two cores: equality and given three minutes each, smollm2 and given-steps ten, steps fifteen.
 Command: python -m bench against-trl [PART ...] [--case LOSS]; without a part, all
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from bench.against_trl import equality, given, steps
+from bench.against_trl import equality, given, given_steps, steps
 from bench.against_trl.cases import LOSSES, Case
 from bench.against_trl.given_cases import GIVEN_LOSSES, GivenCase
 from bench.rows import REPOSITORY, RESULTS, provenance, read_rows, write
@@ -35,6 +36,7 @@ FILES = {  # of a part's rows
     "given": "against_trl_given",
     "smollm2": "against_trl",
     "steps": "against_trl_steps",
+    "given-steps": "against_trl_given_steps",
 }
 
 
@@ -55,17 +57,23 @@ def whole_steps(folder: Path, _: Sequence) -> list[dict]:
     return steps.measured(SMOLLM2, folder)
 
 
+def given_whole_steps(folder: Path, _: Sequence) -> list[dict]:
+    return given_steps.measured(SMOLLM2, folder)
+
+
 PARTS: dict[str, Callable[[Path, Sequence], list[dict]]] = {
     "equality": small_models,
     "given": given_rows,
     "smollm2": smollm2,
     "steps": whole_steps,
+    "given-steps": given_whole_steps,
 }
 LOSSES_OF: dict[str, Mapping[str, Case | GivenCase]] = {  # of a part
     "equality": LOSSES,
     "given": GIVEN_LOSSES,
     "smollm2": LOSSES,
     "steps": {},
+    "given-steps": {},
 }
 
 
@@ -81,7 +89,7 @@ def main(arguments: list[str]) -> int:
     parts = parsed.parts or list(PARTS)
     if parsed.case:
         parts = [part for part in parts if parsed.case in LOSSES_OF[part]] or parser.error("no such part has this loss")
-    if {"smollm2", "steps"} & set(parts) and not (SMOLLM2 / "model.safetensors").is_file():
+    if {"smollm2", "steps", "given-steps"} & set(parts) and not (SMOLLM2 / "model.safetensors").is_file():
         parser.error(f"{SMOLLM2} is not there; `make .cache/smollm2-135m/model.safetensors` fetches and converts it")
     torch.set_num_threads(equality.THREADS)
     ok = True

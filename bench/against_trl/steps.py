@@ -44,15 +44,14 @@ class Worker:
         with log.open("w") as stderr:
             self._process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, **pipes)
 
-    def step(self, lengths: list[int], *, checkpointing: bool) -> dict[str, float]:
-        """Seconds of a step and of its phases. Raises if the process has ended."""
-        told = {"lengths": lengths, "checkpointing": checkpointing}
+    def step(self, lengths: Sequence[int] = (), *, checkpointing: bool = False) -> dict[str, float]:
+        """What the worker measured in a step. Raises if the process has ended."""
+        told = {"lengths": list(lengths), "checkpointing": checkpointing}
         self._process.stdin.write(json.dumps(told) + "\n")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(self._process.args[:3])} has ended:\n{self.log.read_text()}")
-        found = json.loads(line)
-        return found | {"training": found["step_s"] - found["generation"] - found["reference"]}
+        return json.loads(line)
 
     def end(self) -> None:
         self._process.stdin.close()
@@ -97,7 +96,7 @@ def rounds_of(name: str, workers: Mapping[str, Worker]) -> dict[str, list[dict]]
             worker = workers["ours" if program == "ours" else "TRL"]
             step = worker.step(lengths, checkpointing=bool(PROGRAMS[program]))
             if number:
-                found[program].append(step)
+                found[program].append(step | {"training": step["step_s"] - step["generation"] - step["reference"]})
         if number:
             found[RATE].append({RATE: matrix_rate()})
         took = ", ".join(f"{key} {steps[-1]['step_s']:.1f} s" for key, steps in found.items() if key != RATE and steps)

@@ -1,0 +1,71 @@
+"""The work of whole steps on given responses, which both programs read: rows of English of spread lengths. Torch-free.
+
+A step is one pass over all rows of a set, so that both programs do the same work in each, whatever their order and
+their packing. Lengths in words are log-normal with a sigma of 1; most of them are far from the longest.
+"""
+
+import math
+import random
+import resource
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.embedded import grammar
+
+Row = dict[str, str]
+SEQUENCES = 16  # of a step; a pair has two
+MICRO_BATCH = 4  # sequences
+MEDIAN, MOST_WORDS = 30.0, 160  # of a response
+MOST_TOKENS = 256  # of a prompt and its response, and of a packed row of TRL's
+LR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWork:
+    """page: of ours; packs: whether TRL packs its rows; promised: least times faster. theirs: options of TRL's."""
+
+    name: str
+    page: str
+    promised: float
+    packs: bool = False
+    theirs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sequences_per_row(self) -> int:
+        return 1 if self.page == "sft" else 2
+
+
+WORKS = {
+    work.name: work
+    for work in (
+        GivenWork("SFT", "sft", 1.5),
+        GivenWork("SFT, TRL packs", "sft", 1.0, packs=True, theirs={"packing": True, "max_length": MOST_TOKENS}),
+        GivenWork("reward model", "reward_model", 1.5),
+        GivenWork("DPO", "dpo", 1.5),
+    )
+}
+
+
+def rows_of(page: str) -> list[Row]:
+    """The rows of a step."""
+    draw = random.Random(1)
+    if page == "sft":
+        return [_row(draw, "completion") for _ in range(SEQUENCES)]
+    return [_row(draw, "chosen", "rejected") for _ in range(SEQUENCES // 2)]
+
+
+def _row(draw: random.Random, *columns: str) -> Row:
+    return {"prompt": grammar.opening(draw).text} | {column: _response(draw) for column in columns}
+
+
+def _response(draw: random.Random) -> str:
+    num_words = min(max(round(draw.lognormvariate(math.log(MEDIAN), 1.0)), 1), MOST_WORDS)
+    words: list[str] = []
+    while len(words) < num_words:
+        words += "".join(grammar.scene(draw)).split()
+    return " " + " ".join(words[:num_words])
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
