@@ -6,12 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.against_trl import against_trl, given, ours
+from bench.against_trl import against_trl, given, given_steps, given_work, our_given_steps, ours
 from bench.against_trl.equality import SMALL, WITH_CASTS
 from bench.against_trl.given_cases import CUT, GIVEN_CASES, GIVEN_LOSSES, ROWS, SMOOTHED
+from bench.against_trl.given_work import WORKS
 from bench.rows import RESULTS, read_rows
 from bench.trl_table import GIVEN, JOINED
 from rlhf_spmd.algorithms.preferences import direct_preference_loss
+from rlhf_spmd.plan.cost.seconds import head_flops, layer_flops
+from rlhf_spmd.plan.workload import ModelShape
 
 RECORDED = read_rows(RESULTS / "against_trl_given.jsonl")
 METRICS = {"sft": 2, "reward_model": 5, "dpo": 6}  # that both programs log
@@ -124,3 +127,44 @@ def test_one_case_is_of_its_parts_only(monkeypatch, tmp_path):
     assert ran == [("given", ["IPO"]), ("equality", ["GRPO"])]
     with pytest.raises(SystemExit):
         against_trl.main(["given", "--case", "GRPO"])
+
+
+# ---- whole steps ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_steps():
+    rows = read_rows(RESULTS / "against_trl_given_steps.jsonl")
+    assert [row["work"] for row in rows] == list(WORKS)
+    for row in rows:
+        assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2] and row["versions"]["trl"]
+        assert row["ok"] == (row["ratio"] >= row["promised"]) and row["promised"] == WORKS[row["work"]].promised
+        assert row["floor_s"] == pytest.approx(row["flops"] / row["matrix_flops_per_s"])
+        for who in ("ours", "peer"):
+            assert 0 < row[f"{who}_share"] < 1, "no program is faster than its floor"
+            assert row[f"{who}_peak_bytes"] > 4 * 4 * 134e6, "weights, gradients and two moments in float32"
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_our_half_of_a_step_reads_all_rows(name, tmp_path):
+    """One optimizer step in an iteration, with nothing cut off."""
+    of = WORKS[name]
+    model = given.small(tmp_path)[0].models["reward" if of.page == "reward_model" else "actor"]
+    config = our_given_steps.config_of(of, str(model), tmp_path)
+    rows = given_work.rows_of(of.page)
+    assert config.rollout_batch == config.mini_batch == len(rows) == given_work.SEQUENCES // of.sequences_per_row
+    assert config.micro_batch * of.sequences_per_row == given_work.MICRO_BATCH
+    assert given_work.rows_of(of.page) == rows, "both programs draw the same"
+    responses = [row[column] for row in rows for column in row if column != "prompt"]
+    assert len(set(responses)) == given_work.SEQUENCES
+    assert max(len(text.split()) for text in responses) <= given_work.MOST_WORDS
+
+
+def test_operations_of_a_step(monkeypatch):
+    """Two for each weight and token, three passes, four with a reference; logits of the response's tokens only."""
+    shape = ModelShape(2, 8, 16, 2, 1, head_dim=4, vocab_size=100)
+    monkeypatch.setattr(given_steps, "shape_of", lambda model: shape)
+    layers, logits = 12 * layer_flops(shape, 10, 5), head_flops(shape, 6)
+    found = {name: given_steps.step_flops(WORKS[name], None, [(4, 6)]) for name in WORKS}
+    assert found["reward model"] == pytest.approx(layers / 2)
+    assert found["SFT"] == pytest.approx(layers / 2 + 3 * logits)
+    assert found["DPO"] == pytest.approx(4 / 3 * found["SFT"])
