@@ -40,6 +40,11 @@ def check_options(config: Config) -> None:
             f"data.weights has {len(config.data.weights)} numbers for {len(files)} files of prompts "
             f"({', '.join(files) or 'data.prompts is empty'}); give one for each"
         )
+    if config.data.weights and config.data.epochs:
+        raise UserError(
+            f"data.epochs={config.data.epochs:g}: with data.weights each file has epochs of its own; give iterations, "
+            "or drop data.weights"
+        )
     functions = split_functions(config.reward_function)
     if config.reward_weights and len(config.reward_weights) != len(functions):
         raise UserError(
@@ -80,6 +85,13 @@ def _check_evaluation(config: Config) -> None:
                 f"{given[0]}: there is no evaluation without prompts; give eval.prompts=FILE, or drop the option"
             )
         return
+    if bool(evaluation.precomputed_logprobs) != bool(config.data.precomputed_logprobs):
+        has, lacks = ("eval", "data") if evaluation.precomputed_logprobs else ("data", "eval")
+        raise UserError(
+            f"{has}.precomputed_logprobs replaces passes of models, which {lacks}.prompts would need, too: give "
+            f"{lacks}.precomputed_logprobs=FILE (`precompute` with data.prompts={getattr(config, lacks).prompts}), or "
+            "drop the option"
+        )
     names = metric_names(evaluation.samples_per_prompt)
     if not config.algorithm.workflow(config.options).generate_calls:
         names = list(config.algorithm.metrics)

@@ -10,6 +10,7 @@ import torch
 from rlhf_spmd.algorithm import check_functions
 from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config, evaluated, prompt_files
+from rlhf_spmd.data_epochs import in_iterations
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        config = in_iterations(config, len(prompts))
         if program.workload.workflow.generate_calls:
             check_responses_end(config, eos_ids)
         check_context(config, model)

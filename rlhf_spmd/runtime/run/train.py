@@ -13,7 +13,7 @@ from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer, refuse_older
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -73,6 +73,10 @@ def train(
     """
     started = time.perf_counter()
     job = prepare(config, program, world, evaluation)
+    config = job.config  # with the iterations that data.epochs are
+    if origin.resumed:
+        with world.together("counting the iterations"):
+            refuse_fewer(config, origin.resumed.iteration, origin.resumed.folder)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
