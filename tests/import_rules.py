@@ -22,7 +22,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "plan.runtime_words", "model_folders", "model", "option_suggestions", "user_module"),
+    "data": (
+        *("config", "plan.runtime_words", "plan.workflow"),
+        *("model_folders", "model", "option_suggestions", "user_module"),
+    ),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "model_folders", "model", "plan"),

@@ -106,7 +106,7 @@ def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
     if config.iterations < done:
         given = f"data.epochs={config.data.epochs:g} is " if config.data.epochs else "iterations="
         fix = "a larger data.epochs" if config.data.epochs else f"iterations={done} or more"
-        raise UserError(f"{given}{config.iterations}, but {folder} has done {done} iterations; give {fix}")
+        raise UserError(f"{given}{config.iterations}, but {folder} has done {done}; give {fix}")
 
 
 def refuse_older(resumed: Resumed) -> None:
