@@ -129,6 +129,7 @@ class Config:
     rollout_batch: PositiveInt = 128  # prompts per iteration, over all ranks
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     mini_batch: PositiveInt = 32  # sequences per optimizer step, over all ranks
+    mini_batch_tokens: NonNegativeInt = 0  # most tokens per optimizer step, of responses of the data set; 0: no limit
     micro_batch: PositiveInt = 32  # sequences per forward on one data-parallel shard
     reward_function: str = ""  # a Python function: module:function or file.py:function; several with commas
     reward_weights: tuple[float, ...] = ()  # of several reward functions; empty: 1 for each

@@ -45,6 +45,8 @@ def check_options(config: Config) -> None:
             f"data.epochs={config.data.epochs:g}: with data.weights each file has epochs of its own; give iterations, "
             "or drop data.weights"
         )
+    if config.mini_batch_tokens:
+        _check_budget(config)
     functions = split_functions(config.reward_function)
     if config.reward_weights and len(config.reward_weights) != len(functions):
         raise UserError(
@@ -71,6 +73,24 @@ def check_options(config: Config) -> None:
     sizes["max_new_tokens"] = generation.max_new_tokens
     if problem := config.algorithm.problem(config.options, **sizes):
         raise UserError(f"algorithm {config.algorithm.name}: {problem}")
+
+
+def _check_budget(config: Config) -> None:
+    """Raises UserError for options that do not go with a budget of tokens."""
+    given, name, roles = f"mini_batch_tokens={config.mini_batch_tokens}", config.algorithm.name, config.algorithm.roles
+    workflow = config.algorithm.workflow(config.options)
+    if any(call.kind in ("generate", "compute") or roles[call.model].judge for call in workflow.calls):
+        raise UserError(
+            f"{given}: {name} makes data of rows before it trains on them; a budget is for algorithms that only learn "
+            "from responses of the data set (sft, reward_model, dpo); drop the option"
+        )
+    if config.options.epochs > 1:
+        raise UserError(
+            f"{given} and {name}.epochs={config.options.epochs}: a later pass over the rows of an iteration mixes its "
+            f"steps; leave {name}.epochs at 1, and give data.epochs={config.options.epochs}"
+        )
+    if config.data.weights:
+        raise UserError(f"{given}: rows of files with data.weights are not cut into steps of so many tokens; drop one")
 
 
 def _check_evaluation(config: Config) -> None:

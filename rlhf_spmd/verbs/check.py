@@ -135,6 +135,9 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> st
     if not (num := num_rows(config)):
         raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; give data.prompts=FILE")
     del values["iterations"]  # they follow from data.epochs
+    if config.mini_batch_tokens:
+        text = f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"
+        return f"# {text}\n{to_text(values)}"
     loses_rows = config.data.long_prompts == "drop" or bool(config.algorithm.responses)
     return f"# {length_of(config, num, at_most=loses_rows)}\n{to_text(values)}"
 

@@ -127,6 +127,10 @@ def _iteration(job: Job) -> str:
         sizes = f"{config.rollout_batch} x {config.samples_per_prompt} prompts"
         longest = f"at most {config.generation.max_new_tokens} new tokens"
         return "; ".join(filter(None, [f"{sizes}, {steps}, {longest}", length]))
+    if config.mini_batch_tokens:
+        num = config.rollout_batch // config.mini_batch
+        sizes = f"{num} step{'s' * (num > 1)} of at most {config.mini_batch} rows and {config.mini_batch_tokens} tokens"
+        return f"{sizes}; {f'{length}: ' * bool(length)}{config.iterations} iterations"
     if length:
         return f"{config.rollout_batch} rows, {steps}; {length}"
     passes = config.iterations * config.rollout_batch / len(job.prompts)
