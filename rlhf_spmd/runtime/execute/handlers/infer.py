@@ -54,9 +54,10 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
         whole = torch.cat(results).float() if results else None
         if last and judges(context, call):
             keep_scores(context, call, data, place, whole)
-        elif whole is not None:
+        elif last and prompts.numel():  # also where no place has a row
             values_MC = data.store.at(call.outputs[0], place)
-            values_MC[used_MC] = whole.to(values_MC.dtype)
+            if whole is not None:
+                values_MC[used_MC] = whole.to(values_MC.dtype)
 
     return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, close)
 
