@@ -14,6 +14,8 @@ from rlhf_spmd.data_epochs import in_iterations, length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.checkpoint.resume import refuse_changes, refuse_fewer
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
+from tests.folders import write_all
+from tests.runs import RunOf
 
 ROW = {"prompt": "a", "completion": "b"}
 
@@ -88,6 +90,14 @@ def test_the_files_of_a_run_have_both(tmp_path):
     config = in_iterations(load("data.epochs=2"), 300)
     again = load(text=json.dumps(resolved(config)), name="config.json", folder=tmp_path)
     assert again.data.epochs == 2
+
+
+def test_a_run_that_generates_counts_its_prompts(tmp_path):
+    words = [word for word in write_all(tmp_path) if not word.startswith("iterations=")]
+    run = RunOf(presets.load("tiny", [*words, "data.epochs=1.5"]))
+    num, config = len(run.job.prompts), run.job.config
+    assert (config.iterations - 1) * config.rollout_batch < 1.5 * num <= config.iterations * config.rollout_batch
+    assert run.job.calls.context.config.iterations == config.iterations  # of learning rates
 
 
 def test_a_resumed_run_may_go_on_unless_a_schedule_has_ended():

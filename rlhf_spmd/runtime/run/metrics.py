@@ -45,7 +45,7 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
         advice = f"lower optimizer.{model}_lr, or look at the data"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
-    return found | BUDGET | SPEED
+    return found | ({} if workflow.generate_calls else BUDGET) | SPEED
 
 
 class Alarm:
