@@ -39,8 +39,8 @@ also for names of [TRL, verl and OpenRLHF](coming_from.md). Options with two das
 
 ## A file of options
 
-`train`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from `--config FILE.yaml`, too.
-Words of the command line replace those of the file, and the file replaces those of the preset.
+`train`, `precompute`, `check`, `plan`, `forecast`, `draw`, `profile` and `generate` read options from `--config
+FILE.yaml`, too. Words of the command line replace those of the file, and the file replaces those of the preset.
 
 ```yaml
 algorithm: grpo
@@ -70,7 +70,7 @@ data:
 RUN = """
 ## Options of a run
 
-`train`, `check`, `plan` and `profile` take these. The defaults below hold for all presets but where
+`train`, `precompute`, `check`, `plan` and `profile` take these. The defaults below hold for all presets but where
 [Presets](#presets) names another value.
 """
 PRESETS = """

@@ -1,10 +1,11 @@
-"""The one program: train, generate, profile (on MPI ranks), check, plan, forecast, draw, algorithms, status, postmortem
-(no MPI, no torch), convert (GGUF files).
+"""The one program: train, generate, precompute, profile (on MPI ranks), check, plan, forecast, draw, algorithms,
+status, postmortem (no MPI, no torch), convert (GGUF files).
 
 mpirun -n 4 python -m rlhf_spmd train --preset tiny iterations=3 ppo.kl_coef=0.02
 mpirun -n 4 python -m rlhf_spmd train --resume runs/RUN
 mpirun -n 2 python -m rlhf_spmd generate --model FOLDER --prompts p.jsonl --out r.jsonl generation.temperature=0.7
 mpirun -n 4 python -m rlhf_spmd train --config FILE.yaml iterations=3
+mpirun -n 4 python -m rlhf_spmd precompute --algorithm dpo --model FOLDER data.prompts=pairs.jsonl --out ref.safetensors
 python -m rlhf_spmd check flattening --layout 2x8 --preset llama-7b
 python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
@@ -26,7 +27,7 @@ from rlhf_spmd.errors import UserError
 CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
-ON_RANKS = ("train", "generate", "profile")  # verbs that always run on the ranks of an MPI world
+ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--out", required=True, metavar="FILE.png", help="the picture")
     draw.add_argument("--overwrite", action="store_true", help="replace FILE.png if it exists")
     _add_config(draw)
+    _add_precompute(verbs)
     profile = verbs.add_parser("profile", help="measure this machine, for forecasts (mpirun -n N ...)")
     profile.add_argument("--out", required=True, metavar="FILE.json", help="the calibration")
     profile.add_argument("--overwrite", action="store_true", help="replace FILE.json if it exists")
@@ -210,6 +212,16 @@ def _add_plan(verbs: argparse._SubParsersAction) -> None:
     plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
     plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run the K best as well")
     _add_config(plan)
+
+
+def _add_precompute(verbs: argparse._SubParsersAction) -> None:
+    text = "compute once the logprobs that frozen models give a data set, e.g. DPO's reference (mpirun -n N ...)"
+    precompute = verbs.add_parser("precompute", help=text)
+    precompute.add_argument("--out", required=True, metavar="FILE", help="for data.precomputed_logprobs=FILE")
+    precompute.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    precompute.add_argument("--strategy", metavar="NAME|FILE.py", help="placement of the calls (default: flattening)")
+    precompute.add_argument("--cluster", metavar="FILE.toml", help="device types of the nodes (default: all alike)")
+    _add_config(precompute)
 
 
 def _positive(text: str) -> int:

@@ -17,13 +17,15 @@ from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
-from rlhf_spmd.option_values import Given, parse_value
+from rlhf_spmd.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
+from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 from rlhf_spmd.role_shapes import shapes_by_role
 
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Passes = Annotated[float, Field(ge=0, le=10**6)]
 LR = "_lr"  # optimizer.ROLE_lr
 
 
@@ -31,12 +33,14 @@ LR = "_lr"  # optimizer.ROLE_lr
 class DataOptions:
     prompts: str = ""  # file of prompts: .jsonl, .parquet or .txt; several with commas
     weights: tuple[Weight, ...] = ()  # of several files: their shares of each iteration; empty: they are one set
+    epochs: Passes = 0.0  # passes through data.prompts, which `iterations` follows from; 0: `iterations` is given
     shuffle: bool = True  # every pass through the prompts has another order; false: that of the files
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
     max_prompt: PositiveInt = 128  # most tokens of a prompt
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
+    precomputed_logprobs: str = ""  # file of `precompute`, in the place of frozen models' passes over the set
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Evaluation:
     """Responses to prompts of their own are scored before training, every few iterations and at the end."""
 
     prompts: str = ""  # file of prompts that are not trained on: .jsonl, .parquet or .txt; empty: no evaluation
+    precomputed_logprobs: str = ""  # as that of data, for these prompts; needed where data has one
     every: PositiveInt = 10  # iterations between two evaluations
     num_prompts: NonNegativeInt = 0  # most prompts, from the beginning of the file; 0: all
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
@@ -124,6 +129,7 @@ class Config:
     rollout_batch: PositiveInt = 128  # prompts per iteration, over all ranks
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     mini_batch: PositiveInt = 32  # sequences per optimizer step, over all ranks
+    mini_batch_tokens: NonNegativeInt = 0  # most tokens per optimizer step, of responses of the data set; 0: no limit
     micro_batch: PositiveInt = 32  # sequences per forward on one data-parallel shard
     reward_function: str = ""  # a Python function: module:function or file.py:function; several with commas
     reward_weights: tuple[float, ...] = ()  # of several reward functions; empty: 1 for each
@@ -224,7 +230,10 @@ def options_of(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def overridden(config: Config, overrides: Iterable[str]) -> Config:
-    """The config with dotted overrides, which are not checked against each other. Raises UserError."""
+    """The config with dotted overrides, of which only those of the length are checked against each other. Raises
+    UserError."""
+    overrides = list(overrides)
+    check_length({key: text for key, _, text in (override.partition("=") for override in overrides)})
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -252,7 +261,8 @@ def assigned(config: Config, key: str, value: Given, also: Iterable[str] = ()) -
         what = "preset is what the overrides change" if key == "preset" else "options are those of the algorithm"
         raise UserError(f"{key}={text}: the {what}; choose it by --{key} {text}")
     if key in known:
-        return with_value(config, key, parse_value(known[key][0], value, key))
+        config = with_value(config, key, parse_value(known[key][0], value, key))
+        return with_value(config, EPOCHS, 0.0) if key == ITERATIONS else config  # the later one of the two counts
     of_group = [one for one in known if one.startswith(f"{group}.")]
     if of_group and not dot:
         if value is None:
@@ -292,7 +302,14 @@ def evaluated(config: Config) -> Config:
     long_prompts = "truncate" if config.data.long_prompts == "drop" else config.data.long_prompts
     shortest = min(generation.min_new_tokens, max_new_tokens)
     own: dict[str, Any] = {
-        "data": dataclasses.replace(config.data, prompts=evaluation.prompts, weights=(), long_prompts=long_prompts),
+        "data": dataclasses.replace(
+            config.data,
+            prompts=evaluation.prompts,
+            weights=(),
+            epochs=0.0,
+            long_prompts=long_prompts,
+            precomputed_logprobs=evaluation.precomputed_logprobs,
+        ),
         "generation": dataclasses.replace(generation, max_new_tokens=max_new_tokens, min_new_tokens=shortest),
     }
     if evaluation.reward_function:
@@ -325,6 +342,10 @@ def make_workload(config: Config) -> Workload:
     """The workload that strategies and the compiler see."""
     roles = config.algorithm.roles
     workflow = config.algorithm.workflow(config.options, replay=config.generation.top_k > 0)
+    if config.data.precomputed_logprobs:
+        if not workflow.repeated_calls:
+            raise UserError(f"data.precomputed_logprobs: {NOTHING_REPEATED}; drop the option")
+        workflow = workflow.without(workflow.repeated_calls)
     shapes: dict[str, ModelShape | None] = {}
     known = shapes_by_role(config.shape, roles)
     for role in (name for name in roles if name in workflow.models):

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_values import EPOCHS, ITERATIONS, check_length, is_given
 
 # Keys that name what options with dashes name on the command line.
 WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calibration", "runs", "name")
@@ -52,7 +53,13 @@ class ConfigFile:
 
     def applied(self, config: Config) -> Config:
         """The config with these options. Raises UserError naming file and line."""
-        for one in self.settings:
+        given = {one.key: one.value for one in self.settings}
+        try:
+            check_length({} if Path(self.path).name == CONFIG else given)  # a run folder's has what follows, too
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
+        follows = is_given(given.get(EPOCHS))
+        for one in (one for one in self.settings if one.key != ITERATIONS or not follows):
             try:
                 config = configs.assigned(config, one.key, one.value, also=WORDS)
             except UserError as error:

@@ -40,6 +40,13 @@ def check_options(config: Config) -> None:
             f"data.weights has {len(config.data.weights)} numbers for {len(files)} files of prompts "
             f"({', '.join(files) or 'data.prompts is empty'}); give one for each"
         )
+    if config.data.weights and config.data.epochs:
+        raise UserError(
+            f"data.epochs={config.data.epochs:g}: with data.weights each file has epochs of its own; give iterations, "
+            "or drop data.weights"
+        )
+    if config.mini_batch_tokens:
+        _check_budget(config)
     functions = split_functions(config.reward_function)
     if config.reward_weights and len(config.reward_weights) != len(functions):
         raise UserError(
@@ -68,6 +75,24 @@ def check_options(config: Config) -> None:
         raise UserError(f"algorithm {config.algorithm.name}: {problem}")
 
 
+def _check_budget(config: Config) -> None:
+    """Raises UserError for options that do not go with a budget of tokens."""
+    given, name, roles = f"mini_batch_tokens={config.mini_batch_tokens}", config.algorithm.name, config.algorithm.roles
+    workflow = config.algorithm.workflow(config.options)
+    if any(call.kind in ("generate", "compute") or roles[call.model].judge for call in workflow.calls):
+        raise UserError(
+            f"{given}: {name} makes data of rows before it trains on them; a budget is for algorithms that only learn "
+            "from responses of the data set (sft, reward_model, dpo); drop the option"
+        )
+    if config.options.epochs > 1:
+        raise UserError(
+            f"{given} and {name}.epochs={config.options.epochs}: a later pass over the rows of an iteration mixes its "
+            f"steps; leave {name}.epochs at 1, and give data.epochs={config.options.epochs}"
+        )
+    if config.data.weights:
+        raise UserError(f"{given}: rows of files with data.weights are not cut into steps of so many tokens; drop one")
+
+
 def _check_evaluation(config: Config) -> None:
     """Raises UserError for options of an evaluation that there is not, and for a metric that it does not have."""
     evaluation, best = config.eval, config.checkpoint.best
@@ -80,6 +105,13 @@ def _check_evaluation(config: Config) -> None:
                 f"{given[0]}: there is no evaluation without prompts; give eval.prompts=FILE, or drop the option"
             )
         return
+    if bool(evaluation.precomputed_logprobs) != bool(config.data.precomputed_logprobs):
+        has, lacks = ("eval", "data") if evaluation.precomputed_logprobs else ("data", "eval")
+        raise UserError(
+            f"{has}.precomputed_logprobs replaces passes of models, which {lacks}.prompts would need, too: give "
+            f"{lacks}.precomputed_logprobs=FILE (`precompute` with data.prompts={getattr(config, lacks).prompts}), or "
+            "drop the option"
+        )
     names = metric_names(evaluation.samples_per_prompt)
     if not config.algorithm.workflow(config.options).generate_calls:
         names = list(config.algorithm.metrics)

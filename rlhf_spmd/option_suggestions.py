@@ -40,7 +40,7 @@ _SYNONYMS = {
     "enable_vllm_is_correction vllm_importance_sampling_correction": "grpo.importance_weights",
     "vllm_is_truncated_threshold vllm_importance_sampling_clip_max": "grpo.importance_cap",
     "num_ppo_epochs ppo_epochs max_epochs num_iterations": "ppo.epochs grpo.epochs",
-    "num_train_epochs num_episodes total_epochs": "iterations ppo.epochs",
+    "num_train_epochs num_episodes total_epochs": "data.epochs",
     "max_steps total_training_steps": "iterations",
     "total_episodes": "iterations rollout_batch",
     "batch_size": "rollout_batch mini_batch micro_batch",

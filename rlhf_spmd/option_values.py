@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,21 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from rlhf_spmd.errors import UserError
 
 Given = str | Sequence[str] | None  # text; of a file also a list, or null
+ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long a run is
+
+
+def check_length(given: Mapping[str, Given]) -> None:
+    """Raises UserError if the options that are given say twice how long a run is."""
+    if ITERATIONS in given and is_given(given.get(EPOCHS)):
+        raise UserError(
+            f"{ITERATIONS}={given[ITERATIONS]} and {EPOCHS}={given[EPOCHS]} both say how long the run is: give one of "
+            "them"
+        )
+
+
+def is_given(epochs: Given) -> bool:
+    """Whether the value of data.epochs is one that counts: 0 does not."""
+    return isinstance(epochs, str) and bool(epochs.strip("0."))
 
 
 def parse_value(annotation: Any, text: Any, key: str) -> Any:

@@ -22,14 +22,20 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
     "guard": ("plan",),
     "world": ("plan",),
-    "data": ("config", "plan.runtime_words", "model_folders", "model", "option_suggestions", "user_module"),
+    "data": (
+        *("config", "plan.runtime_words", "plan.workflow"),
+        *("model_folders", "model", "option_suggestions", "user_module"),
+    ),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
     "weights": ("config", "model_folders", "model", "plan"),
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
     "checkpoint": ("algorithm", "config", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
-    "run": ("algorithm", "algorithms", "config", "evaluation_metrics", "kernels", "metric_aliases", "model", "plan"),
+    "run": (
+        *("algorithm", "algorithms", "config", "data_epochs", "evaluation_metrics"),
+        *("kernels", "metric_aliases", "model", "plan"),
+    ),
     "offline": ("algorithms", "config", "kernels", "model", "model_folders", "option_suggestions", "plan"),
 }
 SEEN_BY_STRATEGIES = tuple(
@@ -88,7 +94,8 @@ OURS: dict[str, tuple[str, ...]] = {
         "option_values",
         "role_shapes",
     ),
-    "rlhf_spmd.config_file": ("config",),
+    "rlhf_spmd.config_file": ("config", "option_values"),
+    "rlhf_spmd.data_epochs": ("config",),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),
     "rlhf_spmd.metric_aliases": (),

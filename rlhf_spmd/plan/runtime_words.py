@@ -10,6 +10,8 @@ VALUES, SCORES, ENTROPY = "values", "scores", "entropy"
 MOST_LIKELY = "most_likely"  # in a loss: bool [B, G], whether no other token was more likely
 MASK, ENDED, SUMS = "mask", "ended", "sums"  # parameters of functions: bool [B, G], bool [B], sums over the batch
 GENERATOR_LOGPROBS = "generator_logprobs"  # argument of a loss that corrects differences from the generator itself
+# in the log of steps with a budget of tokens: the share of their places that have a row, and their tokens
+PLACES_USED, STEP_TOKENS = "places_used", "step_tokens"
 TIMEOUTS = "reward_timeouts"  # in the log: responses for which a reward function ran out of time
 
 # What a row of a key is: tokens of a prompt or a response (int32, -1 on padding); one number for each response token;

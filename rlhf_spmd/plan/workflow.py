@@ -10,11 +10,15 @@ from math import inf
 from typing import Literal, get_args
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.plan.runtime_words import READOUTS, Shape, generated_keys
+from rlhf_spmd.plan.runtime_words import LOGPROBS, READOUTS, Shape, generated_keys
 
 Scope = Literal["row", "group", "mini_batch", "batch"]
 STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
 DIVISORS = ("tokens", "responses", "rows")
+NOTHING_REPEATED = (
+    "precomputed logprobs are those that a frozen model gives the responses of the data set, and this algorithm has "
+    "no such model"
+)
 MAX_RESPONSES = 2  # response keys that one call of a model reads, e.g. of a pair
 
 
@@ -133,6 +137,18 @@ class Workflow:
     def frozen_calls(self) -> tuple[Call, ...]:
         """Calls of models that nothing trains."""
         return tuple(call for call in self.placed_calls if not self.train_call(call.model))
+
+    @property
+    def repeated_calls(self) -> tuple[Call, ...]:
+        """Calls that give a row the same logprobs in every iteration: those of frozen models that read given rows."""
+        found = (call for call in self.frozen_calls if call.function == LOGPROBS and call.kind == "infer")
+        return tuple(call for call in found if set(call.inputs) <= set(self.given))
+
+    def without(self, calls: Sequence[Call]) -> "Workflow":
+        """The workflow in which the results of these calls are given."""
+        outputs = tuple(key for call in calls for key in call.outputs)
+        left = tuple(call for call in self.calls if call not in calls)
+        return replace(self, calls=left, given=(*self.given, *outputs))
 
     def independent(self, calls: Sequence[Call]) -> bool:
         """Whether none of these calls depends on another one of them, directly or through other calls."""

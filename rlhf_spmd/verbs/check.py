@@ -12,6 +12,7 @@ from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved
 from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
+from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.plan.cluster import Cluster
@@ -49,11 +50,7 @@ def evaluate_of(config: Config) -> Evaluate:
     evaluation = config.eval
     if not evaluation.prompts:
         return no_evaluation
-    from rlhf_spmd.runtime.data.readers import others_of, read_records
-
-    key = config.data.key or config.algorithm.data[PROMPTS]
-    others = others_of(key, tuple(config.algorithm.responses.values()))
-    num = sum(len(read_records(Path(path), key, others)) for path in prompt_files(evaluated(config)))
+    num = num_rows(evaluated(config))
     if not num:
         raise UserError(f"eval.prompts={evaluation.prompts} holds no prompt; add some, or drop eval.prompts")
     return partial(
@@ -64,6 +61,15 @@ def evaluate_of(config: Config) -> Evaluate:
         max_response=evaluated(config).generation.max_new_tokens,
         by_function=evaluated(config).only_function,
     )
+
+
+def num_rows(config: Config) -> int:
+    """The rows in the files of data.prompts. Raises UserError."""
+    from rlhf_spmd.runtime.data.readers import others_of, read_records
+
+    key = config.data.key or config.algorithm.data[PROMPTS]
+    others = others_of(key, tuple(config.algorithm.responses.values()))
+    return sum(len(read_records(Path(path), key, others)) for path in prompt_files(config))
 
 
 def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
@@ -123,7 +129,17 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> st
     """The configuration as a file for --config."""
     file = parsed.file or ConfigFile("")
     algorithm = None if file.page else parsed.algorithm or file.words.get("algorithm")
-    return to_text(resolved(config, algorithm=algorithm, strategy=strategy))
+    values = resolved(config, algorithm=algorithm, strategy=strategy)
+    if not config.data.epochs:
+        return to_text(values)
+    if not (num := num_rows(config)):
+        raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; give data.prompts=FILE")
+    del values["iterations"]  # they follow from data.epochs
+    if config.mini_batch_tokens:
+        text = f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"
+        return f"# {text}\n{to_text(values)}"
+    loses_rows = config.data.long_prompts == "drop" or bool(config.algorithm.responses)
+    return f"# {length_of(config, num, at_most=loses_rows)}\n{to_text(values)}"
 
 
 def config_words(parsed: argparse.Namespace, preset: str | None) -> list[str]:

@@ -2,13 +2,15 @@
 a reward model, PPO."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.folders import WORDS, write_model
-from tests.page_runs import REALLOCATION, assert_same, metrics, resume, trained
+from tests.page_runs import LIMIT_S, REALLOCATION, assert_same, metrics, resume, timeless, trained, weights
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 SIZES = ("data.max_prompt=8", "generation.max_new_tokens=10", "rollout_batch=8", "mini_batch=4", "micro_batch=3")
 RUN = ("iterations=2", "deadline_s=100", "num_samples=0")
@@ -64,6 +66,30 @@ def test_three_stages(folder, tmp_path):
     run = trained(words_of(folder, "ppo", sft / "actor", "iterations=1", *rates), 1, tmp_path / "ppo")
     scores = metrics(run)[0]["score"]
     assert last["score_min"] - 1 < scores < last["score_max"] + 1 and scores != 0
+
+
+def test_epochs_with_a_budget_and_a_reference_from_a_file(folder, tmp_path):
+    """The file is written on two ranks. A run that is resumed for another epoch equals one that was not, bit by bit. A
+    run whose reference computes in the loop, on three ranks, of which some have no row, has the same numbers."""
+    write_model(folder / "reference", seed=3)
+    words = ["--algorithm", "dpo", "--model", str(folder / "base"), f"data.prompts={folder / 'rows.jsonl'}", *SIZES]
+    words += [f"models.reference={folder / 'reference'}", "deadline_s=100", "optimizer.actor_lr=1e-3"]
+    file = tmp_path / "logprobs"
+    command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "precompute", *words, "--out", str(file)]
+    status, stdout, stderr = run_limited(command, limit_s=LIMIT_S, environment=mpi_environment(OMP_NUM_THREADS="1"))
+    assert status == 0, stdout + stderr
+    assert json.loads(stdout.splitlines()[-1])["rows"] == 20
+
+    words += ["mini_batch_tokens=50"]
+    with_file = [*words, f"data.precomputed_logprobs={file}"]
+    whole = trained([*with_file, "data.epochs=2"], 1, tmp_path / "whole")
+    options = json.loads((whole / "config.json").read_text())
+    assert options["iterations"] == len(metrics(whole)) and options["data"]["epochs"] == 2
+    part = trained([*with_file, "data.epochs=1"], 1, tmp_path / "part")
+    assert 0 < len(metrics(part)) < len(metrics(whole))
+    resume(part, 1, "data.epochs=2")
+    assert timeless(part) == timeless(whole) and weights(part) == weights(whole)
+    assert_same(trained([*words, "data.epochs=2"], 3, tmp_path / "loop"), whole, "in the loop")
 
 
 def _check_scores(folder: Path, expected: dict, data: Path) -> None:

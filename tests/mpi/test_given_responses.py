@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from rlhf_spmd import presets
@@ -15,22 +17,27 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
+from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.strategies import flattening
 from tests.folders import WORDS, write_model
 from tests.mpi.test_invariance import NOT_COMPARED, TOLERANCE, error, load_run, save_run, with_groups, zero
-from tests.runs import RunOf, compiled
+from tests.runs import OneRank, RunOf, compiled
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
     pytest.mark.usefixtures("cheap_garbage_collection"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning"),
 ]
-PAGES = {
-    "sft": [],
-    "reward_model": ["reward_model.centering_coef=0.01"],
-    "dpo": ["dpo.beta=0.5"],
+PAGES = {  # of a page also with a budget of tokens, and with logprobs from a file
+    "sft": ["sft.epochs=2"],
+    "reward_model": ["reward_model.epochs=2", "reward_model.centering_coef=0.01"],
+    "dpo": ["dpo.epochs=2", "dpo.beta=0.5"],
+    "sft budget": ["mini_batch_tokens=50"],
+    "dpo budget": ["mini_batch_tokens=70", "dpo.beta=0.5"],
+    "dpo file": ["dpo.epochs=2", "dpo.beta=0.5", "data.precomputed_logprobs=FOLDER/logprobs"],
 }
 
 
@@ -63,13 +70,13 @@ PLACEMENTS = {
 }
 EVEN = ("tp", "pp")  # numbers of ranks that 2 divides
 FAST = {  # the other pages are slow there
-    "flattening": ("sft", "reward_model"),
-    "zero 2": ("reward_model",),
-    "zero 3": ("sft", "dpo"),
-    "apart": ("dpo",),
+    "flattening": ("sft", "reward_model", "dpo file"),
+    "zero 2": ("reward_model", "sft budget"),
+    "zero 3": ("sft", "dpo", "dpo budget"),
+    "apart": ("dpo", "dpo budget"),
     "tp": ("reward_model", "dpo"),
-    "pp": ("sft", "reward_model"),
-    "packed, recomputed": ("dpo",),
+    "pp": ("sft", "reward_model", "dpo budget"),
+    "packed, recomputed": ("dpo", "sft budget"),
 }
 CASES = [
     pytest.param(page, placement, id=f"{page}-{placement}", marks=[] if page in FAST[placement] else pytest.mark.slow)
@@ -90,17 +97,21 @@ def folder(world, shared_folder):
         (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
             write_model(shared_folder / name, head=head, seed=seed)
+        config = config_of("dpo", shared_folder)
+        program = precompute_program(compiled(config), num_rows=config.rollout_batch)
+        precompute(config, program, OneRank(), shared_folder / "logprobs")
     world.barrier("the checkpoints")
     return shared_folder
 
 
 def config_of(page: str, folder: Path) -> Config:
-    main = "reward" if page == "reward_model" else "actor"
+    algorithm = page.split()[0]
+    main = "reward" if algorithm == "reward_model" else "actor"
     words = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
-    words += ["iterations=2", "rollout_batch=14", "mini_batch=7", "micro_batch=3", f"{page}.epochs=2"]
-    words += [f"optimizer.{main}_lr=1e-3", *PAGES[page]]
-    words += [f"models.reference={folder / 'reference'}"] if page == "dpo" else []
-    return presets.load(None, words, str(folder / main), algorithm=page)
+    words += ["iterations=2", "rollout_batch=14", "mini_batch=7", "micro_batch=3", f"optimizer.{main}_lr=1e-3"]
+    words += [word.replace("FOLDER", str(folder)) for word in PAGES[page]]
+    words += [f"models.reference={folder / 'reference'}"] if algorithm == "dpo" else []
+    return presets.load(None, words, str(folder / main), algorithm=algorithm)
 
 
 def run_of(config: Config, *world) -> RunOf:
@@ -126,6 +137,22 @@ def alone(folder, made_once) -> dict[str, tuple[list[dict], dict[str, Tensor]]]:
 
     runs = made_once(sorted(PAGES), make)
     return {page: load_run(runs / page) for page in PAGES}
+
+
+@pytest.mark.parametrize("placement", ["tp", "pp", "zero 3", "apart"])
+def test_logprobs_for_a_file_do_not_depend_on_the_ranks(placement, world, folder, make_group):
+    if placement in EVEN and world.size % 2:
+        placement = "flattening"
+    config = config_of("dpo", folder)
+    program = precompute_program(compiled(config, world.size, PLACEMENTS[placement]), num_rows=config.rollout_batch)
+    assert [finding for finding in check(program) if finding.severity == "error"] == []
+    path = folder / f"logprobs of {placement}"
+    precompute(config, program, with_groups(world, program, make_group), path)
+    if world.rank == 0:
+        expected, found = load_file(folder / "logprobs"), load_file(path)
+        assert found.keys() == expected.keys()
+        for key, values in found.items():
+            np.testing.assert_allclose(values, expected[key], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.rotates

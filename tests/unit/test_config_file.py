@@ -270,7 +270,8 @@ def values_of(annotation: Any) -> st.SearchStrategy:
     return st.one_of(*(st.none() if one is type(None) else values_of(one) for one in get_args(annotation)))
 
 
-FIXED = ("preset", "shape", "reward_weights")  # what names the rest, and what check_options ties together
+# what names the rest, what check_options ties together, and what iterations follow from (test_data_epochs.py)
+FIXED = ("preset", "shape", "reward_weights", "data.epochs")
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

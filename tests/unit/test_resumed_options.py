@@ -46,7 +46,7 @@ OLDER_CONFIG = """
 """
 
 MAY_CHANGE = {"deadline_s", "device", "device_type", "parity_tolerance", "wandb", "micro_batch"}
-MAY_CHANGE |= {"reward_workers", "reward_timeout_s"}
+MAY_CHANGE |= {"reward_workers", "reward_timeout_s", "data.epochs"}
 MAY_CHANGE |= {f"generation.{name}" for name in ("max_sequences", "block_size", "cache_fraction")}
 MAY_CHANGE |= {"eval.every", "eval.patience", "rollouts.every", "rollouts.format"}
 

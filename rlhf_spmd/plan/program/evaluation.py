@@ -1,11 +1,14 @@
 """The program of an evaluation, on a set of rows of its own: generation and scoring as in training or, where training
-reads given responses, its losses without their gradients.
+reads given responses, its losses without their gradients. And the program that computes once what would be the same in
+every iteration.
 
 An evaluation runs between two iterations. At the end of an iteration every copy of a model has the new weights, so it
 moves no weights; optimizer state and the other models stay where they are.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.layout import Layout
@@ -13,8 +16,8 @@ from rlhf_spmd.plan.placement import Placement, weights_layout
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import SCORES
-from rlhf_spmd.plan.workflow import Call, Workflow
-from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.plan.workflow import NOTHING_REPEATED, Call, Workflow
+from rlhf_spmd.plan.workload import ModelShape, Workload
 
 
 def evaluation_program(
@@ -38,30 +41,46 @@ def evaluation_program(
         calls = replace(generating, outputs=generating.outputs[:2], temperature=temperature), scoring
     else:
         calls, by_function = _measuring(workload.workflow), False
-    keys = {key for call in calls for key in (*call.inputs, *call.outputs)}
+    layouts = {call.name: _frozen(call, workload, placement) for call in calls if call.model}
+    models = {call.model: workload.models[call.model] for call in calls if call.model}
+    if by_function:
+        models[scoring.model] = None
+        layouts[scoring.name] = Layout.data_parallel(layouts[scoring.name].ranks)
+    sizes = {"rollout_batch": num_prompts, "samples_per_prompt": samples_per_prompt, "max_response": max_response}
+    return _program(training, calls, layouts, models, **sizes, prompt_lengths=(), response_lengths=())
+
+
+def precompute_program(training: Program, *, num_rows: int) -> Program:
+    """The calls of a training program that give a row the same logprobs in every iteration, in the same layouts, on so
+    many rows. Raises UserError if there are none."""
+    workload = training.workload
+    calls = workload.workflow.repeated_calls
+    if not calls:
+        raise UserError(NOTHING_REPEATED)
+    layouts = {call.name: _frozen(call, workload, training.placement) for call in calls}
+    models = {call.model: workload.models[call.model] for call in calls}
+    return _program(training, calls, layouts, models, rollout_batch=num_rows, samples_per_prompt=1)
+
+
+def _program(
+    training: Program,
+    calls: tuple[Call, ...],
+    layouts: Mapping[str, Layout],
+    models: Mapping[str, ModelShape | None],
+    **sizes: Any,
+) -> Program:
+    """The program of these calls, whose rows are one mini-batch. sizes: of the workload, in the place of training's."""
+    workload, keys = training.workload, {key for call in calls for key in (*call.inputs, *call.outputs)}
     workflow = Workflow(
         calls,
         tuple(key for key in workload.workflow.given if key in keys),
         {key: shape for key, shape in workload.workflow.shapes.items() if key in keys},
         {call.model: workload.workflow.heads[call.model] for call in calls if call.model},
     )
-    layouts = {call.name: _frozen(call, workload, placement) for call in calls if call.model}
-    models = {call.model: workload.models[call.model] for call in calls if call.model}
-    if by_function:
-        models[scoring.model] = None
-        layouts[scoring.name] = Layout.data_parallel(layouts[scoring.name].ranks)
-    sizes = {"rollout_batch": num_prompts, "samples_per_prompt": samples_per_prompt, "epochs": 1, "max_kept": 0}
-    evaluated = replace(
-        workload,
-        workflow=workflow,
-        models=models,
-        mini_batch=num_prompts * samples_per_prompt,
-        max_response=max_response,
-        prompt_lengths=(),
-        response_lengths=(),
-        **sizes,
-    )
-    return compile_program(evaluated, Placement(layouts), training.cluster)
+    num_sequences = sizes["rollout_batch"] * sizes["samples_per_prompt"]
+    sizes |= {"mini_batch": num_sequences, "epochs": 1, "max_kept": 0}
+    own = replace(workload, workflow=workflow, models=models, **sizes)
+    return compile_program(own, Placement(layouts), training.cluster)
 
 
 def _measuring(workflow: Workflow) -> tuple[Call, ...]:

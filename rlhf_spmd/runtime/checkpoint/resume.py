@@ -23,6 +23,7 @@ from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 # Options that change no results of a run, except for rounding: where it computes, and in which portions.
 MAY_CHANGE = (
     "iterations",
+    "data.epochs",
     "deadline_s",
     "device",
     "parity_tolerance",
@@ -91,14 +92,21 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     refuse_changes(made_with, config, folder)
     check_options(config)
     done = checkpoint.iteration if checkpoint else 0
-    if config.iterations < done:
-        raise UserError(f"iterations={config.iterations}, but {folder} has done {done}; give iterations={done} or more")
+    refuse_fewer(config, done, folder)
     notes = [f"{draft} has no manifest, so it is not used" for draft in without_manifest(checkpoints)]
     if checkpoint is None:
         notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 0")
     state = _state(checkpoint, config) if checkpoint else {}
     name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
     return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
+
+
+def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
+    """Raises UserError if a run has done more iterations than it is to have."""
+    if config.iterations < done:
+        given = f"data.epochs={config.data.epochs:g} is " if config.data.epochs else "iterations="
+        fix = "a larger data.epochs" if config.data.epochs else f"iterations={done} or more"
+        raise UserError(f"{given}{config.iterations}, but {folder} has done {done}; give {fix}")
 
 
 def refuse_older(resumed: Resumed) -> None:
@@ -165,10 +173,11 @@ def refuse_changes(before: Config, after: Config, folder: str) -> None:
     for key in sorted({*old, *new}):
         if old.get(key) == new.get(key):
             continue
-        if key == "iterations" and before.optimizer.schedule != "constant":
+        counts = key == "iterations" or (key == "data.epochs" and after.data.epochs)
+        if counts and before.optimizer.schedule != "constant":
             raise UserError(
-                f"iterations={new[key]} would change every learning rate of {folder}, whose schedule "
-                f"{before.optimizer.schedule} ends after {old[key]}; leave iterations as they are"
+                f"{key}={new[key]} would change every learning rate of {folder}, whose schedule "
+                f"{before.optimizer.schedule} ends after {old['iterations']} iterations; leave {key} as it is"
             )
         if not key.startswith(MAY_CHANGE):
             others = ", ".join(name + "*" if name.endswith(".") else name for name in MAY_CHANGE)

@@ -8,6 +8,7 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
+from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 SOURCE = "data_source"  # the column that names where a prompt is from
@@ -52,7 +53,7 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
                 f"{what} {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
                 f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
-    return prompts
+    return with_logprobs(config, prompts) if config.data.precomputed_logprobs else prompts
 
 
 def sources_of(prompts: PromptSet, num: int) -> list[str]:

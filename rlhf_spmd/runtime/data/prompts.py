@@ -193,6 +193,13 @@ class PromptSet:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
         return self._order.batch(iteration, rollout_batch)
 
+    def tokens_fingerprint(self) -> str:
+        """Hash of all tokens, in the order of the files."""
+        digest = hashlib.sha256()
+        for rows in (self.prompts, *self.responses.values()):
+            rows.add_to(digest)
+        return digest.hexdigest()
+
     def fingerprint(self) -> str:
         """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), compared
         among the ranks at the start."""

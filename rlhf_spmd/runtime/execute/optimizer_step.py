@@ -41,7 +41,9 @@ from rlhf_spmd.plan.runtime_words import (
     GENERATOR_LOGPROBS,
     LOGPROBS,
     MOST_LIKELY,
+    PLACES_USED,
     SCORES,
+    STEP_TOKENS,
     SUMS,
     TOKEN_SHAPES,
     VALUES,
@@ -75,6 +77,7 @@ class Step:
     numbers: Mapping[str, Any]  # options and state of the algorithm
     rate: float
     meter: Meter  # discarded if another rank reports the rows
+    counted: Rows | None = None  # this rank's rows, if the step has a budget of tokens
     stats: list[Mapping[str, tuple]] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)  # of a stage's micro-batches between forward and backward
     outputs: dict[int, Tensor] = field(default_factory=dict)
@@ -109,6 +112,9 @@ class Training:
         if call.only:
             is_used_B = rows[call.only] != 0
             rows = {key: value[is_used_B] for key, value in rows.items()}
+        if self.config.mini_batch_tokens:
+            is_used_B = rows[call.prompts][:, 0] >= 0
+            rows = {key: value[is_used_B] for key, value in rows.items()}
         count = algorithm.companion(call.function, "_sums")
         counted_rows = rows if reports else self._no_rows(call, rows[call.prompts].device)
         counted = [divisor_of(call, counted_rows)[None]]
@@ -135,6 +141,7 @@ class Training:
             numbers,
             rate,
             meter if reports else Meter(),
+            rows if self.config.mini_batch_tokens else None,
         )
 
     def _arguments(self, call: Call, rows: Rows) -> dict[str, Tensor]:
@@ -162,14 +169,13 @@ class Training:
         group: dist.ProcessGroup | None,
     ) -> tuple[list[Rows], list[dict[str, Tensor]]]:
         """Cuts rows and prepared arguments, into the same number of micro-batches on every rank of the layout."""
-        lengths = [
-            sum(one) for one in zip(*(lengths_of(rows[call.prompts], rows[key]) for key in call.responses), strict=True)
-        ]
-        parts = cut(lengths, layout, micro_batch)
+        parts = cut(row_lengths(call, rows), layout, micro_batch)
         chunks, made = (
             [{key: value[part] for key, value in all_.items()} for part in parts] for all_ in (rows, prepared)
         )
-        if layout.tokens is None and not call.only:  # every rank knows the number of the rank with most rows
+        if (
+            layout.tokens is None and not call.only and not self.config.mini_batch_tokens
+        ):  # every rank knows the number of the rank with most rows
             most_rows = math.ceil(mini_batch / layout.dp)
             num = math.ceil(most_rows / micro_batch)
         else:
@@ -230,7 +236,12 @@ class Training:
         for sums in step.stats:
             for name, (total, weight) in sums.items():
                 step.meter.log(name, total, weight, self.config.algorithm.over(name))
-        if step.layout.dp_index(self.rank) == 0:
+        is_first = step.layout.dp_index(self.rank) == 0
+        if step.counted is not None:
+            lengths = row_lengths(step.call, step.counted)
+            step.meter.add(PLACES_USED, len(lengths) / self.workload.mini_batch, is_first)
+            step.meter.add(STEP_TOKENS, sum(lengths), is_first)
+        if is_first:
             step.meter.add(f"{step.call.model}_grad_norm", grad_norm, 1)
             step.meter.add(f"{step.call.model}_lr", step.rate, 1)
 
@@ -349,6 +360,12 @@ def sequences_of(call: Call, rows: Rows) -> Sequences:
     if len(call.responses) == 1:
         return Sequences.join(prompts_BP[0], responses_BG[0])
     return Sequences.join(torch.cat(prompts_BP), torch.cat(responses_BG))
+
+
+def row_lengths(call: Call, rows: Rows) -> list[int]:
+    """Tokens of each row: of the prompt with each response that the call reads."""
+    of_each = (lengths_of(rows[call.prompts], rows[key]) for key in call.responses)
+    return [sum(one) for one in zip(*of_each, strict=True)]
 
 
 def read_output(

@@ -40,13 +40,13 @@ def token_counts(
     return tuple(len(prompts[prompt]) for prompt, _ in rows), tuple(length for _, length in rows)
 
 
-def given_counts(data: PromptSet) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same of the first rows of a data set with responses: of each row, the mean over its responses."""
+def given_counts(data: PromptSet, used: float = 1.0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same of the first rows of a data set with responses: of each row, the mean over its responses. used: the
+    share of the places that have a row; all places together have as many tokens as those."""
     rows = range(min(len(data), FIRST_ROWS))
     responses = [[len(of_key.row(row)) for of_key in data.responses.values()] for row in rows]
-    return tuple(len(data.prompts.row(row)) for row in rows), tuple(
-        round(statistics.fmean(lengths)) for lengths in responses
-    )
+    prompts = tuple(max(1, round(used * len(data.prompts.row(row)))) for row in rows)
+    return prompts, tuple(max(1, round(used * statistics.fmean(lengths))) for lengths in responses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from rlhf_spmd.algorithm import check_functions
 from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config, evaluated, prompt_files
+from rlhf_spmd.data_epochs import in_iterations
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ from rlhf_spmd.runtime.data.input_checks import check_best, check_context, check
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
+from rlhf_spmd.runtime.data.step_order import NO_ROW, StepOrder, order_of
 from rlhf_spmd.runtime.execute.handlers.context import CallContext
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
@@ -40,6 +42,7 @@ class Job:
     calls: Calls
     eos_ids: tuple[int, ...]
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
+    steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
 
@@ -56,6 +59,10 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        steps = None
+        if config.mini_batch_tokens:
+            steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
+        config = in_iterations(config, len(prompts), steps and steps.num_steps)
         if program.workload.workflow.generate_calls:
             check_responses_end(config, eos_ids)
         check_context(config, model)
@@ -81,9 +88,8 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
     world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
     models.start()
     context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
-    job = Job(
-        config, program, world, tokenizer, prompts, models, Calls(context), eos_ids, columns=program.held(world.rank)
-    )
+    calls, columns = Calls(context), program.held(world.rank)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns=columns, steps=steps)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))
@@ -111,6 +117,8 @@ def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer
 def make_iteration(job: Job, number: int) -> Iteration:
     """Order of the mini-batches and prompts of this rank's rows in one iteration: functions of (seed, iteration)."""
     config, workload = job.config, job.program.workload
+    if job.steps is not None:
+        return _within_budget(job, job.steps, number)
     prompt_N = np.array(job.prompts.batch(number, config.rollout_batch)).repeat(config.samples_per_prompt)
     sample_N = occurrences(prompt_N)
     orders = [
@@ -126,6 +134,19 @@ def make_iteration(job: Job, number: int) -> Iteration:
     return Iteration(number, config.seed, prompt_MC=prompt_MC, sample_MC=sample_MC, source_EMC=source_EMC, store=store)
 
 
+def _within_budget(job: Job, steps: StepOrder, number: int) -> Iteration:
+    """An iteration whose optimizer steps have a budget of tokens."""
+    workload = job.program.workload
+    num, device = workload.num_mini_batches, job.world.device
+    prompt_MC = steps.matrix(number * num, num)
+    source_EMC = torch.arange(num, device=device)[None, :, None].expand(1, *prompt_MC.shape)
+    store = given_rows(workload, job.prompts, job.columns, prompt_MC, device)
+    sample_MC = np.zeros_like(prompt_MC)
+    return Iteration(
+        number, job.config.seed, prompt_MC=prompt_MC, sample_MC=sample_MC, source_EMC=source_EMC, store=store
+    )
+
+
 def given_rows(
     workload: Workload,
     prompts: PromptSet,
@@ -133,13 +154,16 @@ def given_rows(
     prompt_MC: np.ndarray,
     device: torch.device,
 ) -> Store:
-    """A store with this rank's rows of the data set. columns: that the rank holds of each key."""
+    """A store with this rank's rows of the data set. columns: that the rank holds of each key. prompt_MC: NO_ROW where
+    a place has none."""
     store = Store(workload, columns, device)
     for key in workload.workflow.given:
         for held in columns.get(key, ()):
             part_MC = prompt_MC[:, held.start : held.stop]
-            rows_B = torch.from_numpy(prompts.padded(key, part_MC.flatten(), workload.row_shape(key)))
-            store.at(key, (ALL, slice(held.start, held.stop)))[:] = rows_B.unflatten(0, part_MC.shape)
+            used_MC = part_MC != NO_ROW
+            rows_B = torch.from_numpy(prompts.padded(key, part_MC[used_MC], workload.row_shape(key))).to(device)
+            values_MC = store.at(key, (ALL, slice(held.start, held.stop)))
+            values_MC[torch.from_numpy(used_MC).to(device)] = rows_B.to(values_MC.dtype)
     return store
 
 

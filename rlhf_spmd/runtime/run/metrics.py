@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.algorithms.page import Metric
-from rlhf_spmd.plan.runtime_words import SCORES, TIMEOUTS
+from rlhf_spmd.plan.runtime_words import PLACES_USED, SCORES, STEP_TOKENS, TIMEOUTS
 from rlhf_spmd.plan.workflow import Workflow
 
 EXPLODED = 10.0  # times the largest value so far
@@ -17,6 +17,10 @@ GENERATION = {
     "parity_max_abs": Metric("generation"),
     "parity_mean_abs": Metric("generation"),
     "gen_tokens": Metric("generation"),
+}
+BUDGET = {  # means per optimizer step
+    PLACES_USED: Metric("optimizer"),
+    STEP_TOKENS: Metric("optimizer", "tokens/step", "{:11,.0f}"),
 }
 SPEED = {
     "gen_tokens_per_s": Metric("speed", "gen tok/s", "{:9,.0f}"),  # of all ranks together
@@ -41,7 +45,7 @@ def metrics_of(algorithm: Algorithm, workflow: Workflow, functions: Iterable[str
         advice = f"lower optimizer.{model}_lr, or look at the data"
         found[f"{model}_grad_norm"] = Metric("optimizer", floor=1.0, advice=advice)  # before clipping
         found[f"{model}_lr"] = Metric("optimizer")
-    return found | SPEED
+    return found | ({} if workflow.generate_calls else BUDGET) | SPEED
 
 
 class Alarm:

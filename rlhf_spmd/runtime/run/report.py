@@ -12,11 +12,13 @@ import numpy as np
 import torch
 
 from rlhf_spmd.config import Config, function_labels, split_functions
+from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
+from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.handlers.context import RunState
@@ -41,9 +43,6 @@ class Command:
     strategy: str
     model: Sequence[str]
     overrides: Sequence[str]
-
-
-PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 
 
 def summarize(job: Job, answers: Sequence[Mapping], state: Any) -> dict:
@@ -123,9 +122,17 @@ def _iteration(job: Job) -> str:
     config = job.config
     epochs = config.options.epochs
     steps = f"mini-batches of {config.mini_batch}, {epochs} epoch{'s' * (epochs > 1)}"
+    length = length_of(config, len(job.prompts))
     if job.program.workload.workflow.generate_calls:
         sizes = f"{config.rollout_batch} x {config.samples_per_prompt} prompts"
-        return f"{sizes}, {steps}, at most {config.generation.max_new_tokens} new tokens"
+        longest = f"at most {config.generation.max_new_tokens} new tokens"
+        return "; ".join(filter(None, [f"{sizes}, {steps}, {longest}", length]))
+    if config.mini_batch_tokens:
+        num = config.rollout_batch // config.mini_batch
+        sizes = f"{num} step{'s' * (num > 1)} of at most {config.mini_batch} rows and {config.mini_batch_tokens} tokens"
+        return f"{sizes}; {f'{length}: ' * bool(length)}{config.iterations} iterations"
+    if length:
+        return f"{config.rollout_batch} rows, {steps}; {length}"
     passes = config.iterations * config.rollout_batch / len(job.prompts)
     return f"{config.rollout_batch} rows, {steps}; all {config.iterations} iterations read the set {passes:.3g} times"
 
@@ -165,22 +172,7 @@ def inputs(job: Job) -> dict[str, str]:
     for path in filter(None, map(source_file, functions)):
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
-    return found | {f"model in {folder}": _fingerprint(Path(folder)) for folder in folders}
-
-
-def _fingerprint(folder: Path) -> str:
-    """A hash of a model folder: names and sizes of its files, and pieces of them at distances shorter than a layer, so
-    that it takes milliseconds."""
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
-        num_bytes = path.stat().st_size
-        digest.update(f"{path.name} {num_bytes} ".encode())
-        with path.open("rb") as file:
-            starts = range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES))
-            for start in (*starts, max(0, num_bytes - PIECE_BYTES)):
-                file.seek(start)
-                digest.update(file.read(PIECE_BYTES))
-    return digest.hexdigest()
+    return found | {f"model in {folder}": folder_fingerprint(Path(folder)) for folder in folders}
 
 
 def surroundings(job: Job) -> dict[str, str]:
@@ -216,13 +208,16 @@ def next_commands(command: Command | None, ranks: int, folder: RunFolder, config
     """Purpose -> command to try after a run. command: the one that started it; None if it was resumed."""
     go_on = {}
     if config.optimizer.schedule == "constant":  # otherwise the learning rate has reached its end
-        go_on["train on"] = f"{resume_command(folder.path, ranks)} iterations={2 * config.iterations}"
+        twice = (
+            f"data.epochs={2 * config.data.epochs:g}" if config.data.epochs else f"iterations={2 * config.iterations}"
+        )
+        go_on["train on"] = f"{resume_command(folder.path, ranks)} {twice}"
     if command is None:
         return go_on
     if command.strategy == "auto":  # the planned strategy can be checked and run again
         command = replace(command, strategy=str(folder.path / "strategy.py"))
     check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
-    others = [word for word in command.overrides if not word.startswith("iterations=")]
+    others = [word for word in command.overrides if not word.startswith(("iterations=", "data.epochs="))]
     train = ["train", "--strategy", command.strategy, *command.model, *others, "iterations=3"]
     return go_on | {
         "see the placement": f"python -m rlhf_spmd {shlex.join(check)}",

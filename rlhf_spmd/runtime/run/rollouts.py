@@ -90,6 +90,8 @@ class Rollouts:
         records = job.prompts.records
         for m, c in np.ndindex(len(data.prompt_MC), len(columns)):
             column = columns.start + c
+            if data.prompt_MC[m, column] < 0:  # a place without a row
+                continue
             index, sample = int(data.prompt_MC[m, column]), int(data.sample_MC[m, column])
             of_row = {key: values[key][m, c] for key in keys}
             tokens = {key: row[row >= 0].tolist() for key, row in of_row.items() if shapes[key] in TOKEN_SHAPES}

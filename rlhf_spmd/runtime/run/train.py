@@ -1,5 +1,6 @@
 """The train verb on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,9 @@ from rlhf_spmd.metric_aliases import Alias, aliased, aliases_of
 from rlhf_spmd.model.hf import save_state
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer, refuse_older
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -73,6 +75,10 @@ def train(
     """
     started = time.perf_counter()
     job = prepare(config, program, world, evaluation)
+    config = job.config  # with the iterations that data.epochs are
+    if origin.resumed:
+        with world.together("counting the iterations"):
+            refuse_fewer(config, origin.resumed.iteration, origin.resumed.folder)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
@@ -324,7 +330,8 @@ def _write_timeline(
         return None
     lengths = forecast_report.token_counts(running.answers, job.prompts.prompts)
     if not job.program.workload.workflow.generate_calls:
-        lengths = forecast_report.given_counts(job.prompts)
+        used = statistics.fmean(metrics.get(PLACES_USED, 1.0) for metrics in running.history)
+        lengths = forecast_report.given_counts(job.prompts, used)
     compared = forecast_report.compare(job.program, found, records, lengths)
     folder.write_values("forecast.json", compared.to_json())
     console.note(compared.show())

@@ -19,7 +19,7 @@ from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.data.response_scores import Judged
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, shape_of
 from rlhf_spmd.runtime.execute.iteration import Iteration, Place
-from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, sequences_of
+from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, row_lengths, sequences_of
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 
 
@@ -32,11 +32,12 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
     join, lengths = Sequences.join, lengths_of
     if judges(context, call):
         join, lengths = context.scorer.batch, context.scorer.lengths
-    parts = [
-        (row, part)
-        for row in range(len(prompts))
-        for part in cut(lengths(prompts[row], responses[row]), layout, context.micro_batch(layout))
-    ]
+    used_MC = prompts[..., 0] >= 0  # places without a row have no prompt
+    parts = []
+    for row, used_C in enumerate(used_MC):
+        (places,) = torch.nonzero(used_C, as_tuple=True)
+        of_row = lengths(prompts[row, places], responses[row, places])
+        parts += [(row, places[part]) for part in cut(of_row, layout, context.micro_batch(layout))]
     batches = [join(prompts[part], responses[part]) for part in parts]
     results: list[Tensor] = []
 
@@ -53,8 +54,10 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
         whole = torch.cat(results).float() if results else None
         if last and judges(context, call):
             keep_scores(context, call, data, place, whole)
-        elif whole is not None:
-            data.store.at(call.outputs[0], place)[:] = whole.unflatten(0, shape_of(place))
+        elif last and prompts.numel():  # also where no place has a row
+            values_MC = data.store.at(call.outputs[0], place)
+            if whole is not None:
+                values_MC[used_MC] = whole.to(values_MC.dtype)
 
     return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, close)
 
@@ -66,11 +69,9 @@ def measurement(
     place, layout = context.place(step), context.layout(call)
     keys = context.program.reads(step, context.world.rank)
     rows = {key: context.held(data, key, place).flatten(0, 1) for key in keys}
-    lengths = [
-        sum(one) for one in zip(*(lengths_of(rows[call.prompts], rows[key]) for key in call.responses), strict=True)
-    ]
     parts = [
-        {key: value[part] for key, value in rows.items()} for part in cut(lengths, layout, context.micro_batch(layout))
+        {key: value[part] for key, value in rows.items()}
+        for part in cut(row_lengths(call, rows), layout, context.micro_batch(layout))
     ]
     batches = [sequences_of(call, part) for part in parts]
     numbers = context.config.algorithm.numbers(context.config.options, None)

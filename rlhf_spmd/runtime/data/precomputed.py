@@ -1,0 +1,109 @@
+"""Logprobs that frozen models give the responses of the data set, computed once and kept in a file.
+
+The file is in the format safetensors: for each key a float32 number for every response token, row after row in the
+order of the files; and what the numbers depend on, so that a run does not use those of other rows or models.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rlhf_spmd.config import Config
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workflow import Call
+from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet
+
+FORMAT = "rlhf_spmd logprobs 1"
+PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
+ROWS = "the tokens of the rows"
+FIX = "compute it again (`precompute`), or drop the option that names it"
+
+
+def calls_of(config: Config) -> tuple[Call, ...]:
+    """The calls whose results are in the file."""
+    return config.algorithm.workflow(config.options).repeated_calls
+
+
+def about(config: Config, prompts: PromptSet) -> dict[str, str]:
+    """What the numbers depend on, by name."""
+    generation = config.generation
+    found = {"format": FORMAT, ROWS: prompts.tokens_fingerprint(), "dtype": config.dtype}
+    found["generation.temperature"] = f"{generation.temperature:g}"
+    found["generation.min_new_tokens"] = str(generation.min_new_tokens)
+    return found | {
+        f"the {call.model}": folder_fingerprint(Path(config.folder(call.model))) for call in calls_of(config)
+    }
+
+
+def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
+    """Writes the numbers of every key. Raises UserError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(values), draft, metadata=dict(facts))
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"{path} can't be written: {error}; name another file") from None
+
+
+def with_logprobs(config: Config, prompts: PromptSet) -> PromptSet:
+    """The set with the numbers of the file that the options name. Raises UserError if they are of something else."""
+    path, found = Path(config.data.precomputed_logprobs), {}
+    if not path.is_file():
+        raise UserError(
+            f"the file of precomputed logprobs {path} does not exist: write it with `precompute --out {path}`"
+        )
+    try:
+        with safe_open(path, "np") as file:
+            _compare(path, file.metadata() or {}, about(config, prompts), config)
+            for call in calls_of(config):
+                found[call.outputs[0]] = file.get_tensor(call.outputs[0]).astype(np.float32, copy=False)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} holds no precomputed logprobs ({error}): {FIX}") from None
+    numbers = dict(prompts.numbers)
+    for call in calls_of(config):
+        ends, values = prompts.responses[call.responses[0]].ends, found[call.outputs[0]]
+        if values.shape != (int(ends[-1]),) or not np.isfinite(values).all():
+            raise UserError(f"{path}: {call.outputs[0]} is not one finite number for each token: {FIX}")
+        numbers[call.outputs[0]] = NumberRows(values, ends)
+    return replace(prompts, numbers=numbers)
+
+
+def _compare(path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], config: Config) -> None:
+    """Raises UserError if a file was made from something else than a run has."""
+    for name, value in wanted.items():
+        if stored.get(name) == value:
+            continue
+        if name == "format":
+            raise UserError(f"{path} holds no precomputed logprobs: {FIX}")
+        if name == ROWS:
+            raise UserError(
+                f"{path} was computed for other rows than those of {config.data.prompts}, or they were cut at other "
+                f"limits: {FIX}"
+            )
+        if name.startswith("the "):
+            role = name.removeprefix("the ")
+            raise UserError(f"{path} was computed with another {role} than {config.folder(role)}: {FIX}")
+        raise UserError(f"{path} was computed with {name}={stored.get(name)}, and this run has {value}: {FIX}")
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A hash of a model folder: names and sizes of its files, and pieces of them at distances shorter than a layer, so
+    that it takes milliseconds."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes} ".encode())
+        with path.open("rb") as file:
+            starts = range(0, num_bytes, max(PIECE_BYTES, num_bytes // NUM_PIECES))
+            for start in (*starts, max(0, num_bytes - PIECE_BYTES)):
+                file.seek(start)
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()
