@@ -35,8 +35,8 @@ class Candidate:
 
     layout: on some mesh of the same kind; ranks: its own; first, stop: places of its mesh (meshes.Mesh). piece_s:
     seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
-    ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training, or of a copy of the weights; the others are
-    the kinds of memory.working_bytes.
+    ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training,
+    or of a copy of the weights; the others are the kinds of memory.working_bytes.
     """
 
     layout: Layout
