@@ -189,7 +189,7 @@ def gathers_s(setup: Setup, program: Program, cost: Cost, rank: int, step: Run) 
     if call.kind == "compute":
         return 0.0
     home = _home(program, call.model)
-    one_s = cost.gather_s(call.model, home, rank)
+    one_s = cost.gather_s(call, home, rank)
     rows, at_once = workload.num_sequences, setup.generated
     if call.kind == "train":
         rows, at_once = workload.mini_batch, setup.trained

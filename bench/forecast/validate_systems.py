@@ -223,5 +223,5 @@ def _deepspeed_s(program: Program, plan: Plan, cost: Cost, rank: int, step: Run)
     part, device = params / layout.dp, cost.device(rank)
     adam_s = part / HOST_ADAM if plan.host_adam else STATE_BYTES * part / device.memory_bytes_per_s
     update_s = (1 if layout.zero == 3 else 2) * whole_s + adam_s
-    more_gathers_s = (plan.num_gathers - 2) * cost.gather_s(call.model, layout, rank)
+    more_gathers_s = (plan.num_gathers - 2) * cost.gather_s(call, layout, rank)
     return update_s - cost.update_s(call.model, layout, rank) + more_gathers_s

@@ -11,16 +11,20 @@ results.
 # B sequences, P prompt tokens, G response tokens (padded with -1), N real tokens of all rows concatenated, n a tp
 # rank's share of them (padded), R real response tokens, D hidden, K tokens of a sampling support
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_of
 from rlhf_spmd.model.transformer import Transformer
+
+Gathered = Callable[[Sequence[nn.Module]], AbstractContextManager[None]]  # modules -> inside, they have their weights
 
 
 def lengths_of(prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
@@ -82,6 +86,24 @@ def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = Non
     heads below. hidden_nD: the output of the previous stage; None on the first.
     """
     return model(batch.tokens_N, context=batch.context(model.parallel.shard.tp), hidden=hidden_nD)
+
+
+def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered: Gathered) -> Iterator[Tensor]:
+    """The output of each batch on the only stage, the same bits as `forward`; each layer runs on all batches before the
+    next one. `gathered(modules)` is a context in which these modules have their weights, so a rank holds those of
+    one layer and of the modules besides the layers at a time, however many batches there are; inside, the heads below
+    may be called. For inference."""
+    tp = model.parallel.shard.tp
+    with gathered(model.besides_layers()):
+        contexts = [batch.context(tp) for batch in batches]
+        states = [model.embedded(batch.tokens_N, context) for batch, context in zip(batches, contexts, strict=True)]
+        turned = [model.rotations(context, x.dtype) for context, x in zip(contexts, states, strict=True)]
+        for layer in model.layers.values():
+            with gathered([layer]):
+                for index, (context, (cos, sin)) in enumerate(zip(contexts, turned, strict=True)):
+                    states[index] = layer(states[index], cos, sin, context)
+        for x in states:
+            yield model.norm(x)
 
 
 def response_logprobs(

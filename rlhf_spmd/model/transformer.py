@@ -264,15 +264,8 @@ class Transformer(nn.Module):
             rows = tokens if hidden is None else hidden
             context = Padded(rows.shape[1], rows.device)
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
-        if self.parallel.is_first:
-            assert hidden is None, "the first stage begins with tokens"
-            if context.packed:
-                tokens = F.pad(tokens, (0, context.num_tokens - len(tokens)))
-            x = self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
-        else:
-            x = hidden
-        frequencies_f, factor = self._rope(context.positions, x.dtype, decoding=context.cached)
-        cos, sin = rope.cos_sin(context.positions, frequencies_f, factor, x.dtype, fast=context.cached)
+        x = self.embedded(tokens, context, hidden)
+        cos, sin = self.rotations(context, x.dtype)
         x = like_results(x) if context.cached else x
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
@@ -280,6 +273,24 @@ class Transformer(nn.Module):
             else:
                 x = layer(x, cos, sin, context)
         return self.norm(x, fast=context.cached) if self.parallel.is_last else x
+
+    def embedded(self, tokens: Tensor | None, context: AttentionContext, hidden: Tensor | None = None) -> Tensor:
+        """What the first layer of this stage reads."""
+        if not self.parallel.is_first:
+            return hidden
+        assert hidden is None, "the first stage begins with tokens"
+        if context.packed:
+            tokens = F.pad(tokens, (0, context.num_tokens - len(tokens)))
+        return self.embed_tokens(tokens.clamp_min(0), packed=context.packed)
+
+    def rotations(self, context: AttentionContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin of all tokens, for the layers."""
+        frequencies_f, factor = self._rope(context.positions, dtype, decoding=context.cached)
+        return rope.cos_sin(context.positions, frequencies_f, factor, dtype, fast=context.cached)
+
+    def besides_layers(self) -> list[nn.Module]:
+        """The modules with weights that are no layers: embedding, final norm, head."""
+        return [module for name, module in self.named_children() if name != "layers"]
 
     def output_shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""

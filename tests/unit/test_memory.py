@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rlhf_spmd.config import make_workload as workload_of
 from rlhf_spmd.plan.cluster import Cluster
-from rlhf_spmd.plan.cost.memory import activation_bytes, logits_bytes, static_bytes
+from rlhf_spmd.plan.cost.memory import activation_bytes, call_bytes, logits_bytes, static_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
@@ -51,6 +51,23 @@ def test_sharding_brings_the_bytes_down_until_it_fits():
         needs.append(float(found[0].message.split(" need ")[1].split()[0]) if found else 0.0)
     assert needs[0] > needs[1] > needs[2] > needs[3] >= 0
     assert errors(flattening("llama-7b", "8x8", zero=3)) == []
+
+
+def test_65b_fits_8x8_where_inference_gathers_layer_by_layer():
+    """A rank holds its slice for generation, its shards, and in inference a layer, the embedding and hidden states."""
+    config = load("llama-65b", ["strategy.zero=3", "strategy.tp=8", "strategy.recompute=true"])
+    workload, cluster = workload_of(config), Cluster.parse("8x8", config.device_type)
+    placement = flattening_strategy.place(workload, cluster, zero=3, tp=8, recompute=True)
+    program = compile_program(workload, placement, cluster)
+    assert errors(program) == []
+    call = workload.workflow.call("critic_infer")
+    layer, tokens = 4 * 8192**2 + 3 * 8192 * 22016 + 2 * 8192, 512 // 64 * 512
+    besides = 32000 * 8192 + 8192 + 8192  # embedding, final norm, scalar head
+    assert call_bytes(program, call, 0) == {"gathered": 2 * (layer + besides + tokens * 8192)}
+    frozen = call_bytes(program, workload.workflow.call("reference_infer"), 0)["gathered"]
+    besides, tokens = 2 * 32000 * 8192 // 8 + 8192, 512 // 8 * 512
+    layer = (layer - 2 * 8192) // 8 + 2 * 8192  # norms are whole in each slice
+    assert frozen == 2 * (layer + besides + tokens * 8192 // 8)
 
 
 def test_interleaving_halves_replicated_reference_and_reward():

@@ -83,9 +83,9 @@ def test_gathers_of_deepspeed_are_counted():
     program, plan = programs[1], plans[1]
     assert plan.name == "ZeRO 3, generation tp 1"
     cost = Cost(CALIBRATION, program.workload, program.cluster)
-    layout = program.placement.layouts["actor_train"]
+    layout, calls = program.placement.layouts["actor_train"], program.workload.workflow.calls
     seconds = [simulated(program, replace(plan, num_gathers=n), CALIBRATION).makespan_s for n in (2, 3)]
-    expected = 4 * sum(cost.gather_s(model, layout, 0) for model in ("actor", "critic"))
+    expected = 4 * sum(cost.gather_s(call, layout, 0) for call in calls if call.kind == "train")
     assert seconds[1] - seconds[0] == pytest.approx(expected) and expected > 0
 
 

@@ -96,7 +96,7 @@ class _Costs:
     def _gather_s(self, call: Call, rank: int) -> float:
         """Seconds to gather the weights that a call runs with, where ZeRO 3 spreads them."""
         layout = weights_layout(call, rank, self.program.workload, self.program.placement)
-        return self.cost.gather_s(call.model, layout, rank)
+        return self.cost.gather_s(call, layout, rank)
 
     def _rows(self, rank: int, step: Run) -> list[Lengths]:
         """The lengths of the rows of a Run, by mini-batch."""

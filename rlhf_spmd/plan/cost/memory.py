@@ -8,6 +8,7 @@ gradients between steps, stage 3 those of its part and the buffer in which it re
 """
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 from rlhf_spmd.plan.layout import Layout
@@ -48,7 +49,7 @@ def zero_bytes(layout: Layout, params: int, numel: int, number_bytes: int, *, tr
     zero, part = layout.zero if layout.dp > 1 else 0, -(-params // layout.dp)
     weights = number_bytes * (part if zero == 3 else params)
     if not trains:
-        return {"weights": weights, "gathered": number_bytes * params if zero == 3 else 0}
+        return {"weights": weights}
     gradients = {2: 0, 3: part + numel}.get(zero, params)
     moments = 12 if number_bytes < 4 or zero >= 2 else 8  # two, and float32 master weights
     return {
@@ -78,19 +79,37 @@ def static_bytes(program: Program, rank: int) -> dict[str, int]:
 
 
 def call_bytes(program: Program, call: Call, rank: int) -> dict[str, int]:
-    """Bytes that a call needs on a rank beside `static_bytes`, by kind: weights that ZeRO 3 gathers, gradients that
-    ZeRO 2 reduces, activations of training, keys and values of generation. Empty if the call does not run there."""
+    """Bytes that a call needs on a rank beside `static_bytes`, by kind: what ZeRO 3 gathers, gradients that ZeRO 2
+    reduces, activations of training, keys and values of generation. Empty if the call does not run there."""
     workload, layout = program.workload, program.placement.layouts[call.name]
     if rank not in layout.ranks or workload.models[call.model] is None:
         return {}
-    kept = weights_layout(call, rank, workload, program.placement)
-    of_zero = _zero_bytes(workload, call.model, kept, layout.shard(rank), trains=call.kind == "train")
-    taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}
     if call.kind == "train":
-        taken["activations"] = activation_bytes(workload, call, layout, rank)
-    elif call.kind == "generate":
+        of_zero = _zero_bytes(workload, call.model, layout, layout.shard(rank), trains=True)
+        taken = {kind: of_zero[kind] for kind in WORKING if kind in of_zero}
+        return taken | {"activations": activation_bytes(workload, call, layout, rank)}
+    kept = weights_layout(call, rank, workload, program.placement)
+    spread = kept.zero == 3 and kept.dp > 1
+    taken = {"gathered": gathered_bytes(workload, call, layout, rank) if spread else 0}
+    if call.kind == "generate":
         taken["KV cache"] = cache_bytes(workload, call, layout, rank)
     return taken
+
+
+def gathered_bytes(workload: Workload, call: Call, layout: Layout, rank: int) -> int:
+    """The most bytes that a rank gathers at a time for a call that does not train, with weights that ZeRO 3 shards:
+    for generation all of its shard. Inference runs each layer on all rows before the next one
+    (model/sequences.forward_by_layer), so it holds one layer, what is no layer (embedding, final norm, head), and the
+    hidden states of all rows between two layers."""
+    shape, shard, c = workload.models[call.model], layout.shard(rank), workload.param_bytes
+    params = num_params(shape, shard)
+    if call.kind == "generate":
+        return c * params
+    besides = num_params(replace(shape, num_layers=0), shard)
+    rows = len(layout.columns(rank, workload.mini_batch)) * workload.num_mini_batches
+    tokens = rows * (workload.max_prompt + workload.max_response) * call.num_sequences
+    states = tokens * shape.hidden_size // layout.tp
+    return c * (besides + (params - besides) // shape.num_layers + states)
 
 
 def loaded_bytes(program: Program, call: Call, rank: int) -> int:

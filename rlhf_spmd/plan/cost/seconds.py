@@ -117,12 +117,19 @@ class Cost:
             return (2 + layout.recompute) * num_layers * layer_s + 2 * head_s
         return num_layers * layer_s + head_s
 
-    def gather_s(self, model: str, layout: Layout, rank: int) -> float:
-        """Seconds in which ZeRO 3 gathers a rank's shard of weights that are spread over the dp of a layout."""
-        if layout.zero < 3:
+    def gather_s(self, call: Call, layout: Layout, rank: int) -> float:
+        """Seconds in which ZeRO 3 gathers weights for a call, or for a pass of training; 0 below stage 3."""
+        return self.spread_s(call, layout, rank) if layout.zero == 3 else 0.0
+
+    def spread_s(self, call: Call, layout: Layout, rank: int) -> float:
+        """Seconds in which a rank gathers its shard of weights that are spread over the dp of a layout: for inference
+        each layer by itself, and what is no layer."""
+        if layout.dp == 1:
             return 0.0
-        whole_bytes = self.workload.param_bytes * num_params(self.workload.models[model], layout.shard(rank))
-        return all_gather_s(self.link(layout.data_ranks(rank)), layout.dp, whole_bytes)
+        shape, link = self.workload.models[call.model], self.link(layout.data_ranks(rank))
+        whole_s = all_gather_s(link, layout.dp, self.workload.param_bytes * num_params(shape, layout.shard(rank)))
+        parts = shape.num_layers + 1 if call.kind == "infer" else 1
+        return whole_s + (parts - 1) * (layout.dp - 1) * link.latency_s
 
     def update_s(self, model: str, layout: Layout, rank: int) -> float:
         """Seconds of summing gradients over dp (from ZeRO 2 on each rank gets only its part), of the optimizer step,

@@ -7,12 +7,13 @@ from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.memory import (
     activation_bytes,
     cache_bytes,
+    gathered_bytes,
     num_params,
     reduce_numel,
     sequence_bytes,
     zero_bytes,
 )
-from rlhf_spmd.plan.cost.seconds import Cost, all_gather_s
+from rlhf_spmd.plan.cost.seconds import Cost
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.placement import DECODE_MINI_BATCHES
 from rlhf_spmd.plan.program.pipeline import pass_bytes
@@ -34,8 +35,8 @@ class Candidate:
 
     layout: on some mesh of the same kind; ranks: its own; first, stop: places of its mesh (meshes.Mesh). piece_s:
     seconds of one mini-batch while streaming. gather_s: seconds to gather the weights, if training spreads them by
-    ZeRO 3. whole_bytes: weights of one shard. static_bytes: of training, or of a copy of the weights; the others are
-    the kinds of memory.working_bytes.
+    ZeRO 3; spread_bytes: what then is gathered at a time. whole_bytes: weights of one shard. static_bytes: of training,
+    or of a copy of the weights; the others are the kinds of memory.working_bytes.
     """
 
     layout: Layout
@@ -46,6 +47,7 @@ class Candidate:
     piece_s: float
     gather_s: float = 0.0
     whole_bytes: int = 0
+    spread_bytes: int = 0
     static_bytes: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
@@ -121,7 +123,7 @@ class CallCosts:
         shape, c = workload.models[call.model], workload.param_bytes
         shards = [Shard(stage, layout.pp, layout.tp - 1, layout.tp) for stage in _ends(layout)]  # the largest slices
         params = max(num_params(shape, shard) for shard in shards)
-        gather_s = all_gather_s(cost.link(layout.data_ranks(layout.ranks[0])), layout.dp, c * params)
+        gather_s = cost.spread_s(call, layout, layout.rank_at(0, 0, layout.tp - 1))
         options = {"gather_s": gather_s, "whole_bytes": c * params}
         trains = call.kind == "train"
         numel = max(reduce_numel(shape, shard) for shard in shards) if trains else 0
@@ -132,7 +134,12 @@ class CallCosts:
             options["activation_bytes"] = self._activation_bytes(call, layout)
         else:
             options["static_bytes"] = 0 if layout.offload else taken["weights"]
-        options["gathered_bytes"] = c * params if layout.offload else taken["gathered"]
+        if trains:
+            options["gathered_bytes"] = taken["gathered"]
+        elif layout.pp == 1:  # ZeRO 3 has no stages
+            options["spread_bytes"] = gathered_bytes(workload, call, layout, layout.rank_at(0, 0, layout.tp - 1))
+        if not trains and (layout.offload or (layout.zero == 3 and layout.dp > 1)):
+            options["gathered_bytes"] = c * params if layout.offload else options["spread_bytes"]
         if call.kind == "generate":
             last = [layout.rank_at(layout.dp - 1, stage, layout.tp - 1) for stage in _ends(layout)]
             options["cache_bytes"] = max(cache_bytes(workload, call, layout, rank) for rank in last)
@@ -189,7 +196,7 @@ class CallCosts:
 
     def _infer_s(self, call: Call, layout: Layout, mesh: Mesh) -> tuple[float, float]:
         num, first = self.workload.num_mini_batches, layout.ranks[0]
-        gather_s = self.cost.gather_s(call.model, layout, first)
+        gather_s = self.cost.gather_s(call, layout, first)
         load_s = self.cost.load_s(call.model, layout, first) if layout.offload else 0.0
         whole_s, piece_s = (gather_s + self._passes_s(call, layout, mesh, number)[0] for number in (num, 1))
         return load_s + whole_s, load_s / num + piece_s
@@ -199,7 +206,7 @@ class CallCosts:
         key = "update", call.name, mesh.kind, layout.pp, layout.tp, layout.zero
         if key not in self.known:
             ranks = [layout.rank_at(0, stage, layout.tp - 1) for stage in _ends(layout)]
-            gather_s = self.cost.gather_s(call.model, layout, ranks[0])
+            gather_s = self.cost.gather_s(call, layout, ranks[0])
             self.known[key] = gather_s, max(self.cost.update_s(call.model, layout, rank) for rank in ranks)
         gather_s, update_s = self.known[key]
         step_s = passes_s + 2 * number * gather_s + update_s * self._slowdown(mesh)
@@ -212,7 +219,7 @@ class CallCosts:
         rows = [workload.lengths(number * workload.mini_batch + column) for number in range(num) for column in columns]
         slow = self._slowdown(mesh)
         few = min(workload.max_sequences, DECODE_MINI_BATCHES * len(columns))
-        gather_s = self.cost.gather_s(call.model, layout, last)
+        gather_s = self.cost.gather_s(call, layout, last)
         whole_s, pieces_s = (
             gather_s + slow * max(self.cost.generate_s(call, layout, last, rows, places))
             for places in (workload.max_sequences, few)

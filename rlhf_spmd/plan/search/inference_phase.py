@@ -127,7 +127,7 @@ class LastPhase:
             shares = training is not None and model.pair(one, training)[0]
             spread = shares and training.layout.zero == 3
             static = 0 if shares or one.copy in copies else one.static_bytes
-            gathered = (one.whole_bytes if spread else 0) if shares else one.gathered_bytes
+            gathered = (one.spread_bytes if spread else 0) if shares else one.gathered_bytes
             rows.append((one.seconds + one.gather_s * spread, one.first, one.stop, static, gathered))
         columns = np.array(rows, dtype=float).T
         return _Options(tuple(self.candidates[place]), columns[0], columns[1:])

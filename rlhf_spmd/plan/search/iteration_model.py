@@ -268,7 +268,7 @@ class CallModel:
                     continue
                 cache = max(cache, one.cache_bytes)
                 if shares and trains_here:
-                    gathered = max(gathered, one.whole_bytes if training.layout.zero == 3 else 0)
+                    gathered = max(gathered, one.spread_bytes if training.layout.zero == 3 else 0)
                     continue
                 gathered = max(gathered, one.gathered_bytes)
                 if one.copy not in copies:

@@ -153,18 +153,25 @@ class DeepSpeedEngine:
                 p.grad = None  # stage 2 leaves one of them
             return float(self.engine.get_global_grad_norm())
 
+    @property
+    def shards_weights(self) -> bool:
+        """See `TrainEngine.shards_weights`."""
+        return self._zero == 3
+
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
         """See `TrainEngine.gathered`."""
         if self._zero < 3:
             yield
             return
-        whole = self._deepspeed.zero.GatheredParameters(list(self.model.parameters()))
+        within = [m for module in modules or [self.model] for m in module.modules()]
+        weights = dict.fromkeys(p for m in within for p in m.parameters(recurse=False))  # a tied one once
+        whole = self._deepspeed.zero.GatheredParameters(list(weights))
         with self._as_world():
             whole.__enter__()
         # A module's hooks would shard its weights again after its forward. They are disabled rather than removed,
         # because re-registering makes DeepSpeed lose the order in which it prefetches weights.
-        hooks = [hook for m in self.model.modules() for hook in (m._forward_hooks, m._forward_pre_hooks)]
+        hooks = [hook for m in within for hook in (m._forward_hooks, m._forward_pre_hooks)]
         aside = [dict(hook) for hook in hooks]
         try:
             for hook in hooks:

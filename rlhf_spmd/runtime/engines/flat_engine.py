@@ -213,7 +213,9 @@ class FlatEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def gathered(self) -> AbstractContextManager[None]:
+    shards_weights = False
+
+    def gathered(self, modules: Sequence[nn.Module] | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def held(self) -> dict[str, Tensor]:

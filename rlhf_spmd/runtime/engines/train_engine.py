@@ -33,10 +33,15 @@ class TrainEngine(Protocol):
         group, so it may communicate only with an explicit group.
         """
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside, `model` holds its full weights and may run any number of forwards, different on each rank.
+    @property
+    def shards_weights(self) -> bool:
+        """Whether forwards need `gathered`."""
 
-        At stage 3 it is collective and takes the memory of the whole model; else it does nothing. Not for training.
+    def gathered(self, modules: Sequence[nn.Module] | None = None) -> AbstractContextManager[None]:
+        """Inside, these modules (None: all of `model`) have their full weights and may run any number of forwards,
+        different on each rank.
+
+        At stage 3 it is collective and takes the memory of these weights; else it does nothing. Not for training.
         """
 
     def held(self) -> dict[str, Tensor]:

@@ -1,51 +1,75 @@
 """Frozen models whose weights are not on this rank's device between calls: sharded over ranks, or in host memory.
 
 ZeRO 3 (arXiv 1910.02054, section 5.3): each rank of a group holds a part of the weights, which are gathered while a
-call uses them. Without an optimizer, one flat part per rank and one all-gather per call suffice. DeepSpeed would gather
-layer by layer in every forward, and so require the same number of forwards on every rank.
+call uses them: all of them for generation, one layer after another for inference (forward_by_layer). Without an
+optimizer, a flat part of each layer per rank and one all-gather of each per call suffice. DeepSpeed would gather in
+every forward, and so require the same number of forwards on every rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rlhf_spmd.model.transformer import Transformer
 
 
 class ShardedCopy:
-    """A frozen model whose weights are sharded in equal parts over a group."""
+    """A frozen model whose weights are sharded in equal parts over a group, each layer by itself, and the rest."""
 
     def __init__(self, model: Transformer, *, group: dist.ProcessGroup):
         """model: with all its weights, the same on every rank; from now on it is empty outside `gathered`."""
-        self.model, self._group = model, group
-        self._weights = list(model.parameters())  # a tied weight occurs once
-        self._shapes = [p.shape for p in self._weights]
-        flat = torch.cat([p.detach().reshape(-1) for p in self._weights])
+        self.model = model
+        layers = [list(layer.parameters()) for layer in model.layers.values()]
+        rest = [p for module in model.besides_layers() for p in module.parameters()]
+        units = [_Unit(weights, group) for weights in [rest, *layers]]
+        self._units = {id(p): unit for unit in units for p in unit.weights}
+
+    def shards(self) -> list[torch.Tensor]:
+        """What this rank holds of each unit."""
+        return [unit.shard for unit in dict.fromkeys(self._units.values())]
+
+    @contextmanager
+    def gathered(self, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
+        """Inside, these modules (None: all of `model`) have their weights and may run any number of forwards, different
+        on each rank. modules: one layer, or all that are no layers. Collective."""
+        weights = (p for module in modules or [self.model] for p in module.parameters())
+        units = dict.fromkeys(self._units[id(p)] for p in weights)
+        for unit in units:
+            unit.gather()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.release()
+
+
+class _Unit:
+    """Some weights of a model as one flat tensor, of which each rank of a group holds a part."""
+
+    def __init__(self, weights: list[nn.Parameter], group: dist.ProcessGroup):
+        self.weights, self._group = weights, group  # a tied weight occurs once
+        self._shapes = [p.shape for p in weights]
+        flat = torch.cat([p.detach().reshape(-1) for p in weights])
         part = -(-len(flat) // group.size())
         self.shard = flat.new_zeros(part)  # the last shards may end in padding
         mine = flat[group.rank() * part : (group.rank() + 1) * part]
         self.shard[: len(mine)] = mine
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
-        for p in self._weights:
-            p.data = p.data.new_empty(0)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Inside, `model` has its weights and may run any number of forwards, different on each rank. Collective."""
+    def gather(self) -> None:
         flat = self.shard.new_empty(len(self.shard) * self._group.size())
         dist.all_gather_into_tensor(flat, self.shard, group=self._group)
         sizes = [shape.numel() for shape in self._shapes]
         pieces = flat[: sum(sizes)].split(sizes)
-        for p, piece, shape in zip(self._weights, pieces, self._shapes, strict=True):
+        for p, piece, shape in zip(self.weights, pieces, self._shapes, strict=True):
             p.data = piece.view(shape)
-        try:
-            yield
-        finally:
-            self._release()
+
+    def release(self) -> None:
+        for p in self.weights:
+            p.data = p.data.new_empty(0)
 
 
 class OffloadedCopy:

@@ -160,13 +160,23 @@ class RankModels:
     def weights(self, call: Call) -> Iterator[Transformer]:
         """The model on which a call runs forwards, without gradients; collective if ZeRO 3 shards it."""
         key = self.key(call)
-        if key is None:
-            holder, model = self.engines[call.model], self.engines[call.model].model
-        else:
-            holder, model = self.sharded.get(key) or self.offloaded.get(key), self.copies[key]
+        holder = self.engines[call.model] if key is None else self.sharded.get(key) or self.offloaded.get(key)
         whole = nullcontext() if holder is None else holder.gathered()
         with torch.no_grad(), whole:
-            yield model
+            yield self.model(call)
+
+    def model(self, call: Call) -> Transformer:
+        """The model of a call, whose weights may be elsewhere."""
+        key = self.key(call)
+        return self.engines[call.model].model if key is None else self.copies[key]
+
+    def sharded_by_zero(self, call: Call) -> ShardedCopy | TrainEngine | None:
+        """What gathers the weights of a call if ZeRO 3 shards them; None if it does not."""
+        key = self.key(call)
+        if key is not None:
+            return self.sharded.get(key)
+        engine = self.engines[call.model]
+        return engine if engine.shards_weights else None
 
     def offloaded_copies(self, name: str) -> list[OffloadedCopy]:
         """The copies of a model whose weights are kept in host memory."""

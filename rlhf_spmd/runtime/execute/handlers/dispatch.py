@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import READOUTS
 from rlhf_spmd.plan.workflow import Call
@@ -39,11 +38,7 @@ class Calls:
         elif context.workload.models[call.model] is None:
             infer.keep_scores(context, call, data, context.place(step), None)
         else:
-            with context.models.weights(call) as model:
-                passes = self._inference(call, step, data, model)
-                for index in range(passes.num_micro_batches):
-                    passes.forward(index, None)
-                passes.close()
+            self._inference(call, step, data).run(context, call)
 
     def passes(self, step: Run, data: Iteration, state: RunState) -> Passes | None:
         """The passes of a Run with stages; None if there is nothing to do."""
@@ -52,11 +47,11 @@ class Calls:
         if call.kind == "train":
             begun = train.begin(context, self.training, call, step, data, state)
             return None if begun is None else train.passes(context, self.training, begun, data)
-        with context.models.weights(call) as model:  # without ZeRO 3, which has no stages, they stay
-            return self._inference(call, step, data, model)
+        return self._inference(call, step, data).passes()
 
-    def _inference(self, call: Call, step: Run, data: Iteration, model: Transformer) -> Passes:
+    def _inference(self, call: Call, step: Run, data: Iteration) -> infer.Forwards:
         """Forwards that make a readout, or measure a loss."""
+        model = self.context.models.model(call)
         if call.function in READOUTS:
             return infer.inference(self.context, call, step, data, model)
         return infer.measurement(self.context, self.training, call, step, data, model)

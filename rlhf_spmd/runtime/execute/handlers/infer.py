@@ -2,15 +2,15 @@
 
 # B sequences, P prompt tokens, G response tokens
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.config import function_labels
-from rlhf_spmd.model.sequences import Sequences, forward, lengths_of, sequence_scores
+from rlhf_spmd.model.sequences import Sequences, forward, forward_by_layer, lengths_of, sequence_scores
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import cut, group_name
 from rlhf_spmd.plan.program.instructions import Run
@@ -23,8 +23,49 @@ from rlhf_spmd.runtime.execute.optimizer_step import Training, read_output, row_
 from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 
 
-def inference(context: CallContext, call: Call, step: Run, data: Iteration, model: Transformer) -> Passes:
-    """Forwards of the micro-batches of a Run; `close` stores the results of the last stage."""
+@dataclass(frozen=True, slots=True)
+class Forwards:
+    """The micro-batches of one Run on one rank. read: takes the output of one on the last stage; close: called after
+    the last one."""
+
+    model: Transformer
+    batches: Sequence[Sequences]
+    read: Callable[[int, Tensor], None]
+    close: Callable[[], None]
+
+    def passes(self) -> Passes:
+        """As the passes of a stage."""
+
+        @torch.no_grad()
+        def one_pass(index: int, received_nD: Tensor | None) -> Tensor | None:
+            output_nD = forward(self.model, self.batches[index], received_nD)
+            return self.read(index, output_nD) if self.model.parallel.is_last else output_nD
+
+        return Passes(
+            self.model, len(self.batches), lambda index: len(self.batches[index].tokens_N), one_pass, self.close
+        )
+
+    @torch.no_grad()
+    def run(self, context: CallContext, call: Call) -> None:
+        """All of them, in a layout without stages."""
+        for index, output_nD in enumerate(outputs(context, call, self.batches)):
+            self.read(index, output_nD)
+        self.close()
+
+
+def outputs(context: CallContext, call: Call, batches: Sequence[Sequences]) -> Iterator[Tensor]:
+    """The outputs of a call's model, which has no stages; collective if ZeRO 3 shards it."""
+    sharded = context.models.sharded_by_zero(call)
+    if sharded is not None:
+        yield from forward_by_layer(sharded.model, batches, sharded.gathered)
+        return
+    with context.models.weights(call) as model:
+        for batch in batches:
+            yield forward(model, batch)
+
+
+def inference(context: CallContext, call: Call, step: Run, data: Iteration, model: Transformer) -> Forwards:
+    """Forwards that make a readout; `close` stores the results of the last stage."""
     place, layout = context.place(step), context.layout(call)
     prompts, responses = (context.held(data, key, place) for key in call.tokens)
     last = model.parallel.is_last
@@ -41,14 +82,9 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
     batches = [join(prompts[part], responses[part]) for part in parts]
     results: list[Tensor] = []
 
-    @torch.no_grad()
-    def one_pass(index: int, received_nD: Tensor | None) -> Tensor | None:
-        output_nD = forward(model, batches[index], received_nD)
-        if not last:
-            return output_nD
+    def read(index: int, output_nD: Tensor) -> None:
         sets = None if kept is None else kept[parts[index]]
         results.append(read_output(call.function, model, batches[index], output_nD, sets, context.sampling))
-        return None
 
     def close() -> None:
         whole = torch.cat(results).float() if results else None
@@ -59,13 +95,13 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
             if whole is not None:
                 values_MC[used_MC] = whole.to(values_MC.dtype)
 
-    return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, close)
+    return Forwards(model, batches, read, close)
 
 
 def measurement(
     context: CallContext, training: Training, call: Call, step: Run, data: Iteration, model: Transformer
-) -> Passes:
-    """Forwards of the micro-batches of a Run that only logs a loss (plan/program/evaluation.py)."""
+) -> Forwards:
+    """Forwards that only log a loss (plan/program/evaluation.py)."""
     place, layout = context.place(step), context.layout(call)
     keys = context.program.reads(step, context.world.rank)
     rows = {key: context.held(data, key, place).flatten(0, 1) for key in keys}
@@ -76,18 +112,13 @@ def measurement(
     batches = [sequences_of(call, part) for part in parts]
     numbers = context.config.algorithm.numbers(context.config.options, None)
 
-    @torch.no_grad()
-    def one_pass(index: int, received_nD: Tensor | None) -> Tensor | None:
-        output_nD = forward(model, batches[index], received_nD)
-        if not model.parallel.is_last:
-            return output_nD
+    def read(index: int, output_nD: Tensor) -> None:
         for name, (total, weight) in training.measure(
             call, model, batches[index], output_nD, parts[index], numbers
         ).items():
             context.meter(call, data).log(name, total, weight, context.config.algorithm.over(name))
-        return None
 
-    return Passes(model, len(batches), lambda index: len(batches[index].tokens_N), one_pass, lambda: None)
+    return Forwards(model, batches, read, lambda: None)
 
 
 def judges(context: CallContext, call: Call) -> bool:
@@ -146,11 +177,24 @@ def scores(
     ranks of a stage before the last one. index_B: of the prompts in the data set."""
     of_model_B = None
     if context.workload.models[call.model] is not None:
-        with torch.no_grad(), context.models.weights(call) as model:
-            if len(prompts_BP):
-                batch = context.scorer.batch(prompts_BP, responses_BG)
-                output = model.through_stages(batch.tokens_N, batch.context(model.parallel.shard.tp))
-                of_model_B = sequence_scores(model, batch, output) if model.parallel.is_last else None
-            if not model.parallel.is_last:
-                return None
+        batches = [context.scorer.batch(prompts_BP, responses_BG)] if len(prompts_BP) else []
+        with torch.no_grad():
+            of_model_B, is_last = _scores_of_model(context, call, batches)
+        if not is_last:
+            return None
     return add_functions(context, call, prompts_BP, responses_BG, index_B, of_model_B)
+
+
+def _scores_of_model(context: CallContext, call: Call, batches: Sequence[Sequences]) -> tuple[Tensor | None, bool]:
+    """The scores of at most one batch, on the last stage; and whether this rank is there."""
+    if context.layout(call).pp == 1:
+        model = context.models.model(call)
+        made = enumerate(outputs(context, call, batches))  # also without a batch, since ZeRO 3 gathers weights
+        found = [sequence_scores(model, batches[index], output) for index, output in made]
+        return (found[0] if found else None), True
+    with context.models.weights(call) as model:  # ZeRO 3 has no stages
+        for batch in batches:
+            output = model.through_stages(batch.tokens_N, batch.context(model.parallel.shard.tp))
+            if model.parallel.is_last:
+                return sequence_scores(model, batch, output), True
+        return None, model.parallel.is_last
