@@ -13,7 +13,7 @@ from tests.slurm.cluster import wait_until
 from tests.slurm.site import LIMIT_S
 
 STAGES = {"sft": "actor", "reward": "reward", "ppo": "actor"}  # stage -> its model
-NUM_ITERATIONS = 40
+ITERATIONS = {"sft": 40, "reward": 40, "ppo": 12}
 NODES = ("--nodes=2", "--ntasks-per-node=1", "--exclusive")
 SIZES = ("data.max_prompt=8", "generation.max_new_tokens=16", "rollout_batch=128", "mini_batch=16", "num_samples=0")
 
@@ -31,9 +31,10 @@ def chain(site):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def submit(name: str, data=folder / "rows.jsonl"):
-        words = (f"data.prompts={data}", f"iterations={NUM_ITERATIONS}", *SIZES)
-        stages = (":", "--model", str(folder / "base"), *words, ":", *words, ":", *words)
-        said = site.run("stages.sh", name, f"--output={site.folder}/%j.log", *NODES, *stages)
+        words = ["--model", str(folder / "base")]
+        for number in ITERATIONS.values():
+            words += [f"data.prompts={data}", f"iterations={number}", *SIZES, ":"]
+        said = site.run("stages.sh", name, f"--output={site.folder}/%j.log", *NODES, ":", *words[:-1])
         return {stage: int(job) for stage, job in re.findall(rf"^{name}-(\w+): job (\d+)(?! is)", said, re.M)}, said
 
     return submit
@@ -73,7 +74,7 @@ def test_a_chain_survives_a_preemption_of_each_job(site, chain, undisturbed):
         assert not again and f"{run}: job {job} is in the queue" in said
         preempt(site)
         wait_until(lambda job=job: site.cluster.job(job)["Restarts"] == "1", LIMIT_S, f"job {job} is requeued")
-        assert 2 <= len(site.metrics(run)) < NUM_ITERATIONS and site.checkpoints(run)
+        assert 2 <= len(site.metrics(run)) < ITERATIONS[stage] and site.checkpoints(run)
         after = [other for other in jobs.values() if other > job]  # which wait on: a requeued job has not ended
         assert [site.cluster.job(other)["JobState"] for other in after] == ["PENDING"] * len(after)
         site.soon(job)

@@ -1,6 +1,7 @@
 """Forecasts of the stages that generate nothing: rows against what they are made of, and the part of a suite."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,13 +32,13 @@ def rows_of(algorithm: str, *strategies: str, preset: str = "llama-7b", layout: 
 
 @pytest.mark.parametrize("algorithm", STAGES)
 def test_a_step_takes_what_its_products_take(algorithm):
-    """Six operations for each weight and token, two more for those of the reference; attention and heads on top."""
+    """Six operations for each weight and token, two more for those of the reference; attention on top."""
     (row,) = rows_of(algorithm, ZERO3)
     devices, params = 8, SHAPES["llama-7b"].num_params
     tokens = 128 * sum(STAGES[algorithm]) * (1 if algorithm == "sft" else 2)  # of a step
     flops = (6 + 2 * (algorithm == "dpo")) * params * tokens
     rate = load_calibration("a100-80g").devices["a100-80g"].matrix_flops
-    assert 1.0 < row["without_messages_s"] / 4 / (flops / devices / rate) < 1.15
+    assert 0.95 < row["without_messages_s"] / 4 / (flops / devices / rate) < 1.15
     assert row["step_s"] == pytest.approx(row["iteration_s"] / 4)
     assert row["tokens_per_s_device"] == pytest.approx(tokens / row["step_s"] / devices)
     assert row["options"]["zero"] == 3 and not row["options"]["recompute"] and row["strategy"] == ZERO3
@@ -48,22 +49,23 @@ def test_a_step_takes_what_its_products_take(algorithm):
         == {
             "sft": {"actor_train"},
             "reward_model": {"reward_train"},
-            "dpo": {"reference_infer", "reference_infer_ref_rejected_logprobs", "actor_train"},
+            "dpo": {"reference_infer", "reference_infer_logprobs", "actor_train"},
         }[algorithm]
     )
 
 
-def test_one_row_has_more_to_gather_over_a_network():
-    (one,), (eight,) = (rows_of("sft", ZERO3, layout=layout) for layout in ("1x8", "8x8"))
-    assert (limit_of(one), limit_of(eight)) == ("compute", "network")
-    assert eight["tokens_per_s_device"] < one["tokens_per_s_device"]
+def test_gathers_over_a_slow_network_limit_zero3():
+    cases = [case for case in CASES if (case.algorithm, case.preset, case.called) == ("sft", "llama-7b", ZERO3)]
+    one, *_, eight = run_suite([replace(case, calibration="a100-80g+200g-per-node") for case in cases])
+    assert [(row["layout"], limit_of(row)) for row in (one, eight)] == [("1x8", "compute"), ("8x8", "network")]
+    assert eight["tokens_per_s_device"] < one["tokens_per_s_device"] / 2
 
 
 def test_the_plan_beside_zero3():
     rows = rows_of("dpo", ZERO3, "planner")
     (place,) = by_stage(rows)
     assert place["factor"] == rows[0]["iteration_s"] / rows[1]["iteration_s"] >= 1
-    assert place["least_factor"] == pytest.approx(overlapped_s(rows[0]) / rows[1]["iteration_s"]) < place["factor"]
+    assert place["least_factor"] == overlapped_s(rows[0]) / rows[1]["iteration_s"] < place["factor"]
     assert f"{rows[1]['step_s']:.2f}" in text_table("stages", rows)
     rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
     assert suites.ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo, llama-7b 1x8: 0.502 against 1"]
