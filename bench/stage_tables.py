@@ -12,11 +12,12 @@ def overlapped_s(row: Mapping) -> float:
 
 
 def by_stage(rows: Sequence[Mapping]) -> list[dict]:
-    """A row for each algorithm, model and layout: the rows of its strategies by name, and how many times faster the
-    planner's plan is than ZeRO 3, as forecast and as if ZeRO 3 hid all its messages; None where either does not fit."""
+    """A row for each algorithm, model, layout and network: the rows of its strategies by name, and how many times
+    faster the planner's plan is than ZeRO 3, as forecast and as if ZeRO 3 hid all its messages; None where either does
+    not fit."""
     places: dict[tuple, dict] = {}
     for row in rows:
-        place = {name: row[name] for name in ("algorithm", "preset", "layout")}
+        place = {name: row[name] for name in ("algorithm", "preset", "layout", "calibration")}
         places.setdefault(tuple(place.values()), place | {"rows": {}})["rows"][row["strategy"]] = row
     for found in places.values():
         plan_s, zero3 = found["rows"]["planner"]["iteration_s"], found["rows"][ZERO3]
@@ -39,17 +40,22 @@ def _gib(row: Mapping) -> str:
 
 
 def _plan(row: Mapping) -> str:
-    """The layouts of a plan."""
+    """The layouts of a plan; training is on all ranks, if nothing else is said."""
+    if row["iteration_s"] is None:
+        return "does not fit"
+    nodes, devices = map(int, row["layout"].split("x"))
+    everyone = f" on 0-{nodes * devices - 1}"
     calls = {call: text for call, text in row["options"].items() if call not in ("plan", "stream")}
-    train = next((text for call, text in calls.items() if "train" in call), row["why_not"])
-    others = dict.fromkeys(text for call, text in calls.items() if "train" not in call)
-    return train + (f"; reference {', '.join(others)}" if others else "")
+    train = next(text for call, text in calls.items() if "train" in call).removesuffix(everyone)
+    others = dict.fromkeys(text.removesuffix(everyone) for call, text in calls.items() if "train" not in call)
+    return train + (f"; reference {' and '.join(others)}" if others else "")
 
 
 PLACE: Columns = {
     "algorithm": lambda row: f"`{row['algorithm']}`",
     "model": lambda row: row["preset"],
     "layout": lambda row: row["layout"],
+    "network": lambda row: "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2],
 }
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
     "stages": (
@@ -68,7 +74,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "tokens/s and GPU": lambda row: _number(row["rows"]["planner"].get("tokens_per_s_device"), 0),
             "GiB": lambda row: _gib(row["rows"]["planner"]),
             "over ZeRO 3": lambda row: _number(row["factor"], 2),
-            "over ZeRO 3 if it hid all messages": lambda row: _number(row["least_factor"], 2),
+            "over ZeRO 3 that hides its messages": lambda row: _number(row["least_factor"], 2),
             "plan": lambda row: _plan(row["rows"]["planner"]),
         },
     ),
