@@ -1,11 +1,13 @@
 """Forecasts of the stages that generate nothing: rows against what they are made of, and the part of a suite."""
 
 import json
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 
 from bench.forecast import suites
+from bench.forecast.measure_cpu import program_of
 from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, others, run_suite
 from bench.forecast.stages import STAGES
@@ -14,6 +16,7 @@ from bench.rows import RESULTS
 from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import text_table
 from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.workload import SHAPES
 
 CASES = SUITES["stages"].cases
@@ -69,7 +72,7 @@ def test_the_plan_beside_zero3():
     assert f"{rows[1]['step_s']:.2f}" in text_table("stages", rows)
     rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
     assert suites.ahead_of_zero3(rows)["planner_ahead_of_zero3"] == [
-        "dpo, llama-7b 1x8 a100-80g+200g-per-gpu: 0.5 against 0.995"
+        "dpo llama-7b 1x8 a100-80g+200g-per-gpu: 0.5 against 0.995"
     ]
     rows[0] |= {"iteration_s": None}
     (place,) = by_stage(rows)
@@ -99,3 +102,12 @@ def test_a_scan_of_one_stage_in_one_place(capsys):
     assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
     assert any("planner" in line and "dp" in line for line in lines)
     assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
+
+
+def test_measured_iterations_are_forecast_from_the_rows_of_a_file():
+    lengths = {"prompts": [3, 5], "responses": [2, 9, 4]}
+    program = program_of("dpo", ["data.prompts=rows.jsonl", "rollout_batch=64"], lengths, 4, "separation")
+    assert (program.cluster.num_devices, program.workload.rollout_batch) == (4, 64)
+    assert {program.workload.lengths(row) for row in range(64)} == set(product(*lengths.values()))
+    with pytest.raises(UserError, match="nothing to separate"):
+        program_of("sft", [], lengths, 4, "separation")
