@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 Columns = dict[str, Callable[[dict], str]]
+DEFAULT = "200g-per-gpu"  # the network of the calibration without another one
 ZERO3 = "zero3"  # as a strategy of rows: flattening with ZeRO 3, and otherwise its defaults
 
 
@@ -55,7 +56,7 @@ PLACE: Columns = {
     "algorithm": lambda row: f"`{row['algorithm']}`",
     "model": lambda row: row["preset"],
     "layout": lambda row: row["layout"],
-    "network": lambda row: "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2],
+    "network": lambda row: "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2] or DEFAULT,
 }
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
     "stages": (

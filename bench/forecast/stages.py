@@ -19,7 +19,7 @@ SEARCHED: dict[str, dict[str, Any]] = {  # strategy of rows -> options, beside t
     "flattening": {"micro_batch": MICRO_BATCHES},
     "reallocation": {"generation_tp": 1, "micro_batch": MICRO_BATCHES},
     "separation": {"generation_tp": (1, 2, 4, 8), "micro_batch": MICRO_BATCHES, "ratios": ((),)},
-    "planner": {"budget_s": 20.0, "keep": 8},
+    "planner": {},
 }
 WORDS = {"products": "compute", "messages": "network"}  # of limits()
 

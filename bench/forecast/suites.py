@@ -19,6 +19,7 @@ PRESETS = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")
 LAYOUTS = ("1x8", "2x8", "4x8", "8x8")
 INTERLEAVING = ("interleaving1", "interleaving2")
 DEVICE, OTHER_DEVICE = "a100-80g", "h100-80g"  # types, and the calibrations of these names
+SLOW = f"{DEVICE}+200g-per-node"
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 SHARES = ((), ("actor=1",))  # of the ranks that generate: models apart where there is room, or all of them everywhere
@@ -265,13 +266,8 @@ def tuned(presets: Sequence[str], layouts: Sequence[str], strategies: Sequence[s
     return tuple(Case(*names, options={}) for names in product(presets, layouts, strategies))
 
 
-def networks_of(layout: str) -> list[str]:
-    """The networks on which a layout is forecast: one node has none."""
-    return [*NETWORKS][: 1 if layout == "1x8" else None]
-
-
 def stages(algorithms: Iterable[str], presets: Sequence[str], layouts: Sequence[str]) -> tuple[Case, ...]:
-    """The stages that generate nothing, on all combinations."""
+    """The stages that generate nothing, on all combinations, and the first one of several nodes on a slow network."""
     return tuple(
         Case(
             preset,
@@ -279,12 +275,12 @@ def stages(algorithms: Iterable[str], presets: Sequence[str], layouts: Sequence[
             "flattening" if name == ZERO3 else name,
             SEARCHED[name],
             algorithm=algorithm,
-            calibration=f"{DEVICE}+{network}",
+            calibration=calibration,
             overrides=overrides_of(algorithm),
             called=name if name == ZERO3 else "",
         )
         for algorithm, preset, layout in product(algorithms, presets, layouts)
-        for network in networks_of(layout)
+        for calibration in ("", SLOW)[: 1 if algorithm != "sft" or layout == "1x8" else 2]
         for name in strategies_of(algorithm)
     )
 
@@ -376,7 +372,7 @@ SUITES = {
             Case(preset, layout, strategy, options, calibration=f"{DEVICE}+{network}")
             for preset, layouts in COMPARED.items()
             for layout in layouts
-            for network in networks_of(layout)
+            for network in (list(NETWORKS)[:1] if layout == "1x8" else NETWORKS)
             for strategy, options in COMPARED_OPTIONS.items()
         ),
         eleven_times,

@@ -13,7 +13,7 @@ from bench.forecast.scan import main, others, run_suite
 from bench.forecast.stages import STAGES
 from bench.forecast.suites import SUITES
 from bench.rows import RESULTS
-from bench.stage_tables import ZERO3, by_stage, limit_of, overlapped_s
+from bench.stage_tables import DEFAULT, ZERO3, by_stage, limit_of, overlapped_s
 from bench.tables import text_table
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.errors import UserError
@@ -64,6 +64,10 @@ def test_gathers_over_a_slow_network_limit_zero3():
     assert eight["tokens_per_s_device"] < one["tokens_per_s_device"] / 2
 
 
+def test_the_default_network_is_called_by_its_name():
+    assert load_calibration(f"a100-80g+{DEFAULT}").between == load_calibration("a100-80g").between
+
+
 def test_the_plan_beside_zero3():
     rows = rows_of("dpo", ZERO3, "planner")
     (place,) = by_stage(rows)
@@ -71,9 +75,7 @@ def test_the_plan_beside_zero3():
     assert place["least_factor"] == overlapped_s(rows[0]) / rows[1]["iteration_s"] < place["factor"]
     assert f"{rows[1]['step_s']:.2f}" in text_table("stages", rows)
     rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
-    assert suites.ahead_of_zero3(rows)["planner_ahead_of_zero3"] == [
-        "dpo llama-7b 1x8 a100-80g+200g-per-gpu: 0.5 against 0.995"
-    ]
+    assert suites.ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
     rows[0] |= {"iteration_s": None}
     (place,) = by_stage(rows)
     assert place["factor"] is place["least_factor"] is None
