@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bench import baseline_tables, trl_table
+from bench import baseline_tables, stage_tables, trl_table
 from bench.rows import STRATEGIES
 
 
@@ -174,8 +174,8 @@ SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["baselines"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
-SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS
-JOINED |= trl_table.JOINED | baseline_tables.JOINED
+SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | stage_tables.COLUMNS
+JOINED |= trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {

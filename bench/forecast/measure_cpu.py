@@ -4,10 +4,12 @@ The machine is calibrated once (`profile`, or a calibration that is given), and 
 Lengths of prompts and responses are what no planner can know: they are taken from one run of the first iterations,
 whose tokens are those of every case (numbers do not depend on the placement), and are the same for all. Measured is
 the median of five iterations after a warm-up. Run it on a machine with nothing else to do. Strategies that do not apply
-to an algorithm are left out.
+to an algorithm are left out. An algorithm that learns from given responses needs a file of rows, of which all lengths
+are known.
 
 Cost: six minutes on two cores for each algorithm.
-Command: python -m bench measure-cpu [--algorithm NAME] [--quick] [--calibration NAME|FILE.json]
+Command: python -m bench measure-cpu [--algorithm NAME] [--quick] [--calibration NAME|FILE.json] [KEY=VALUE ...]
+python -m bench measure-cpu --algorithm sft data.prompts=answers.jsonl
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import statistics
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,25 +48,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--calibration", default="cpu-2core", help="name or file (default: cpu-2core)")
     parser.add_argument("--algorithm", default="ppo", help="its rows are replaced (default: ppo)")
     parser.add_argument("--on-ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options of the runs, e.g. data.prompts=FILE")
     parsed = parser.parse_args(arguments)
+    words = [*WORDS, *parsed.overrides]
     if parsed.on_ranks:
-        write_lengths(parsed.on_ranks, parsed.algorithm)
+        write_lengths(parsed.on_ranks, parsed.algorithm, words)
         return 0
     calibration, rows = load_calibration(parsed.calibration), []
     print("ranks  strategy        forecast s  measured s  error", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = ["--algorithm", parsed.algorithm, "--on-ranks", str(folder / "lengths.json")]
-        on_ranks(1, ["measure-cpu", *told])
+        on_ranks(1, ["measure-cpu", *told, *parsed.overrides])
         lengths = json.loads((folder / "lengths.json").read_text())
         for size in SIZES[:1] if parsed.quick else SIZES:
             for strategy in STRATEGIES:
                 try:
-                    program = program_of(parsed.algorithm, lengths, size, strategy)
+                    program = program_of(parsed.algorithm, words, lengths, size, strategy)
                 except UserError as error:
                     print(f"{size:5}  {strategy:<14}  left out: {error}")
                     continue
-                rows.append(run_case(folder, calibration, program, parsed.algorithm, strategy))
+                rows.append(run_case(folder, calibration, program, parsed.algorithm, strategy, words))
                 show(rows[-1])
     if not parsed.quick:
         others = [row for row in read_rows(RESULTS / "measure_cpu.jsonl") if row["algorithm"] != parsed.algorithm]
@@ -73,22 +78,26 @@ def main(arguments: list[str]) -> int:
     return 0 if ok else 1
 
 
-def workload_of(algorithm: str, lengths: dict[str, list[int]]) -> Workload:
+def workload_of(algorithm: str, words: Sequence[str], lengths: dict[str, list[int]]) -> Workload:
     """The embedded model's iteration with measured lengths."""
-    workload = make_workload(presets.load("tiny", WORDS, algorithm=algorithm))
+    workload = make_workload(presets.load("tiny", words, algorithm=algorithm))
     return replace(workload, prompt_lengths=tuple(lengths["prompts"]), response_lengths=tuple(lengths["responses"]))
 
 
-def program_of(algorithm: str, lengths: dict[str, list[int]], size: int, strategy: str) -> Program:
+def program_of(
+    algorithm: str, words: Sequence[str], lengths: dict[str, list[int]], size: int, strategy: str
+) -> Program:
     """One iteration on this number of ranks. Raises UserError if the strategy does not apply."""
-    return load_strategy(strategy).compile(workload_of(algorithm, lengths), Cluster.parse(f"1x{size}"), {})
+    return load_strategy(strategy).compile(workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}"), {})
 
 
-def run_case(folder: Path, calibration: Calibration, program: Program, algorithm: str, strategy: str) -> dict:
+def run_case(
+    folder: Path, calibration: Calibration, program: Program, algorithm: str, strategy: str, words: Sequence[str]
+) -> dict:
     """The row of one strategy: the forecast of its program, and one run."""
     found, size = forecast(program, calibration), program.cluster.num_devices
     told = ["--runs", str(folder), "--algorithm", algorithm, "--strategy", strategy]
-    result, metrics = train(size, [*told, *WORDS])
+    result, metrics = train(size, [*told, *words])
     measured_s = statistics.median(row["iteration_s"] for row in metrics[1:])
     error = found.makespan_s / measured_s - 1
     return {
@@ -139,12 +148,14 @@ def show(row: dict) -> None:
         print(f"         {call:<20} {row['calls_forecast_s'].get(call, 0.0):7.3f}  {measured_s:10.3f}", flush=True)
 
 
-def write_lengths(file: Path, algorithm: str) -> None:
-    """Tokens of every prompt and response of the measured iterations, from one rank that runs them."""
+def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
+    """Tokens of every prompt and response of the measured iterations, from one rank that runs them; of given responses
+    those of the file."""
     from rlhf_spmd.plan.cluster import Node
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
+    from rlhf_spmd.runtime.run.forecast_report import given_counts
     from rlhf_spmd.runtime.run.job import make_iteration, prepare
     from rlhf_spmd.runtime.run.train import update
     from rlhf_spmd.runtime.world.world import World
@@ -152,13 +163,16 @@ def write_lengths(file: Path, algorithm: str) -> None:
     world = World.discover()
     world.use_device("cpu")
     try:
-        config = presets.load("tiny", WORDS, algorithm=algorithm)
+        config = presets.load("tiny", words, algorithm=algorithm)
         program = load_strategy("flattening").compile(make_workload(config), Cluster((Node(world.size),)), {})
         world.start_torch(program.groups, program.pairs)
         job = prepare(config, program, world)
         executor = Executor(program, world, job.models, job.calls, Tracer())
         state, lengths = RunState(config.algorithm.initial_state(config.options)), {"prompts": [], "responses": []}
-        for number in range(config.iterations):
+        generates = bool(program.workload.workflow.generate_calls)
+        if not generates:
+            lengths = dict(zip(lengths, given_counts(job.prompts), strict=True))
+        for number in range(config.iterations if generates else 0):
             answers = executor.iteration(make_iteration(job, number), state)
             update(state, config, answers)
             for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.baseline_tables import BASELINES
-from bench.forecast.suites import Case, grid_of, tuned
+from bench.forecast.stages import STAGES
+from bench.forecast.suites import Case, grid_of, stages, tuned
 from bench.rows import STRATEGIES
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.strategy import Strategy, load_strategy
@@ -22,6 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command line."""
     parser.add_argument("--preset", help="instead of those of the suite; of --measure: one that has weights")
     parser.add_argument("--layout", metavar="NxG", help="instead of those of the suite")
+    text = (
+        "instead of those of the suite; sft, reward_model and dpo: their part of the suite stages, whose rows are kept"
+    )
+    parser.add_argument("--algorithm", metavar="NAME|FILE.py", help=text)
     parser.add_argument(
         "--strategy", action="append", default=[], metavar="NAME|FILE.py", help="beside the shipped ones"
     )
@@ -30,36 +35,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
 
 
-def is_own(parsed: argparse.Namespace) -> bool:
-    """Whether the rows are not those of the suite."""
-    return bool(parsed.preset or parsed.layout or parsed.strategy or parsed.overrides)
+def is_own(cases: Sequence[Case], parsed: argparse.Namespace) -> bool:
+    """Whether the rows are not those of a suite, nor a part of them."""
+    other = parsed.algorithm and parsed.algorithm not in {case.algorithm for case in cases}
+    return bool(parsed.preset or parsed.layout or parsed.strategy or parsed.overrides or other)
 
 
 def own_cases(cases: Sequence[Case], parsed: argparse.Namespace) -> tuple[Case, ...]:
-    """The cases of a suite, on the preset and the layout that are given, and the strategies of --strategy beside them
-    in every place. Raises UserError for a strategy that does not exist, an option that it does not have, and a file
-    that cannot be written."""
+    """The cases of a suite, with the algorithm, on the preset and the layout that are given, and the strategies of
+    --strategy beside them in every place. Raises UserError for a strategy that does not exist, an option that it does
+    not have, and a file that cannot be written."""
     if parsed.csv and not parsed.csv.parent.is_dir():
         raise UserError(f"{parsed.csv} can't be written: there is no such folder; name another file")
+    if parsed.algorithm:
+        of_algorithm = [case for case in cases if case.algorithm == parsed.algorithm]
+        cases = of_algorithm or _with_algorithm(cases, parsed.algorithm)
     if parsed.preset or parsed.layout:
         presets, layouts = ([*dict.fromkeys(getattr(case, name) for case in cases)] for name in ("preset", "layout"))
         presets, layouts = [parsed.preset] if parsed.preset else presets, [parsed.layout] if parsed.layout else layouts
         kinds = (*STRATEGIES, *dict.fromkeys(case.strategy for case in cases if case.strategy in BASELINES))
         algorithms = dict.fromkeys(case.algorithm for case in cases)
-        found = [replace(case, algorithm=name) for name in algorithms for case in tuned(presets, layouts, kinds)]
+        given = [name for name in algorithms if name in STAGES]
+        found = [*stages(given, presets, layouts)]
+        for name in (name for name in algorithms if name not in STAGES):
+            found += [replace(case, algorithm=name) for case in tuned(presets, layouts, kinds)]
     else:
         found = list(cases)
     words = [word.removeprefix(OF_STRATEGY) for word in parsed.overrides if word.startswith(OF_STRATEGY)]
     if words and not parsed.strategy:
         raise UserError(f"{OF_STRATEGY}{words[0]}: the options of the shipped strategies are searched; give --strategy")
     options = dict(word.split("=", 1) for word in words)
-    places = dict.fromkeys((case.preset, case.layout, case.nodes, case.algorithm) for case in found)
+    places = dict.fromkeys((case.preset, case.layout, case.nodes, case.algorithm, case.overrides) for case in found)
     for name in parsed.strategy:
         typed = load_strategy(name).typed(options)
         found += [
-            Case(preset, layout, name, typed, nodes, algorithm=algorithm) for preset, layout, nodes, algorithm in places
+            Case(preset, layout, name, typed, nodes, algorithm=algorithm, overrides=overrides)
+            for preset, layout, nodes, algorithm, overrides in places
         ]
     return tuple(found)
+
+
+def _with_algorithm(cases: Sequence[Case], algorithm: str) -> list[Case]:
+    """The cases of the first algorithm of a suite, with another one."""
+    return [replace(case, algorithm=algorithm) for case in cases if case.algorithm == cases[0].algorithm]
 
 
 def own_grid(strategy: Strategy, num_devices: int) -> dict[str, tuple]:

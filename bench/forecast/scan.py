@@ -6,6 +6,7 @@ Each strategy has the best of its options (bench/forecast/tuning.py). --suite as
 a preset that has weights.
 
 Cost: the whole scan takes ten minutes on one core, --quick one. Command: python -m bench scan [--quick | --suite NAME]
+python -m bench scan --algorithm sft|reward_model|dpo
 python -m bench scan --strategy mine.py --preset llama-13b --layout 2x8 --csv mine.csv
 mpirun -n 4 python -m bench scan --measure --preset tiny
 """
@@ -21,12 +22,12 @@ from tqdm import tqdm
 
 from bench import plots
 from bench.baseline_tables import BASELINES
-from bench.forecast import suites
+from bench.forecast import stages, suites
 from bench.forecast.baselines import fastest_baseline
 from bench.forecast.own_ideas import add_arguments, is_own, own_cases, own_grid, workload_words, write_csv
 from bench.forecast.suites import SUITES, Case
 from bench.forecast.tuning import best_options
-from bench.rows import STRATEGIES, write
+from bench.rows import RESULTS, STRATEGIES, read_rows, write
 from bench.tables import text_table
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.cluster_calibration import with_reserve
@@ -153,7 +154,7 @@ def row_of(case: Case, found: Found, workload: Workload, calibration: Calibratio
         "algorithm": case.algorithm,
         "preset": case.preset,
         "layout": case.layout,
-        "strategy": case.strategy,
+        "strategy": case.called or case.strategy,
         "nodes": " + ".join(f"{case.nodes.count(device)} {device}" for device in dict.fromkeys(case.nodes)),
         "calibration": calibration.name,
         "options": dict(found.options),
@@ -172,6 +173,7 @@ def row_of(case: Case, found: Found, workload: Workload, calibration: Calibratio
     about |= {"samples_per_s": workload.num_sequences / seconds, "iteration_s": seconds}
     about |= {f"{phase}_s": value for phase, value in phase_s(found.seen).items()}
     about["device_s"] = device_s(found.seen)
+    about |= stages.about(found.seen, calibration) if case.algorithm in stages.STAGES else {}
     return about if case.strategy in BASELINES else about | exposed(found.program, found.seen, calibration)
 
 
@@ -257,13 +259,20 @@ def run_suite(cases: Sequence[Case], overrides: Sequence[str] = ()) -> list[dict
     with tqdm(cases, unit="case", leave=False) as bar:
         for case in bar:
             bar.set_description(f"{case.algorithm} {case.preset} {case.layout} {case.strategy}")
-            config = load(case.preset, overrides, algorithm=case.algorithm)
+            words = [*case.overrides, *overrides]
+            config = load(case.preset, words, algorithm=case.algorithm)
             workload, (cluster, calibration) = make_workload(config), machine(case)
             cluster = with_reserve(cluster, config.reserve, calibration)
             found = solve(case, workload, cluster, calibration)
             row = row_of(case, found, workload, calibration)
-            rows.append(row | ({"overrides": " ".join(overrides)} if overrides else {}))
+            rows.append(row | ({"overrides": " ".join(words)} if words else {}))
     return with_speed_up(rows)
+
+
+def others(file: str, rows: Sequence[Mapping]) -> list[dict]:
+    """The rows of a file of other algorithms than these rows."""
+    path, mine = RESULTS / f"{file}.jsonl", {row["algorithm"] for row in rows}
+    return [row for row in read_rows(path) if row["algorithm"] not in mine] if path.exists() else []
 
 
 def main(arguments: list[str]) -> int:
@@ -278,8 +287,9 @@ def main(arguments: list[str]) -> int:
         from bench.forecast.measure import measure  # imports torch, which forecasts do without
 
         return measure(parsed.preset or "tiny")
-    name, own = parsed.suite or ("quick" if parsed.quick else "all"), is_own(parsed)
+    name = parsed.suite or ("quick" if parsed.quick else "stages" if parsed.algorithm in stages.STAGES else "all")
     suite = SUITES[name]
+    own = is_own(suite.cases, parsed)
     try:
         rows = run_suite(own_cases(suite.cases, parsed), workload_words(parsed.overrides))
         if parsed.csv:
@@ -287,7 +297,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"bench scan: error: {error}", file=sys.stderr)
         return 2
-    file = "scan" if own or name in ("all", "quick") else name.replace("-", "_")
+    file = "scan" if name in ("all", "quick") or own and name != "stages" else name.replace("-", "_")
     print(f"{'own rows, which are not kept' if own else suite.title}\n{text_table(file, rows)}")
     for row in rows:
         if row["strategy"] == "planner" and row["samples_per_s"]:
@@ -299,7 +309,7 @@ def main(arguments: list[str]) -> int:
         )
         print(f"{claim}: {words}")
     if not parsed.quick and not own:
-        write(file, rows)
+        write(file, [*others(file, rows), *rows] if parsed.algorithm else rows)
     if name == "all" and not own:
         plots.draw(rows)
     ok = all(claims[claim] == [] for claim in suite.promised if not own) and all(

@@ -4,19 +4,22 @@
 columns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from bench.baseline_tables import AGAINST, DEEPSPEED_CHAT, PER_TOKEN, times_faster
+from bench.forecast.stages import SEARCHED, STAGES, overrides_of, strategies_of
 from bench.rows import STRATEGIES
+from bench.stage_tables import ZERO3, by_stage
 from rlhf_spmd.calibration_file import NETWORKS
 
 PRESETS = ("llama-7b", "llama-13b", "llama-33b", "llama-65b")
 LAYOUTS = ("1x8", "2x8", "4x8", "8x8")
 INTERLEAVING = ("interleaving1", "interleaving2")
 DEVICE, OTHER_DEVICE = "a100-80g", "h100-80g"  # types, and the calibrations of these names
+SLOW = f"{DEVICE}+200g-per-node"
 SMALL, LARGE = ("1x8", "2x8"), ("4x8", "8x8")  # layouts, as the papers tell them apart
 LARGE_MODELS = ("llama-33b", "llama-65b")
 SHARES = ((), ("actor=1",))  # of the ranks that generate: models apart where there is room, or all of them everywhere
@@ -31,7 +34,8 @@ class Case:
 
     options: of the strategy; a value that is a tuple is searched over, and so is what grid_of() says of the others.
     exact: these options and no others, whether they fit or not. algorithm: name of a page. calibration: of the devices,
-    perhaps with a network; "": that of DEVICE.
+    perhaps with a network; "": that of DEVICE. overrides: options of the run. called: the strategy in rows, if not by
+    its name.
     """
 
     preset: str
@@ -42,6 +46,8 @@ class Case:
     exact: bool = False
     algorithm: str = "ppo"
     calibration: str = ""
+    overrides: tuple[str, ...] = ()
+    called: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +243,17 @@ def planner_first_on_each(rows: Sequence[Mapping]) -> Claims:
     return networks_agree(rows) | {"planner_first": found}
 
 
+def ahead_of_zero3(rows: Sequence[Mapping]) -> Claims:
+    """On every network, the planner's plan is nowhere slower than the best strategy or ZeRO 3."""
+    names = ("algorithm", "preset", "layout", "calibration")
+    places = {" ".join(place[name] for name in names): place["factor"] for place in by_stage(rows)}
+    found = [planner_first_for_each(_of(rows, one)) for one in dict.fromkeys(row["calibration"] for row in rows)]
+    return {
+        "planner_first": [case for claims in found for case in claims["planner_first"] or []],
+        "planner_ahead_of_zero3": exceptions({case: (one, 1 / NEAR) for case, one in places.items() if one}),
+    }
+
+
 def _of(rows: Sequence[Mapping], calibration: str) -> list[Mapping]:
     return [row for row in rows if row["calibration"] == calibration]
 
@@ -247,6 +264,25 @@ def _of(rows: Sequence[Mapping], calibration: str) -> list[Mapping]:
 def tuned(presets: Sequence[str], layouts: Sequence[str], strategies: Sequence[str]) -> tuple[Case, ...]:
     """All combinations, each with its best options."""
     return tuple(Case(*names, options={}) for names in product(presets, layouts, strategies))
+
+
+def stages(algorithms: Iterable[str], presets: Sequence[str], layouts: Sequence[str]) -> tuple[Case, ...]:
+    """The stages that generate nothing, on all combinations, and the first one of several nodes on a slow network."""
+    return tuple(
+        Case(
+            preset,
+            layout,
+            "flattening" if name == ZERO3 else name,
+            SEARCHED[name],
+            algorithm=algorithm,
+            calibration=calibration,
+            overrides=overrides_of(algorithm),
+            called=name if name == ZERO3 else "",
+        )
+        for algorithm, preset, layout in product(algorithms, presets, layouts)
+        for calibration in ("", SLOW)[: 1 if algorithm != "sft" or layout == "1x8" else 2]
+        for name in strategies_of(algorithm)
+    )
 
 
 FAMILY = ("grpo", "rloo", "remax", "reinforce_plus_plus")
@@ -311,6 +347,12 @@ SUITES = {
         "GRPO and its relatives for 7B on one node",
         tuple(Case("llama-7b", "1x8", strategy, {}, algorithm=name) for name, strategy in product(FAMILY, STRATEGIES)),
         planner_first_for_each,
+        ("planner_first",),
+    ),
+    "stages": Suite(
+        "supervised fine-tuning, reward model and DPO, beside ZeRO 3",
+        stages(STAGES, ("llama-7b", "llama-13b", "llama-33b", "llama-70b"), LAYOUTS),
+        ahead_of_zero3,
         ("planner_first",),
     ),
     "networks": Suite(

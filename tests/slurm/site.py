@@ -13,6 +13,7 @@ OPTIONS = ("--strategy", "separation", f"iterations={NUM_ITERATIONS}", "rollout_
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=2", "--exclusive")
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 LIMIT_S = 120.0
+SETTLE_S = 10  # as Slurm's two minutes before a restart: what is late of the old part can't end the new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +27,30 @@ class Site:
     def runs(self) -> Path:
         return self.folder / "runs"
 
-    def submit(self, script: str, *words: str, options: tuple[str, ...] = (), **environment: str) -> int:
-        """Submits slurm/SCRIPT; returns the number of the job."""
-        site = {
+    @property
+    def environment(self) -> dict[str, str]:
+        """The settings of the site."""
+        return {
             "RLHF_SPMD_VENV": sys.prefix,
             "RLHF_SPMD_RUNS": str(self.runs),
             "RLHF_SPMD_INTERFACE": INTERFACE,
             "OMP_NUM_THREADS": "1",
         }
+
+    def submit(self, script: str, *words: str, options: tuple[str, ...] = (), **environment: str) -> int:
+        """Submits slurm/SCRIPT; returns the number of the job."""
         log = f"--output={self.folder}/%j.log"
         command = ["sbatch", "--parsable", log, *options, f"slurm/{script}", *words]
-        return int(self.cluster.command(*command, folder=REPOSITORY, **site, **environment))
+        return int(self.cluster.command(*command, folder=REPOSITORY, **self.environment, **environment))
+
+    def run(self, script: str, *words: str) -> str:
+        """Runs slurm/SCRIPT, which submits jobs; returns what it prints."""
+        return self.cluster.command(f"slurm/{script}", *words, folder=REPOSITORY, **self.environment)
+
+    def soon(self, job: int) -> None:
+        """Lets a requeued job start soon, where Slurm would leave it in the queue for two minutes."""
+        self.cluster.wait_for(job, "PENDING", "RUNNING", limit_s=LIMIT_S)
+        self.cluster.command("scontrol", "update", f"JobId={job}", f"StartTime=now+{SETTLE_S}", check=False)
 
     def log(self, job: int) -> str:
         """What a job has printed so far."""

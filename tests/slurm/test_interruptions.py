@@ -12,7 +12,6 @@ from tests.slurm.cluster import wait_until
 from tests.slurm.site import ENDED, LIMIT_S, NUM_ITERATIONS, OPTIONS, TWO_NODES, numbers
 
 DEAD_RANK_S = 30.0  # from its end to that of the job
-SETTLE_S = 10  # as Slurm's usual two minutes before a restart: what is late of the old part can't end the new one
 
 
 def start(site, *words, **environment):
@@ -30,8 +29,7 @@ def comes_back(site, job):
 
 def goes_on(site, job, undisturbed):
     """Lets the job start soon, where Slurm would leave it a while, and compares the end."""
-    site.cluster.wait_for(job, "PENDING", "RUNNING", limit_s=LIMIT_S)
-    site.cluster.command("scontrol", "update", f"JobId={job}", f"StartTime=now+{SETTLE_S}", check=False)
+    site.soon(job)
     fields = site.ends_well(job)
     assert int(fields["Restarts"]) == 1
     assert numbers(site.metrics(f"job-{job}")) == undisturbed[0]

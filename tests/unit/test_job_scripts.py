@@ -33,7 +33,7 @@ def code(name):
 
 
 def test_only_env_knows_the_site():
-    assert {"env.sh", "launch.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(SCRIPTS)
+    assert {"env.sh", "launch.sh", "stages.sh", "train.sbatch", "bench.sbatch", "test.sbatch"} == set(SCRIPTS)
     known = set(re.findall(r"^: .*", SCRIPTS["env.sh"], re.MULTILINE))
     variables = set(re.findall(r"\w+(?=:=)", " ".join(known)))
     assert {"RLHF_SPMD_LAUNCHER", "RLHF_SPMD_VENV", "SBATCH_PARTITION"} <= variables
@@ -45,7 +45,7 @@ def test_only_env_knows_the_site():
 
 def test_every_bench_of_the_array_exists():
     text = SCRIPTS["bench.sbatch"]
-    named = re.search(r"for suite in ([^;]+);", text)[1].split()
+    named = re.search(r"suites=\(([^)]+)\)", text)[1].split()
     assert set(named) == set(SUITES) - {"all", "quick"}
     assert f"#SBATCH --array=0-{len(named)}\n" in text  # and `scan` itself
 
@@ -157,3 +157,82 @@ def test_an_iteration_longer_than_the_warning(tmp_path, earlier):
     said = job.end()[1]
     assert (tmp_path / "requeued").exists() == earlier
     assert ("is requeued" if earlier else "has written no checkpoint: lower checkpoint.every") in said
+
+
+# ---- stages.sh with a queue that only writes down what it is told ---------------------------------------------------
+
+SBATCH = """#!/bin/bash
+printf '%s\\n' "$RLHF_SPMD_RUN" "$@" > $HERE/submitted-$(cat $HERE/next)
+echo "$(($(cat $HERE/next)));a-cluster"
+echo $(($(cat $HERE/next) + 1)) > $HERE/next
+"""
+SQUEUE = """#!/bin/bash
+cat $HERE/queue-${3#--name=} 2>/dev/null || true
+"""
+SECTIONS = {"sft": ("--preset", "tiny", "iterations=4"), "reward": ("iterations=3",), "ppo": ("iterations=2", "a=b c")}
+CHAIN = ("-N", "2", *(word for words in SECTIONS.values() for word in (":", *words)))
+
+
+@pytest.fixture
+def stages(tmp_path):
+    """Runs the script: the words of every submission by its run folder's name, and what the script said."""
+    for name, text in {"sbatch": SBATCH, "squeue": SQUEUE}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def submit(*words, name="x", status=0):
+        (tmp_path / "next").write_text("11")
+        for path in tmp_path.glob("submitted-*"):
+            path.unlink()
+        told = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path), "RLHF_SPMD_RUNS": str(tmp_path / "runs")}
+        command = [FOLDER / "stages.sh", name, *words]
+        done = subprocess.run(command, cwd=FOLDER.parent, env=told, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        found = [path.read_text().split("\n")[:-1] for path in sorted(tmp_path.glob("submitted-*"))]
+        return {run: words for run, *words in found}, done.stdout + done.stderr
+
+    return submit
+
+
+def of_train(submitted):
+    return submitted[submitted.index("slurm/train.sbatch") + 1 :]
+
+
+def test_stages_wait_for_each_other_and_read_what_the_others_write(stages, tmp_path):
+    found, said = stages(*CHAIN)
+    runs = tmp_path / "runs"
+    assert list(found) == ["x-sft", "x-reward", "x-ppo"]
+    assert of_train(found["x-sft"]) == ["--algorithm", "sft", *SECTIONS["sft"]]
+    model = ["--model", f"{runs}/x-sft/actor"]
+    assert of_train(found["x-reward"]) == ["--algorithm", "reward_model", *model, *SECTIONS["reward"]]
+    assert of_train(found["x-ppo"]) == [*model, f"models.reward={runs}/x-reward/reward", *SECTIONS["ppo"]]
+    waits = {run: [word for word in words if "depend" in word] for run, words in found.items()}
+    assert waits == {"x-sft": [], "x-reward": ["--dependency=afterok:11"], "x-ppo": ["--dependency=afterok:11:12"]}
+    assert ["--kill-on-invalid-dep=yes" in words for words in found.values()] == [False, True, True]
+    assert all(words[:2] == ["-N", "2"] and f"--job-name={run}" in words for run, words in found.items())
+    assert "x-ppo: job 13 after 11:12" in said
+
+
+def test_a_second_submission_of_stages_adds_what_is_missing(stages, tmp_path):
+    """The first stage has ended, the second was interrupted, and the third is in the queue or has no folder."""
+    model, run = tmp_path / "runs/x-sft/actor/generation_config.json", tmp_path / "runs/x-reward/config.json"
+    for path in (model, run):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    words = (*CHAIN[:6], ":", "--strategy", "separation", "--config=x", *CHAIN[7:])
+    found, said = stages(*words)
+    assert list(found) == ["x-reward", "x-ppo"] and f"x-sft: finished, its model is {model.parent}" in said
+    assert of_train(found["x-reward"]) == ["iterations=3"]  # train.sbatch resumes the run, which has its own options
+    assert not [word for word in found["x-reward"] if "depend" in word]
+    assert "--dependency=afterok:11" in found["x-ppo"] and of_train(found["x-ppo"])[0] == "--model"
+    (tmp_path / "queue-x-reward").write_text("7\n")
+    found, said = stages(*words)
+    assert list(found) == ["x-ppo"] and "--dependency=afterok:7" in found["x-ppo"]
+    assert "x-reward: job 7 is in the queue" in said
+
+
+@pytest.mark.parametrize("words", [(), (":", ":"), (":", ":", ":", ":")])
+def test_stages_say_how_they_are_called(stages, words):
+    found, said = stages(*words, status=2)
+    assert not found and said.startswith("usage: slurm/stages.sh NAME")
+    assert stages(*CHAIN, name="a/b", status=2)[1] == said

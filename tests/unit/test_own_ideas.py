@@ -23,8 +23,11 @@ def place(workload, cluster, *, tp: int = 1, zero: int = 0, colour: str = "red")
 """
 
 
+DEFAULTS = {"preset": None, "layout": None, "algorithm": None, "strategy": [], "csv": None, "overrides": []}
+
+
 def words(**given) -> SimpleNamespace:
-    return SimpleNamespace(**{"preset": None, "layout": None, "strategy": [], "csv": None, "overrides": []} | given)
+    return SimpleNamespace(**DEFAULTS | given)
 
 
 @pytest.fixture

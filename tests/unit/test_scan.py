@@ -231,7 +231,7 @@ def test_suites_name_what_exists():
     for name, suite in SUITES.items():
         assert len(suite.cases) == len(set(map(repr, suite.cases))), name
         for case in suite.cases:
-            load(case.preset)
+            load(case.preset, case.overrides, algorithm=case.algorithm)
             cluster, calibration = machine(case)
             assert str(cluster) == case.layout
             for device in cluster.device_types:

@@ -262,3 +262,5 @@ def test_names_are_those_of_the_strategies():
     apart = {call: front if call.endswith("_train") else behind for call in calls}
     assert name(**apart) == "separation"
     assert name(actor_train=front, critic_train=behind) == "mixed"
+    workload, cluster = config.make_workload(presets.load("llama-7b", algorithm="sft")), Cluster.parse("1x4")
+    assert name() == "flattening" and name(actor_train=front) == "mixed"  # nothing to be separate from

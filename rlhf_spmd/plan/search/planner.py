@@ -164,7 +164,7 @@ def _tuned(plan: Plan, calibration: Calibration) -> Plan:
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     """The strategy that a placement resembles.
 
-    separation: train calls share no rank with other calls. flattening: all calls are on all ranks in one grid;
+    separation: train calls share no rank with the other calls, if there are any. flattening: all calls are on all ranks in one grid;
     reallocation: in several grids. interleaving: trained models are on all ranks, and the frozen models divide the
     ranks. mixed: anything else.
     """
@@ -172,7 +172,7 @@ def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     layouts = {call.name: placement.layouts[call.name] for call in calls}
     trains = [set(layouts[call.name].ranks) for call in calls if call.kind == "train"]
     others = [set(layouts[call.name].ranks) for call in calls if call.kind != "train"]
-    if trains and all(a.isdisjoint(b) for a in trains for b in others):
+    if trains and others and all(a.isdisjoint(b) for a in trains for b in others):
         return "separation"
     everyone = set(cluster.ranks)
     if all(set(layout.ranks) == everyone for layout in layouts.values()):

@@ -1,0 +1,98 @@
+"""The tables of the stages of alignment that generate nothing: the planner's plan beside ZeRO 3 and the strategies."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+Columns = dict[str, Callable[[dict], str]]
+DEFAULT = "200g-per-gpu"  # the network of the calibration without another one
+ZERO3 = "zero3"  # as a strategy of rows: flattening with ZeRO 3, and otherwise its defaults
+
+
+def overlapped_s(row: Mapping) -> float:
+    """Seconds of an iteration in which all messages move while something computes: no implementation is faster."""
+    return max(row["without_messages_s"], row["iteration_s"] - row["without_messages_s"])
+
+
+def by_stage(rows: Sequence[Mapping]) -> list[dict]:
+    """A row for each algorithm, model, layout and network: the rows of its strategies by name, and how many times
+    faster the planner's plan is than ZeRO 3, as forecast and as if ZeRO 3 hid all its messages; None where either does
+    not fit."""
+    places: dict[tuple, dict] = {}
+    for row in rows:
+        place = {name: row[name] for name in ("algorithm", "preset", "layout", "calibration")}
+        places.setdefault(tuple(place.values()), place | {"rows": {}})["rows"][row["strategy"]] = row
+    for found in places.values():
+        plan_s, zero3 = found["rows"]["planner"]["iteration_s"], found["rows"][ZERO3]
+        found["factor"] = zero3["iteration_s"] / plan_s if plan_s and zero3["iteration_s"] else None
+        found["least_factor"] = overlapped_s(zero3) / plan_s if found["factor"] else None
+    return list(places.values())
+
+
+def limit_of(row: Mapping) -> str:
+    """What limits the training of a row."""
+    return next((what for call, what in row["limits"].items() if "train" in call), "-") if "limits" in row else "-"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _gib(row: Mapping) -> str:
+    return _number(row["peak_bytes"] / 2**30 if row["iteration_s"] else None)
+
+
+def _plan(row: Mapping) -> str:
+    """The layouts of a plan; training is on all ranks, if nothing else is said."""
+    if row["iteration_s"] is None:
+        return "does not fit"
+    nodes, devices = map(int, row["layout"].split("x"))
+    everyone = f" on 0-{nodes * devices - 1}"
+    calls = {call: text for call, text in row["options"].items() if call not in ("plan", "stream")}
+    train = next(text for call, text in calls.items() if "train" in call).removesuffix(everyone)
+    others = dict.fromkeys(text.removesuffix(everyone) for call, text in calls.items() if "train" not in call)
+    return train + (f"; reference {' and '.join(others)}" if others else "")
+
+
+PLACE: Columns = {
+    "algorithm": lambda row: f"`{row['algorithm']}`",
+    "model": lambda row: row["preset"],
+    "layout": lambda row: row["layout"],
+    "network": lambda row: "one node" if row["layout"] == "1x8" else row["calibration"].partition("+")[2] or DEFAULT,
+}
+JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
+    "stages": (
+        "stages",
+        by_stage,
+        {
+            **PLACE,
+            "ZeRO 3: step, s": lambda row: _number(row["rows"][ZERO3].get("step_s"), 2),
+            "its limit": lambda row: limit_of(row["rows"][ZERO3]),
+            **{
+                f"`{name}`, s": lambda row, name=name: _number(row["rows"].get(name, {}).get("step_s"), 2)
+                for name in ("flattening", "reallocation", "separation")
+            },
+            "plan: step, s": lambda row: _number(row["rows"]["planner"].get("step_s"), 2),
+            "its limit ": lambda row: limit_of(row["rows"]["planner"]),
+            "tokens/s and GPU": lambda row: _number(row["rows"]["planner"].get("tokens_per_s_device"), 0),
+            "GiB": lambda row: _gib(row["rows"]["planner"]),
+            "over ZeRO 3": lambda row: _number(row["factor"], 2),
+            "over ZeRO 3 that hides its messages": lambda row: _number(row["least_factor"], 2),
+            "plan": lambda row: _plan(row["rows"]["planner"]),
+        },
+    ),
+}
+COLUMNS: dict[str, Columns] = {
+    "stages": {
+        **PLACE,
+        "strategy": lambda row: f"`{row['strategy']}`",
+        "step, s": lambda row: _number(row.get("step_s"), 2),
+        "tokens/s and GPU": lambda row: _number(row.get("tokens_per_s_device"), 0),
+        "limit of training": limit_of,
+        "GiB": lambda row: _number(row["peak_bytes"] / 2**30 if "peak_bytes" in row else None),
+        "over flattening": lambda row: _number(row["speed_up"], 2),
+        "options, or why not": lambda row: row["why_not"] if row["iteration_s"] is None else _words(row["options"]),
+    },
+}
+
+
+def _words(options: Mapping) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items() if value not in ((), [], ""))

@@ -1,0 +1,115 @@
+"""Forecasts of the stages that generate nothing: rows against what they are made of, and the part of a suite."""
+
+import json
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from bench.forecast import suites
+from bench.forecast.measure_cpu import program_of
+from bench.forecast.own_ideas import is_own, own_cases
+from bench.forecast.scan import main, others, run_suite
+from bench.forecast.stages import STAGES
+from bench.forecast.suites import SUITES
+from bench.rows import RESULTS
+from bench.stage_tables import DEFAULT, ZERO3, by_stage, limit_of, overlapped_s
+from bench.tables import text_table
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workload import SHAPES
+
+CASES = SUITES["stages"].cases
+NOTHING = {"preset": None, "layout": None, "algorithm": None, "strategy": [], "csv": None, "overrides": []}
+
+
+def words(**given) -> SimpleNamespace:
+    return SimpleNamespace(**(NOTHING | given))
+
+
+def rows_of(algorithm: str, *strategies: str, preset: str = "llama-7b", layout: str = "1x8") -> list[dict]:
+    cases = own_cases(CASES, words(algorithm=algorithm, preset=preset, layout=layout))
+    return run_suite([case for case in cases if (case.called or case.strategy) in strategies])
+
+
+@pytest.mark.parametrize("algorithm", STAGES)
+def test_a_step_takes_what_its_products_take(algorithm):
+    """Six operations for each weight and token, two more for those of the reference; attention on top."""
+    (row,) = rows_of(algorithm, ZERO3)
+    devices, params = 8, SHAPES["llama-7b"].num_params
+    tokens = 128 * sum(STAGES[algorithm]) * (1 if algorithm == "sft" else 2)  # of a step
+    flops = (6 + 2 * (algorithm == "dpo")) * params * tokens
+    rate = load_calibration("a100-80g").devices["a100-80g"].matrix_flops
+    assert 0.95 < row["without_messages_s"] / 4 / (flops / devices / rate) < 1.15
+    assert row["step_s"] == pytest.approx(row["iteration_s"] / 4)
+    assert row["tokens_per_s_device"] == pytest.approx(tokens / row["step_s"] / devices)
+    assert row["options"]["zero"] == 3 and not row["options"]["recompute"] and row["strategy"] == ZERO3
+    assert row["without_messages_s"] <= overlapped_s(row) < row["iteration_s"]
+    assert (
+        limit_of(row) == "compute"
+        and set(row["limits"])
+        == {
+            "sft": {"actor_train"},
+            "reward_model": {"reward_train"},
+            "dpo": {"reference_infer", "reference_infer_logprobs", "actor_train"},
+        }[algorithm]
+    )
+
+
+def test_gathers_over_a_slow_network_limit_zero3():
+    about = "sft", "llama-7b", ZERO3
+    cases = [case for case in CASES if (case.algorithm, case.preset, case.called) == about]
+    one, *_, eight = run_suite([case for case in cases if case.layout == "1x8" or "per-node" in case.calibration])
+    assert [(row["layout"], limit_of(row)) for row in (one, eight)] == [("1x8", "compute"), ("8x8", "network")]
+    assert eight["tokens_per_s_device"] < one["tokens_per_s_device"] / 2
+
+
+def test_the_default_network_is_called_by_its_name():
+    assert load_calibration(f"a100-80g+{DEFAULT}").between == load_calibration("a100-80g").between
+
+
+def test_the_plan_beside_zero3():
+    rows = rows_of("dpo", ZERO3, "planner")
+    (place,) = by_stage(rows)
+    assert place["factor"] == rows[0]["iteration_s"] / rows[1]["iteration_s"] >= 1
+    assert place["least_factor"] == overlapped_s(rows[0]) / rows[1]["iteration_s"] < place["factor"]
+    assert f"{rows[1]['step_s']:.2f}" in text_table("stages", rows)
+    rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
+    assert suites.ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
+    rows[0] |= {"iteration_s": None}
+    (place,) = by_stage(rows)
+    assert place["factor"] is place["least_factor"] is None
+
+
+def test_an_algorithm_is_a_part_of_its_suite_and_of_no_other():
+    assert not is_own(CASES, words(algorithm="dpo")) and is_own(CASES, words(algorithm="dpo", layout="2x8"))
+    part = own_cases(CASES, words(algorithm="dpo"))
+    assert part == tuple(case for case in CASES if case.algorithm == "dpo") and len(part) > 3 * 16
+    quick = SUITES["quick"].cases
+    assert is_own(quick, words(algorithm="grpo"))
+    found = own_cases(quick, words(algorithm="grpo"))
+    assert len(found) == len(quick) and {case.algorithm for case in found} == {"grpo"}
+
+
+def test_rows_of_other_algorithms_stay():
+    kept = others("algorithms", [{"algorithm": "grpo"}])
+    assert kept and {row["algorithm"] for row in kept} == {"rloo", "remax", "reinforce_plus_plus"}
+    assert others("no_such_rows", []) == []
+
+
+def test_a_scan_of_one_stage_in_one_place(capsys):
+    before = {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
+    assert main(["--algorithm", "reward_model", "--preset", "llama-7b", "--layout", "1x8"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == {"bench": "scan", "suite": "stages", "cases": 4, "ok": True}
+    assert any("planner" in line and "dp" in line for line in lines)
+    assert before == {path: path.read_bytes() for path in RESULTS.glob("s*.jsonl")}
+
+
+def test_measured_iterations_are_forecast_from_the_rows_of_a_file():
+    lengths = {"prompts": [3, 5], "responses": [2, 9, 4]}
+    program = program_of("dpo", ["data.prompts=rows.jsonl", "rollout_batch=64"], lengths, 4, "separation")
+    assert (program.cluster.num_devices, program.workload.rollout_batch) == (4, 64)
+    assert {program.workload.lengths(row) for row in range(64)} == set(product(*lengths.values()))
+    with pytest.raises(UserError, match="nothing to separate"):
+        program_of("sft", [], lengths, 4, "separation")
