@@ -39,7 +39,17 @@ SEEN_BY_STRATEGIES = tuple(
 PLAN: dict[str, tuple[str, ...]] = dict.fromkeys(("program", "cost", "proof", "search", "text"), SEEN_BY_STRATEGIES)
 SHARED = tuple(
     f"bench.{name}"
-    for name in ("rows", "plots", "options_page", "evidence", "trl_table", "baseline_tables", "columns", "tables")
+    for name in (
+        "rows",
+        "plots",
+        "options_page",
+        "evidence",
+        "trl_table",
+        "baseline_tables",
+        "planner_tables",
+        "columns",
+        "tables",
+    )
 )  # each those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "embedded"), SHARED

@@ -44,7 +44,7 @@ def test_only_env_knows_the_site():
 
 
 def test_every_bench_of_the_array_exists():
-    text = SCRIPTS["bench.sbatch"]
+    text = SCRIPTS["bench.sbatch"].replace("\\\n", "")
     named = re.search(r"for suite in ([^;]+);", text)[1].split()
     assert set(named) == set(SUITES) - {"all", "quick"}
     assert f"#SBATCH --array=0-{len(named)}\n" in text  # and `scan` itself

@@ -20,7 +20,9 @@ from rlhf_spmd.plan.search.meshes import Mesh, layouts, meshes
 from rlhf_spmd.plan.shard import Shard
 from rlhf_spmd.plan.workflow import Call
 
-Allowed = Callable[[Call, Layout, Cluster], bool]  # whether the search may give a call a layout
+# Whether the search may give a call a layout. It is asked once for all meshes of a kind, so it must not depend on which
+# ranks these are.
+Allowed = Callable[[Call, Layout, Cluster], bool]
 
 
 def anything(call: Call, layout: Layout, cluster: Cluster) -> bool:
