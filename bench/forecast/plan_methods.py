@@ -31,7 +31,7 @@ FAMILY = (  # preset, layout
 )
 ROWS, ROWS_OF_DEVICE, MINI_BATCHES = 512, 4, 4  # at least, for each device, and parts of an iteration
 EXACT, TWO_PHASE, MCMC, APP = METHODS = ("exact", "two_phase", "mcmc", "APP's space")
-EXACT_S = 60.0  # of the clock, that the exact search may take; APP's parts share it
+EXACT_S = 120.0  # of the clock, that the exact search may take; APP's parts share it
 KEEP = 2  # choices that are simulated; of 1,024 ranks each takes ten seconds
 TRACED = "8x8"  # the layout of which every improvement of a method is in its row
 

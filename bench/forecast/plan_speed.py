@@ -91,7 +91,7 @@ def methods() -> bool:
         rows.append({"bench": "plan-speed"} | row)
         far = "-" if row["distance"] is None else f"{row['distance']:.2%}"
         print(f"{row['method']:<12} {row['layout']:>6}  {row['processor_s']:6.1f} s, {far} from the best", flush=True)
-    write("plan_methods", rows)
+        write("plan_methods", rows)  # again and again, since the last ones take long
     return all(row["distance"] is not None for row in rows if row["method"] != plan_methods.APP)
 
 
