@@ -274,13 +274,13 @@ COMPARED_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options; fewer th
     },
     "planner": {"method": "two_phase", "keep": 5},
 }
-LONG = {"llama-7b": ("1x8", "2x8"), "llama-13b": ("2x8", "4x8"), "llama-33b": ("4x8", "8x8")}  # where they fit
+LONG = {"llama-7b": ("1x8", "2x8"), "llama-13b": ("2x8",), "llama-33b": ("4x8",)}  # layouts on which they fit
+LONG_SPLIT: dict[str, Any] = {"training_tp": (2, 4, 8), "training_pp": (1, 2), "generation_tp": (1, 2, 4)}
+LONG_SPLIT |= {"zero": (1, 3), "micro_batch": (1, 2), "recompute": True}
 LONG_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options, fewer than elsewhere: each is tried several times
     "flattening": {"zero": (2, 3), "micro_batch": (1, 2, 4)},
-    "interleaving1": {"zero": (2, 3), "micro_batch": (1, 2, 4)},
-    "interleaving2": {"zero": (2, 3), "micro_batch": (1, 2, 4)},
-    "separation": {"zero": (0, 1, 3), "micro_batch": (1, 2), "recompute": True},
-    "reallocation": {"zero": (0, 1, 3), "micro_batch": (1, 2), "recompute": True},
+    **dict.fromkeys(INTERLEAVING, {"zero": (2, 3), "micro_batch": (1, 2, 4)}),
+    **dict.fromkeys(("separation", "reallocation"), LONG_SPLIT),
     "planner": {"method": "two_phase", "keep": 5},
 }
 SUITES = {
@@ -359,7 +359,7 @@ SUITES = {
         planner_first,
         ("planner_first",),
         ("rollout_batch=128", "mini_batch=32", "data.max_prompt=1024", "generation.max_new_tokens=7168"),
-        (2, 4, 8, 16, 32),
+        (4, 16),
     ),
     "four-70b": Suite(
         "four models of 70B on 16 nodes",
