@@ -65,10 +65,14 @@ SPEED: Columns = {
 }
 OPTIONS: Columns = {"options, or why not": _options}
 PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
-RATES: Columns = {
-    **PLACE_ALONE,
-    **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
-}
+
+
+def rates(digits: int) -> Columns:
+    """Samples per second of each strategy."""
+    return {f"`{name}`": lambda row, name=name: _number(row.get(name), digits) for name in STRATEGIES}
+
+
+RATES = PLACE_ALONE | rates(2)
 # tables that have one row for several: the file, what joins its rows, the columns
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
     "scan": (
@@ -77,7 +81,7 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         RATES,
     ),
     "networks": ("networks", by_place, PLACE_ALONE | {"calibration": lambda row: row["calibration"]} | RATES),
-    "long_context": ("long_context", by_place, RATES),
+    "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
     "validate_searched": (
         "validate",
         lambda rows: [row for row in rows if "ratio" in row],

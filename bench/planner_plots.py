@@ -49,6 +49,11 @@ def methods(rows: Sequence[Mapping], path: Path) -> Path:
             _ticks(axes, sorted({row["devices"] for row in rows}))
             axes.grid(axis="y", color=RULE, lw=0.5)
         seconds.set_yscale("log")
+        far.set_yscale("symlog", linthresh=1)  # linear up to one percent
+        far.set_ylim(-0.1, 100)
+        far.yaxis.set_major_locator(FixedLocator((0, 0.5, 1, 2, 5, 10, 20, 50, 100)))
+        far.yaxis.set_minor_locator(NullLocator())
+        far.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         seconds.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
     picture.add(3.0, over_devices)
