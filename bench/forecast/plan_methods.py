@@ -32,7 +32,8 @@ FAMILY = (  # preset, layout
 ROWS, ROWS_OF_DEVICE, MINI_BATCHES = 512, 4, 4  # at least, for each device, and parts of an iteration
 EXACT, TWO_PHASE, MCMC, APP = METHODS = ("exact", "two_phase", "mcmc", "APP's space")
 EXACT_S = 120.0  # of the clock, that the exact search may take; APP's parts share it
-KEEP = 2  # choices that are simulated; of 1,024 ranks each takes ten seconds
+KEEP = 2  # choices that are simulated
+MOST_SIMULATED = 256  # devices: of 1,024 each program takes ten seconds, and those that stream are tried in ten ways
 TRACED = "8x8"  # the layout of which every improvement of a method is in its row
 
 
@@ -81,15 +82,17 @@ def method_row(method: str, preset: str, layout: str) -> dict:
     row = {"what": "method", "method": method, "preset": preset, "layout": layout, "devices": cluster.num_devices}
     row |= {"rows": workload.num_sequences, "seconds": clock_s, "processor_s": processor_s}
     row |= {"num_scored": best.num_scored, "gap": gap, "call_level_s": best.seconds if best.found else None}
-    plans = simulated(space, best, TWO_PHASE if method == APP else method, calibration)  # with exchanges of pairs
-    row |= {"plan": plans[0].name, "forecast_s": plans[0].forecast.makespan_s} if plans else {}
+    if best.found and cluster.num_devices <= MOST_SIMULATED:
+        plans = simulated(space, best, TWO_PHASE if method == APP else method, calibration)  # with exchanges of pairs
+        row |= {"plan": plans[0].name, "forecast_s": plans[0].forecast.makespan_s}
     return row | ({"steps": best.steps} if layout == TRACED else {})
 
 
-def method_rows(family: Sequence[tuple[str, str]] = FAMILY) -> Iterator[dict]:
+def method_rows(layouts: Sequence[str]) -> Iterator[dict]:
     """A row for each method and layout, with its distance."""
-    for preset, layout in family:
-        yield from with_distances([method_row(method, preset, layout) for method in METHODS])
+    for preset, layout in FAMILY:
+        if layout in layouts:
+            yield from with_distances([method_row(method, preset, layout) for method in METHODS])
 
 
 def with_distances(rows: Sequence[dict]) -> list[dict]:

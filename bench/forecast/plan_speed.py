@@ -10,11 +10,11 @@ Cost: two minutes, and half an hour for the methods. Command: python -m bench pl
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from bench.forecast import plan_methods
-from bench.rows import write
+from bench.rows import RESULTS, read_rows, write
 from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.config import make_workload
@@ -84,24 +84,29 @@ def promised() -> bool:
     return all(row["ok"] for row in rows)
 
 
-def methods() -> bool:
-    """The methods side by side: did each find a placement wherever another one did?"""
-    rows = []
-    for row in plan_methods.method_rows():
+def methods(layouts: Sequence[str]) -> bool:
+    """The methods side by side: did each find a placement wherever another one did? Rows of other layouts are kept."""
+    path, rows = RESULTS / "plan_methods.jsonl", []
+    if path.exists():
+        rows = [row for row in read_rows(path) if row["layout"] not in layouts]
+    for row in plan_methods.method_rows(layouts):
         rows.append({"bench": "plan-speed"} | row)
         far = "-" if row["distance"] is None else f"{row['distance']:.2%}"
         print(f"{row['method']:<12} {row['layout']:>6}  {row['processor_s']:6.1f} s, {far} from the best", flush=True)
-        write("plan_methods", rows)  # again and again, since the last ones take long
+    write("plan_methods", sorted(rows, key=lambda row: row["devices"]))
     return all(row["distance"] is not None for row in rows if row["method"] != plan_methods.APP)
 
 
-PARTS = {"promised": promised, "methods": methods}
-
-
 def main(arguments: list[str]) -> int:
+    layouts = [layout for _, layout in plan_methods.FAMILY]
     parser = argparse.ArgumentParser(prog="bench plan-speed", description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=PARTS, help="only what has a promise, or only the methods; both by default")
+    parser.add_argument("--part", choices=("promised", "methods"), help="without it, both")
+    parser.add_argument("--layout", choices=layouts, help="the methods on this one only; the rows of others are kept")
     parsed = parser.parse_args(arguments)
-    found = {name: part() for name, part in PARTS.items() if parsed.part in (None, name)}
+    found = {}
+    if parsed.part != "methods":
+        found["promised"] = promised()
+    if parsed.part != "promised":
+        found["methods"] = methods([parsed.layout] if parsed.layout else layouts)
     print(json.dumps({"bench": "plan-speed", **found, "ok": all(found.values())}))
     return 0 if all(found.values()) else 1
