@@ -4,7 +4,8 @@ LLaMA-2 70B models, calibration a100-80g, processor seconds. The search is exact
 compiling and simulating the best plans is shown apart. The methods of the planner are then compared from 8 to 1,024
 devices (plan_methods.py).
 
-Cost: two minutes, and half an hour for the methods. Command: python -m bench plan-speed [--part promised | methods]
+Cost: two minutes, and ten for the methods.
+Command: python -m bench plan-speed [--part promised | methods] [--layout NxG]
 """
 
 import argparse
