@@ -20,7 +20,9 @@ ROOMS = {
         "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
         "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
         "published-hours": "DeepSpeed-Chat's published table against its forecast: hours of an epoch, error per row",
-        "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds",
+        "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds; the planner's "
+        "methods and APP's space from 8 to 1,024 devices: seconds, distance from the optimum",
+        "ablation": "a heuristic plan, then own layouts, own ranks, offloading and CUDA graphs: what each step gains",
         "scan": "forecasts of the strategies over models and layouts: samples/s, phases, bytes; or of a named suite",
     },
     "numbers": {

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bench import baseline_tables, stage_tables, trl_table
+from bench import baseline_tables, planner_tables, stage_tables, trl_table
 from bench.rows import STRATEGIES
 
 
@@ -64,27 +64,24 @@ SPEED: Columns = {
     "iteration, s": lambda row: _number(row["iteration_s"]),
 }
 OPTIONS: Columns = {"options, or why not": _options}
+PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
+
+
+def rates(digits: int) -> Columns:
+    """Samples per second of each strategy."""
+    return {f"`{name}`": lambda row, name=name: _number(row.get(name), digits) for name in STRATEGIES}
+
+
+RATES = PLACE_ALONE | rates(2)
 # tables that have one row for several: the file, what joins its rows, the columns
 JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] = {
     "scan": (
         "scan",
         by_place,
-        {
-            "model": lambda row: row["preset"],
-            "layout": lambda row: row["layout"],
-            **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
-        },
+        RATES,
     ),
-    "networks": (
-        "networks",
-        by_place,
-        {
-            "model": lambda row: row["preset"],
-            "layout": lambda row: row["layout"],
-            "calibration": lambda row: row["calibration"],
-            **{f"`{name}`": lambda row, name=name: _number(row.get(name), 2) for name in STRATEGIES},
-        },
-    ),
+    "networks": ("networks", by_place, PLACE_ALONE | {"calibration": lambda row: row["calibration"]} | RATES),
+    "long_context": ("long_context", by_place, PLACE_ALONE | rates(3)),
     "validate_searched": (
         "validate",
         lambda rows: [row for row in rows if "ratio" in row],
@@ -174,7 +171,8 @@ SCANS["app_planner"] = SCANS["scan"]
 SCANS["networks"] = {"calibration": lambda row: row["calibration"], **SCANS["scan"]}
 SCANS["baselines"] = SCANS["networks"]
 SCANS["algorithms"] = {"algorithm": lambda row: f"`{row['algorithm']}`", **SCANS["scan"]}
-SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | stage_tables.COLUMNS
+SCANS["long_context"] = SCANS["four_70b"] = SCANS["scan"]
+SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
 JOINED |= trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
 COLUMNS: dict[str, Columns] = SCANS | {
@@ -290,14 +288,6 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "not scaled, s": lambda row: f"{row['as_given_s']:.2f}",
         "not scaled / measured": lambda row: f"{row['as_given_ratio']:.2f}",
         "probe at most, s": lambda row: f"{row['probe_s']:.1f}",
-    },
-    "plan_speed": {
-        "what": lambda row: row["what"],
-        "layout": lambda row: row["layout"],
-        "seconds": lambda row: f"{row['seconds']:.1f}",
-        "promised": lambda row: f"{row['promised_s']:g}",
-        "simulation, s": lambda row: f"{row['simulate_s']:.1f}",
-        "gap": lambda row: _percent(row.get("gap")),
     },
     "faults": {
         "algorithm": lambda row: f"`{row['algorithm']}`",

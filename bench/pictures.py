@@ -7,18 +7,19 @@ import argparse
 import json
 from pathlib import Path
 
-from bench import diagrams, plots
+from bench import diagrams, planner_plots, plots
 from bench.numbers.convergence import TOLERANCE
 from bench.rows import RESULTS, read_rows
 from rlhf_spmd.__main__ import main as run
 
+ROWS = ("scan", "validate", "convergence", "faults", "plan_methods")
 MAPS = ("flattening", "interleaving1", "interleaving2", "separation", "reallocation")
 MAP_COMMAND = ("draw", *MAPS, "--layout", "1x8", "--only", "map", "--overwrite", "--out")
 
 
 def draw(folder: Path = RESULTS) -> list[Path]:
     """Writes all of them."""
-    rows = {name: read_rows(RESULTS / f"{name}.jsonl") for name in ("scan", "validate", "convergence", "faults")}
+    rows = {name: read_rows(RESULTS / f"{name}.jsonl") for name in ROWS}
     maps = folder / "maps.png"
     assert run([*MAP_COMMAND, str(maps)]) == 0, "draw failed"
     return [
@@ -28,6 +29,8 @@ def draw(folder: Path = RESULTS) -> list[Path]:
         diagrams.resume_picture(folder / "resume.png", rows["faults"]),
         plots.published(rows["validate"], folder / "validate.png"),
         plots.differences(rows["convergence"], folder / "convergence.png", promise=TOLERANCE),
+        planner_plots.methods(rows["plan_methods"], folder / "plan_methods.png"),
+        planner_plots.behind(rows["scan"], folder / "separation_behind.png"),
         *plots.draw(rows["scan"], folder),
         *plots.timelines(folder),
     ]

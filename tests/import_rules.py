@@ -53,6 +53,7 @@ SHARED = tuple(
         "trl_table",
         "baseline_tables",
         "stage_tables",
+        "planner_tables",
         "columns",
         "tables",
     )

@@ -52,12 +52,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """claims(rows): what comes out. promised: the claims that make `ok`."""
+    """claims(rows): what comes out. promised: the claims that make `ok`. overrides: options of all cases. decoded: how
+    many sequences a copy of the actor decodes at once, of which each case has the best; (): as the preset."""
 
     title: str
     cases: tuple[Case, ...]
     claims: Callable[[Sequence[Mapping]], Claims]
     promised: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    decoded: tuple[int, ...] = ()
 
 
 def grid_of(strategy: str, num_devices: int) -> dict[str, tuple]:
@@ -307,6 +310,15 @@ COMPARED_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options; fewer th
     },
     "planner": {"method": "two_phase", "keep": 5},
 }
+LONG = {"llama-7b": ("1x8", "2x8"), "llama-13b": ("2x8",), "llama-33b": ("4x8",)}  # layouts on which they fit
+LONG_SPLIT: dict[str, Any] = {"training_tp": (2, 4, 8), "training_pp": (1, 2), "generation_tp": (1, 2, 4)}
+LONG_SPLIT |= {"zero": (1, 3), "micro_batch": (1, 2), "recompute": True}
+LONG_OPTIONS: dict[str, dict[str, Any]] = {  # strategy -> options, fewer than elsewhere: each is tried several times
+    "flattening": {"zero": (2, 3), "micro_batch": (1, 2, 4)},
+    **dict.fromkeys(INTERLEAVING, {"zero": (2, 3), "micro_batch": (1, 2, 4)}),
+    **dict.fromkeys(("separation", "reallocation"), LONG_SPLIT),
+    "planner": {"method": "two_phase", "keep": 5},
+}
 SUITES = {
     "all": Suite(
         "every strategy on every model and layout",
@@ -377,6 +389,28 @@ SUITES = {
         ),
         eleven_times,
         (),  # what comes out is in bench/RESULTS.md
+    ),
+    "long-context": Suite(
+        "prompts of 1,024 and responses of 7,168 tokens",
+        tuple(
+            Case(preset, layout, strategy, options)
+            for preset, layouts in LONG.items()
+            for layout in layouts
+            for strategy, options in LONG_OPTIONS.items()
+        ),
+        planner_first,
+        ("planner_first",),
+        ("rollout_batch=128", "mini_batch=32", "data.max_prompt=1024", "generation.max_new_tokens=7168"),
+        (4, 16),
+    ),
+    "four-70b": Suite(
+        "four models of 70B on 16 nodes",
+        tuple(
+            Case("llama-70b", "16x8", strategy, COMPARED_OPTIONS.get(like, {}))
+            for strategy, like in zip(STRATEGIES, (*STRATEGIES[:3], "reallocation", *STRATEGIES[4:]), strict=True)
+        ),
+        planner_first,
+        ("planner_first",),
     ),
     "heterogeneous": Suite(
         "two types of device: how many of each, and which of them generates",

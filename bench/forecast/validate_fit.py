@@ -12,8 +12,9 @@ from math import log
 
 import numpy as np
 
+from bench.forecast.spaces import reals_space
 from bench.forecast.validate_rows import DEVICE, HELD_OUT, ROWS, SEARCHED, cluster_of, read_rows, workload_of
-from bench.forecast.validate_searched import BASE, reals_space, searched
+from bench.forecast.validate_searched import BASE, searched
 from bench.forecast.validate_systems import SYSTEMS
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.forecast import forecast

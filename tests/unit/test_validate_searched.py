@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from bench.forecast.spaces import reals_space
 from bench.forecast.validate import kind_of, summary
 from bench.forecast.validate_fit import CONSTANTS, constants_of, errors, fitted, program_of, with_constants
 from bench.forecast.validate_rows import DATA, ROWS, SETTING, cluster_of, read_rows, workload_of
-from bench.forecast.validate_searched import published_ratio, reals_space, row_of
+from bench.forecast.validate_searched import published_ratio, row_of
 from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cluster import Cluster

@@ -51,6 +51,7 @@ class CallModel:
         self.limits = self._limits()
         self.weight_bytes = [self.workload.weight_bytes(call.model) for call in self.calls]
         self._pairs: dict[tuple, tuple[bool, float]] = {}
+        self._nodes_of: dict[tuple[int, int, int], frozenset[int]] = {}
 
     def of(self, workload: Workload, cluster: Cluster, evaluated_tokens: int) -> "CallModel":
         """The model of another workload or cluster, with the same constants and the same layouts allowed."""
@@ -114,13 +115,20 @@ class CallModel:
         if shares and inside:
             return True, 0.0
         held = self._least_held(user, training) if inside and training.layout.zero < 3 else 0.0
-        nodes = {self.cluster.node_of(rank) for rank in (*user.ranks, *training.ranks)}
+        nodes = self._nodes(user) | self._nodes(training)
         training_size = training.layout.pp * training.layout.tp
-        copies = {self.cluster.node_of(rank) for rank in training.ranks[::training_size]}
+        copies = self._nodes(training, step=training_size)
         training_nodes = {self.cluster.node_of(rank) for rank in training.ranks[:training_size]}
         near = len(nodes) == 1 or (inside and len(training_nodes) == 1 and training.layout.zero < 3 and nodes == copies)
         link = self.cost.calibration.inside if near else self.cost.calibration.between
         return shares, user.whole_bytes * (1 - held) / link.bytes_per_s
+
+    def _nodes(self, one: Candidate, step: int = 1) -> frozenset[int]:
+        """The nodes of a candidate's ranks, or of its first rank and every `step` ranks after it."""
+        key = one.first, one.stop, step
+        if key not in self._nodes_of:
+            self._nodes_of[key] = frozenset(map(self.cluster.node_of, one.ranks[::step]))
+        return self._nodes_of[key]
 
     def _least_held(self, user: Candidate, training: Candidate) -> float:
         """The share of its new shard that a rank already holds, for the rank that holds the least."""

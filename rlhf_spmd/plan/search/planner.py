@@ -54,12 +54,14 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """Plans, best first. gap: the fraction by which an unexplored placement might be faster in the call-level model;
-    0.0 if the exact search finished, None if the method proves nothing."""
+    0.0 if the exact search finished, None if the method proves nothing. processor_s: of search_s, what a processor
+    took, which other work on the machine does not lengthen."""
 
     plans: tuple[Plan, ...]
     gap: float | None
     num_scored: int
     search_s: float
+    processor_s: float
     simulate_s: float
 
 
@@ -87,7 +89,7 @@ def search(
         raise UserError(f"unknown search method {method!r}; known: {', '.join(METHODS)}")
     for device in cluster.device_types:
         calibration.require(device)
-    begin_s = time.perf_counter()
+    begin_s, begin_processor_s = time.perf_counter(), time.process_time()
     space = Space.of(CallModel(Cost(calibration, workload, cluster), allowed, evaluated_tokens))
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
@@ -98,16 +100,13 @@ def search(
     if roomy and roomy.fits and not best.found:
         best.offer(space.model.score_s(roomy.chosen), roomy.chosen)
         refine(space, roomy.chosen, best)
-    search_s = time.perf_counter() - begin_s
+    search_s, processor_s = time.perf_counter() - begin_s, time.process_time() - begin_processor_s
     if not best.found:
         told = {"proved": gap == 0.0, "seconds": search_s, "deadline": max(begin_s + budget_s, begin_s + search_s)}
         raise UserError(why_none(space, roomy, **told))
-    plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
-    plans.sort(key=lambda plan: plan.forecast.makespan_s)
-    streaming = [plan for plan in plans if plan.placement.streams(workload)][:NUM_STREAMING]
-    plans = [_tuned(plan, calibration) if plan in streaming else plan for plan in plans]
-    plans.sort(key=lambda plan: plan.forecast.makespan_s)
-    return SearchResult(tuple(plans), gap, best.num_scored, search_s, time.perf_counter() - begin_s - search_s)
+    plans = simulated(space, best, method, calibration)
+    simulate_s = time.perf_counter() - begin_s - search_s
+    return SearchResult(plans, gap, best.num_scored, search_s, processor_s, simulate_s)
 
 
 def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) -> tuple[Best, float | None]:
@@ -127,6 +126,16 @@ def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) ->
     if not best.found:
         return best, 0.0 if is_proved else 1.0
     return best, max(0.0, 1 - least_s / best.seconds)
+
+
+def simulated(space: Space, best: Best, method: str, calibration: Calibration) -> tuple[Plan, ...]:
+    """The best choices of a method, compiled and simulated; the quickest program first."""
+    plans = [_simulated(space.model, calibration, method, *choice) for choice in best.choices]
+    plans.sort(key=lambda plan: plan.forecast.makespan_s)
+    workload = space.model.workload
+    streaming = [plan for plan in plans if plan.placement.streams(workload)][:NUM_STREAMING]
+    plans = [_tuned(plan, calibration) if plan in streaming else plan for plan in plans]
+    return tuple(sorted(plans, key=lambda plan: plan.forecast.makespan_s))
 
 
 def _simulated(model: CallModel, calibration: Calibration, method: str, call_level_s: float, chosen: Choice) -> Plan:

@@ -1,0 +1,108 @@
+"""The planner's methods side by side, APP's search space, the ablation, and suites that try several batches at once."""
+
+import pytest
+
+from bench.forecast import ablation, plan_methods
+from bench.forecast.plan_methods import APP, EXACT, METHODS, setting, with_distances
+from bench.forecast.scan import run_suite
+from bench.forecast.spaces import apps_parts
+from bench.forecast.suites import Case
+from bench.forecast.validate_rows import cluster_of, workload_of
+from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.plan.search.exact import Best
+from rlhf_spmd.plan.search.planner import choose, name_of
+
+A100 = load_calibration("a100-80g")
+SEVEN = ablation.case_row("7", "7", "8", "896", "128")
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict:
+    """The search spaces of APP's placements of 7B on 1x8."""
+    workload, cluster = setting("llama-7b", "1x8")
+    return {part.name: part.space(workload, cluster, A100) for part in apps_parts(cluster)}
+
+
+def test_apps_placements_are_its_strategies_in_all_ratios(parts):
+    strategies = [name.partition(" ")[0] for name in parts]
+    assert [strategies.count(one) for one in ("flattening", "interleaving", "separation")] == [1, 7, 7]
+    none = [name for name, space in parts.items() if space is None]
+    assert none == ["separation 1:7", "separation 7:1"]  # neither training nor generation fits one GPU
+
+
+@pytest.mark.parametrize("part", ["flattening", "interleaving 2:6", "separation 4:4"])
+def test_apps_choices_are_what_they_are_called(parts, part):
+    space = parts[part]
+    model, strategy = space.model, part.partition(" ")[0]
+    for of, call in zip(space.candidates, model.calls, strict=True):
+        for one in of:
+            assert not one.layout.offload
+            assert one.layout.pp == 1 or (strategy, call.kind) == ("separation", "train")
+            if strategy == "separation":
+                assert one.stop <= 4 if call.kind == "train" else one.first >= 4
+            elif part != "flattening" and call.model in ("reference", "reward"):
+                assert (one.first, one.stop) == ((0, 2) if call.model == "reference" else (2, 8))
+            else:
+                assert (one.first, one.stop) == (0, 8)
+    chosen = [of[0] for of in space.candidates]
+    names = {"flattening": ("flattening", "reallocation")}.get(strategy, (strategy,))  # generation may be in slices
+    assert name_of(model.placement(chosen), model.workload, model.cluster) in names
+
+
+def test_apps_space_is_a_part_of_the_planners(parts):
+    """Its best choice is no faster than the optimum, and no slower than its own flattening."""
+    workload, cluster = setting("llama-7b", "1x8")
+    (_, whole, gap), (_, app, _) = (plan_methods.searched(one, workload, cluster, A100) for one in (EXACT, APP))
+    flat, _ = choose(parts["flattening"], EXACT, 0, Best(1), 60.0)
+    assert gap == 0.0 and whole.seconds < app.seconds <= flat.seconds
+    seconds, found = zip(*whole.steps, strict=True)
+    assert (
+        list(seconds) == sorted(seconds) and list(found) == sorted(found, reverse=True) and found[-1] == whole.seconds
+    )
+
+
+def test_distances_are_from_the_optimum():
+    rows = [
+        {"method": method, "gap": gap, "call_level_s": seconds}
+        for method, gap, seconds in zip(METHODS, (0.0, None, None, 0.0), (10.0, 10.5, 10.0, None), strict=True)
+    ]
+    assert [row["distance"] for row in with_distances(rows)] == pytest.approx([0.0, 0.05, 0.0, None])
+    rows[0] |= {"gap": 0.2, "call_level_s": 12.5}
+    found = with_distances(rows)
+    assert [row["distance"] for row in found] == pytest.approx([0.25, 0.05, 0.0, None])
+    assert {row["proved"] for row in found} == {False}
+
+
+def test_every_step_of_the_ablation_allows_what_the_one_before_allowed():
+    workload, cluster = workload_of(SEVEN), cluster_of(SEVEN)
+    placed = ablation.heuristic(workload, cluster).layouts
+    (name, first, _), *later = ablation.steps(workload)
+    call = workload.workflow.call
+    assert name == "a layout for each call"
+    assert all(first(call(one), layout, cluster) for one, layout in placed.items())
+    half = placed["reference_infer"].grid_of(cluster.ranks[4:], tp=4, offload=True)
+    allowed = [one(call("reference_infer"), half, cluster) for _, one, _ in ablation.steps(workload)]
+    assert allowed == [False, False, True, True, True]
+    assert [graphs for *_, graphs in later] == [False, False, True, True]
+    started = ablation.with_graphs(A100).devices["a100-80g"].start_decode_s(32, 64)
+    assert started == 0.0 < A100.devices["a100-80g"].start_decode_s(32, 64)
+
+
+def test_gains_are_of_one_step_and_published_seconds_stand_beside_theirs():
+    about = {"actor_b": "7", "critic_b": "7", "n_gpus": "8", "gen_len": "896"}
+    names = ("heuristic plan", "ranks for each call", "offloading")
+    rows = [
+        about | {"step": step, "forecast_s": seconds} for step, seconds in zip(names, (60.0, 30.0, 24.0), strict=True)
+    ]
+    found = ablation.with_gains(rows, ablation.published_s())
+    assert [row["gain"] for row in found] == pytest.approx([0.0, 0.5, 0.2])
+    assert [row["faster"] for row in found] == pytest.approx([1.0, 2.0, 2.5])
+    assert [row["published_s"] for row in found] == [63.3, None, 37.4]
+
+
+def test_a_suite_tries_how_many_sequences_are_decoded_at_once():
+    """More at once are faster as long as they fit."""
+    case = Case("llama-7b", "1x8", "flattening", {"zero": 3, "micro_batch": 1})
+    words = ("rollout_batch=512", "mini_batch=128", "data.max_prompt=1024", "generation.max_new_tokens=7168")
+    (row,) = run_suite([case], words, (1, 2, 512))
+    assert row["overrides"] == " ".join([*words, "generation.max_sequences=2"]) and row["samples_per_s"]
