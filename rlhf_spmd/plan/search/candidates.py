@@ -74,6 +74,7 @@ class Candidate:
             self.piece_s,
             self.gather_s,
             self.whole_bytes,
+            self.spread_bytes,
             self.static_bytes,
             self.gathered_bytes,
             self.reduced_bytes,
