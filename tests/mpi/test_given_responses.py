@@ -29,7 +29,7 @@ pytestmark = [
 ]
 PAGES = {
     "sft": [],
-    "reward_model": ["reward_model.centering_coef=0.01"],
+    "reward_model": ["reward_model.centering_coef=0.01", "reward_model.foresight_coef=0.1"],
     "dpo": ["dpo.beta=0.5"],
 }
 
