@@ -8,7 +8,7 @@ Command: python -m bench make-embedded [--out FOLDER] [--ranks 2] [--keep]
          --keep: tokenizer, actor, reward model and prompts stay, and only what is made from them is made
 """
 
-# B sequences, P prompt tokens, G response tokens, T tokens
+# B sequences, T tokens, V vocabulary
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from bench.embedded import grammar, pairs
+from bench.embedded.responses import continuations
 from bench.embedded.scoring import accuracy, encode, pad_rows, score_rows, standardise
 from bench.embedded.stages import adamw, sizes, tail, trained, write_rows
 from rlhf_spmd import embedded
-from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import load_model, load_tokenizer, save_state
 from rlhf_spmd.model.transformer import ModelConfig, Transformer
-from rlhf_spmd.runtime.generation import random_streams
-from rlhf_spmd.runtime.generation.rollout import generate_rows
 
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 5, "weights": 6, "centre": 7}
@@ -120,22 +118,6 @@ def held_out_loss(folder: Path, tokenizer, num: int = 512) -> float:
     return next_token_loss(load_model(str(folder), head="lm"), tokens_BT).item()
 
 
-def continuations(
-    model: Transformer, tokenizer, starts: list[str], seed: int, recipe: Recipe
-) -> list[tuple[str, bool]]:
-    """The model's continuation of each opening at temperature 1, and whether it ended."""
-    index_B = torch.arange(len(starts))
-    bits_BG = random_bits(seed, random_streams.OFFLINE, 0, index_B, torch.zeros_like(index_B), recipe.max_new_tokens)
-    prompts_BP = pad_rows([tokenizer.encode(start) for start in starts])
-    with torch.no_grad():
-        responses_BG, *_ = generate_rows(
-            model, prompts_BP, torch.as_tensor(bits_BG), temperature=1.0, eos_ids=(tokenizer.eos_token_id,)
-        )
-    rows = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
-    ended = [row[-1] == tokenizer.eos_token_id for row in rows]
-    return [(tokenizer.decode(row[:-1] if end else row), end) for row, end in zip(rows, ended, strict=True)]
-
-
 # -- everything ----
 
 
@@ -213,7 +195,10 @@ def make_reward(work: Path, out: Path, tokenizer, recipe: Recipe, *, ranks: int)
     rng = random.Random(SEEDS["pairs"])
     starts = [grammar.opening(rng) for _ in range(recipe.pool)]
     texts = [start.text for start in starts]
-    samples = [continuations(actor, tokenizer, texts, SEEDS["pairs"] + k, recipe) for k in (100, 101)]
+    samples = [
+        continuations(actor, tokenizer, texts, SEEDS["pairs"] + k, max_new_tokens=recipe.max_new_tokens)
+        for k in (100, 101)
+    ]
     rows = pairs.mixed_pairs(rng, starts, samples, recipe.reward_steps * recipe.reward_batch)
     data = write_rows(work / "pairs.jsonl", rows)
     words = [*adamw("reward", recipe.reward_lr, max(1, recipe.reward_steps // 20)), *LONGEST]
@@ -240,7 +225,7 @@ def centre_reward(out: Path, tokenizer, recipe: Recipe) -> dict:
     """Standardises the reward model on the actor's responses to the prompts -> measures of both."""
     actor, reward = load_model(str(out / "actor"), head="lm"), load_model(str(out / "reward"), head="scalar")
     prompts = prompts_of(out / "prompts.jsonl")
-    samples = continuations(actor, tokenizer, prompts, SEEDS["centre"], recipe)
+    samples = continuations(actor, tokenizer, prompts, SEEDS["centre"], max_new_tokens=recipe.max_new_tokens)
     ended = [encode(tokenizer, start, text) for start, (text, end) in zip(prompts, samples, strict=True) if end]
     standardise(reward, pad_rows(ended))
     round_weights(reward)
@@ -253,7 +238,7 @@ def measures(out: Path, tokenizer, recipe: Recipe) -> dict:
     """Of the actor and the reward model in a folder."""
     actor, reward = load_model(str(out / "actor"), head="lm"), load_model(str(out / "reward"), head="scalar")
     prompts = prompts_of(out / "prompts.jsonl")
-    samples = continuations(actor, tokenizer, prompts, SEEDS["centre"], recipe)
+    samples = continuations(actor, tokenizer, prompts, SEEDS["centre"], max_new_tokens=recipe.max_new_tokens)
     ended = [encode(tokenizer, start, text) for start, (text, end) in zip(prompts, samples, strict=True) if end]
     scores_B = score_rows(reward, pad_rows(ended))
     return {
@@ -311,9 +296,8 @@ def write_pairs(out: Path, tokenizer, held_out: list[str], recipe: Recipe) -> No
         rows = []
         for sample in range(2 * -(-num // len(prompts))):
             seed = 1000 * SEEDS["sample_pairs"] + sample
-            for prompt, (text, ended) in zip(
-                prompts, continuations(actor, tokenizer, prompts, seed, recipe), strict=True
-            ):
+            made = continuations(actor, tokenizer, prompts, seed, max_new_tokens=recipe.max_new_tokens)
+            for prompt, (text, ended) in zip(prompts, made, strict=True):
                 rows.append({"prompt": prompt, "response": text, "finish": "eos" if ended else "length"})
         write_rows(out / f"{name}.jsonl", pairs.pairs_of_samples(rows, SEEDS["sample_pairs"])[:num])
 
