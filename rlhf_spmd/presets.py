@@ -25,17 +25,18 @@ MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.m
 
 
 # Of preset tiny, for algorithms that learn from given responses: the columns that they read -> the file of rows, the
-# folder of the model that trains, and its learning rate.
+# folder of the model that trains, and its learning rate by its head.
 GIVEN = {
-    ("completion",): ("answers", "base", 1e-3),
-    ("chosen", "rejected"): ("pairs", "actor", 3e-4),
+    ("completion",): ("answers", "base", {"lm": 1e-3, "scalar": 1e-3}),
+    ("chosen", "rejected"): ("pairs", "actor", {"lm": 1e-4, "scalar": 1e-3}),
 }
+GENERATED = ("prompts", "actor", {"lm": 3e-4, "scalar": 1.5e-4})  # of algorithms that generate their responses
 
 
 def tiny(algorithm: Algorithm) -> Config:
     """The embedded default: models of about a million parameters, prompts, answers and pairs, all in the package."""
     columns = tuple(algorithm.responses.values())
-    rows, first, rate = GIVEN.get(columns, ("prompts", "actor", None))
+    rows, first, rates = GIVEN.get(columns, GENERATED)
     folders = {name: first for name in [*algorithm.roles][:1]}
     folders |= {name: "reward" for name, role in algorithm.roles.items() if role.judge}
     held_out = str(embedded.path_of(f"{rows}_held_out.jsonl")) if columns in GIVEN else ""
@@ -49,8 +50,8 @@ def tiny(algorithm: Algorithm) -> Config:
         mini_batch=32,
         micro_batch=32,
         data=DataOptions(prompts=str(embedded.path_of(f"{rows}.jsonl")), max_prompt=32),
-        generation=Generation(max_new_tokens=24),
-        optimizer=Optimizer(lr=_rates(algorithm, lm=rate or 3e-4, scalar=rate or 1.5e-4)),
+        generation=Generation(max_new_tokens=32 if held_out else 24),  # sampled ones get an end of sequence behind them
+        optimizer=Optimizer(lr=_rates(algorithm, **rates)),
         eval=Evaluation(prompts=held_out, every=5 if held_out else 10),
     )
 

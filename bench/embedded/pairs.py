@@ -17,8 +17,8 @@ def quality(text: str, ended: bool) -> float:
 
 
 def ranked(rng: random.Random, prompt: str, a: Candidate, b: Candidate, annotator: float = ANNOTATOR) -> dict | None:
-    """A row for `reward_model` and `dpo`; None for equal texts, which cannot be compared."""
-    if a[0] == b[0] or not a[0].strip() or not b[0].strip():
+    """A row for `reward_model` and `dpo`; None for two that are equally good, which the annotator leaves out."""
+    if a[1] == b[1] or not a[0].strip() or not b[0].strip():
         return None
     chance = 1 / (1 + math.exp(-annotator * (a[1] - b[1])))
     chosen, rejected = (a, b) if rng.random() < chance else (b, a)
