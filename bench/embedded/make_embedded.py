@@ -38,6 +38,7 @@ from rlhf_spmd.model.transformer import ModelConfig, Transformer
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 SEEDS = {"tokenizer": 1, "supervised": 2, "pairs": 3, "held_out": 4, "prompts": 5, "weights": 6, "centre": 7}
 SEEDS |= {"base": 8, "answers": 9, "held_out_prompts": 10, "sample_pairs": 11}
+KEPT = "tokenizer, actor, reward and prompts are of an earlier make, whose recipe, seeds and versions stand here"
 LONGEST = ("data.max_prompt=32", "generation.max_new_tokens=96")  # of a row of these runs
 
 
@@ -294,7 +295,7 @@ def write_pairs(out: Path, tokenizer, held_out: list[str], recipe: Recipe) -> No
         ("pairs_held_out", held_out, recipe.num_held_out),
     ):
         rows = []
-        for sample in range(2 * -(-num // len(prompts))):
+        for sample in range(2 * -(-3 * num // (2 * len(prompts)))):  # half as many more, since ties are left out
             seed = 1000 * SEEDS["sample_pairs"] + sample
             made = continuations(actor, tokenizer, prompts, seed, max_new_tokens=recipe.max_new_tokens)
             for prompt, (text, ended) in zip(prompts, made, strict=True):
@@ -337,7 +338,7 @@ def make(out: Path, recipe: Recipe, *, ranks: int, keep: bool = False) -> dict:
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "tokenizers": version("tokenizers")}
     seconds = round(time.monotonic() - started)
     about = {"recipe": asdict(recipe), "seeds": SEEDS, "versions": versions, "seconds": seconds}
-    made |= {"data": about} if keep else about
+    made |= {"kept": KEPT, "base_and_data": about} if keep else about
     (out / "made.json").write_text(json.dumps(made, indent=2) + "\n")
     return made
 
