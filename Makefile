@@ -15,7 +15,7 @@ demo: .venv/.installed  ## four ranks train the embedded model with PPO by separ
 demo-grpo: .venv/.installed  ## four ranks teach the embedded arithmetic model to carry, with GRPO (half a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset arithmetic
 
-demo-pipeline: .venv/.installed  ## SFT, a reward model, PPO and DPO, each reading what the one before wrote (3 minutes)
+demo-pipeline: .venv/.installed  ## SFT, a reward model, PPO and DPO, each reading what the one before wrote (minutes)
 	$(BIN)/python -m bench demo-pipeline
 
 demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real model, SmolLM2-135M, with a sentiment reward
