@@ -3,7 +3,7 @@
 Purpose: the files in `rlhf_spmd/embedded/tiny/`, which `--preset tiny` trains. Every model is trained by a run of this
          program: the base model, which writes poorly, by `sft` on damaged scenes; the actor by `sft` on scenes; the
          reward model by `reward_model` on pairs of continuations, ranked by the grammar.
-Cost:    about 15 minutes on two CPU cores, 1 GB of memory; made.json records time and quality.
+Cost:    25 minutes on two CPU cores that others used, too, 1 GB of memory; made.json records time and quality.
 Command: python -m bench make-embedded [--out FOLDER] [--ranks 2] [--keep]
          --keep: tokenizer, actor, reward model and prompts stay, and only what is made from them is made
 """
