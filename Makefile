@@ -7,13 +7,16 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-grpo demo-smollm2 test test-unit test-slow test-mpi test-smollm2 test-slurm lint format peers clean
+.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-mpi test-smollm2 test-slurm lint format peers clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
 
 demo-grpo: .venv/.installed  ## four ranks teach the embedded arithmetic model to carry, with GRPO (half a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset arithmetic
+
+demo-pipeline: .venv/.installed  ## SFT, a reward model, PPO and DPO, each reading what the one before wrote (minutes)
+	$(BIN)/python -m bench demo-pipeline
 
 demo-smollm2: .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## a real model, SmolLM2-135M, with a sentiment reward
 	$(MPIRUN) -n 2 $(BIN)/python -m rlhf_spmd train --preset smollm2 --model $(SMOLLM2)

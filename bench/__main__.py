@@ -45,8 +45,10 @@ ROOMS = {
         "against-trl": "TRL's trainers on the same rows: losses, gradients, a step of SGD; needs `make peers`",
     },
     "embedded": {
+        "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
+        "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",
         "make-arithmetic": "the files of rlhf_spmd/embedded/arithmetic/ (actor, problems), made anew: 10 minutes",
-        "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, prompts), made anew: 5 minutes",
+        "make-embedded": "the files of rlhf_spmd/embedded/tiny/ (tokenizer, models, data), made anew: 25 minutes",
     },
     "": {
         "pictures": "the pictures of the documents, drawn anew from bench/results/ and from what the code computes",

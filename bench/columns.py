@@ -52,6 +52,11 @@ def _phase(name: str) -> Callable[[dict], str]:
     return lambda row: _number(row["device_s"][name] if "device_s" in row else None)
 
 
+def _measure(when: str) -> Callable[[dict], str]:
+    """Shares as percentages, other measures as numbers."""
+    return lambda row: f"{row[when]:.1%}" if row["is_share"] else f"{row[when]:+.3f}".removeprefix("+")
+
+
 Columns = dict[str, Callable[[dict], str]]
 PLACE: Columns = {
     "model": lambda row: row["preset"],
@@ -352,5 +357,11 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "gain in std": lambda row: f"{row['gain_in_std']:.2f}",
         "largest KL, nats": lambda row: f"{row['kl_largest']:.2f}",
         "seconds": lambda row: f"{row['wall_s']:.0f}",
+    },
+    "pipeline": {
+        "stage": lambda row: row["stage"],
+        "measure, on held-out data": lambda row: row["measure"],
+        "before": _measure("before"),
+        "after": _measure("after"),
     },
 }

@@ -83,6 +83,10 @@ from `llama-7b` in `shape` only; they have no weights and serve `check` and `pla
 
 With `--preset tiny --model FOLDER` everything else still comes from the preset, whose values suit a toy; also set
 prompts, reward, lengths and learning rates.
+
+`tiny` has rows for `sft`, `reward_model` and `dpo`, too, and held-out rows, which are evaluated every five iterations
+unless `data.prompts` names other rows. `sft` starts from an embedded base model that writes poorly, the others start
+from the actor.
 """
 OFFLINE = """
 ## Options of generate

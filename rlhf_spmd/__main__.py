@@ -11,6 +11,7 @@ python -m rlhf_spmd plan --preset llama-13b --layout 2x8 --calibration a100-80g
 python -m rlhf_spmd forecast mine.py --preset llama-13b --layout 2x8
 python -m rlhf_spmd draw flattening separation mine.py --layout 1x8 --out strategies.png
 python -m rlhf_spmd status runs/NAME
+python -m rlhf_spmd report runs/NAME --out report.html
 python -m rlhf_spmd postmortem runs/NAME
 mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 """
@@ -83,7 +84,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError(
             f"unknown argument {wrong[0]!r}{_hint(wrong[0])}; options start with --, overrides are key=value"
         )
-    if rest and parsed.verb in ("algorithms", "convert", "rollouts", "status", "postmortem"):
+    if rest and parsed.verb in ("algorithms", "convert", "report", "rollouts", "status", "postmortem"):
         raise UserError(f"{parsed.verb} takes no overrides such as {rest[0]!r}")
     parsed.overrides = rest
     return parsed
@@ -163,6 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     rollouts.add_argument("--descending", action="store_true", help="with --sort: the largest first")
     rollouts.add_argument("--limit", type=_positive, metavar="N", help="print at most so many rows (default: all)")
     rollouts.add_argument("--json", action="store_true", help="print whole rows, with tokens, as lines of JSON")
+    report = verbs.add_parser("report", help="curves and samples of some runs as one page of HTML")
+    report.add_argument("runs", metavar="RUN", nargs="+", help="run folders, in the order of the page")
+    report.add_argument("--out", required=True, metavar="FILE.html", help="the page")
+    report.add_argument("--title", help="its heading (default: the names of the runs)")
+    report.add_argument("--overwrite", action="store_true", help="replace FILE.html if it exists")
     verbs.add_parser("algorithms", help="the algorithms that come with the package, with their calls")
     convert = verbs.add_parser("convert", help="turn a GGUF file into a Hugging Face folder")
     convert.add_argument("gguf", type=Path, metavar="FILE.gguf")

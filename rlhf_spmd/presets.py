@@ -24,10 +24,22 @@ from rlhf_spmd.role_shapes import named_shapes, shape_text, shapes_by_role
 MOST_TOKENS = 1024  # the largest default of data.max_prompt and of generation.max_new_tokens
 
 
+# Of preset tiny, for algorithms that learn from given responses: the columns that they read -> the file of rows, the
+# folder of the model that trains, and its learning rate by its head.
+GIVEN = {
+    ("completion",): ("answers", "base", {"lm": 1e-3, "scalar": 1e-3}),
+    ("chosen", "rejected"): ("pairs", "actor", {"lm": 1e-4, "scalar": 1e-3}),
+}
+GENERATED = ("prompts", "actor", {"lm": 3e-4, "scalar": 1.5e-4})  # of algorithms that generate their responses
+
+
 def tiny(algorithm: Algorithm) -> Config:
-    """The embedded default: a model of about a million parameters, its reward model and prompts, all in the package."""
-    folders = {name: "actor" for name in [*algorithm.roles][:1]}
+    """The embedded default: models of about a million parameters, prompts, answers and pairs, all in the package."""
+    columns = tuple(algorithm.responses.values())
+    rows, first, rates = GIVEN.get(columns, GENERATED)
+    folders = {name: first for name in [*algorithm.roles][:1]}
     folders |= {name: "reward" for name, role in algorithm.roles.items() if role.judge}
+    held_out = str(embedded.path_of(f"{rows}_held_out.jsonl")) if columns in GIVEN else ""
     return Config(
         preset="tiny",
         algorithm=algorithm,
@@ -37,9 +49,10 @@ def tiny(algorithm: Algorithm) -> Config:
         rollout_batch=128,
         mini_batch=32,
         micro_batch=32,
-        data=DataOptions(prompts=str(embedded.path_of("prompts.jsonl")), max_prompt=32),
-        generation=Generation(max_new_tokens=24),
-        optimizer=Optimizer(lr=_rates(algorithm, lm=3e-4, scalar=1.5e-4)),
+        data=DataOptions(prompts=str(embedded.path_of(f"{rows}.jsonl")), max_prompt=32),
+        generation=Generation(max_new_tokens=32 if held_out else 24),  # sampled ones get an end of sequence behind them
+        optimizer=Optimizer(lr=_rates(algorithm, **rates)),
+        eval=Evaluation(prompts=held_out, every=5 if held_out else 10),
     )
 
 
@@ -172,6 +185,8 @@ def load(
         judges = {role: folder for role, folder in config.models.items() if loaded.roles[role].judge}
         config = dataclasses.replace(config, models=judges | {config.main_role: model})
     config = overridden(file.applied(config), overrides)
+    if loaded.responses and config.data.prompts != before.data.prompts and config.eval.prompts == before.eval.prompts:
+        config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, prompts=""))  # of other rows
     if before.eval.prompts and not config.eval.prompts:  # the other options of the preset's evaluation go with it
         kept = {part.name: getattr(config.eval, part.name) for part in dataclasses.fields(Evaluation)}
         kept = {name: value for name, value in kept.items() if value != getattr(before.eval, name)}

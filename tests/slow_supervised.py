@@ -48,12 +48,19 @@ def likelihood(model: Model, rows: list[Row]) -> tuple[Tensor, dict[str, float]]
     return sum(losses) / num, log
 
 
-def bradley_terry(model: Model, rows: list[Row], *, centering_coef: float) -> tuple[Tensor, dict[str, float]]:
+def bradley_terry(
+    model: Model, rows: list[Row], *, centering_coef: float, foresight_coef: float
+) -> tuple[Tensor, dict[str, float]]:
     losses, differences, scores = [], [], []
     for row in rows:
-        chosen, rejected = (model(row.prompt + response)[-1] for response in row.responses)
+        outputs = [model(row.prompt + response) for response in row.responses]
+        chosen, rejected = (output[-1] for output in outputs)
         losses.append(torch.log(1 + torch.exp(-(chosen - rejected - row.margin))))
         losses[-1] = losses[-1] + centering_coef * (chosen + rejected) ** 2
+        for output in outputs:
+            earlier = [output[place] for place in range(len(row.prompt) - 1, len(output) - 1)]
+            errors = [(value - output[-1].item()) ** 2 for value in earlier]
+            losses[-1] = losses[-1] + foresight_coef * sum(errors) / len(errors)
         differences.append((chosen - rejected).item())
         scores += [chosen.item(), rejected.item()]
     log = {"accuracy": sum(d > 0 for d in differences) / len(rows), "margin": sum(differences) / len(rows)}

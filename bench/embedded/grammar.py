@@ -2,8 +2,9 @@
 
 It is the only source of the embedded demo's text, so everything in `tiny/` may be redistributed. Every phrase that
 expresses a feeling is in a table under its valence (-2 ... +2). `scene` draws an opening and a continuation; `score`
-computes the valence of any text. So pairs of sampled continuations are ranked without a human, and the result of PPO is
-judged by a measure that PPO was not trained on.
+computes the valence of any text, and `is_whole` says whether a continuation could be the grammar's own. So pairs of
+sampled continuations are ranked without a human, and the result of PPO is judged by a measure that PPO was not trained
+on.
 
     >>> import random
     >>> scene(random.Random(1))  # doctest: +SKIP
@@ -353,3 +354,34 @@ def score(text: str) -> float:
     phrases = PATTERN.findall(text)
     distinct = set(phrases)
     return sum(VALENCES[phrase] for phrase in distinct) / (len(distinct) + 1) - 0.5 * (len(phrases) - len(distinct))
+
+
+def valence(prompts: list[str], responses: list[str]) -> list[float]:
+    """`score` of each response, as a reward function: eval.reward_function=bench/embedded/grammar.py:valence."""
+    return [score(response) for response in responses]
+
+
+def _one_of(phrases) -> str:
+    return f"(?:{'|'.join(sorted(map(re.escape, set(phrases)), key=len, reverse=True))})"
+
+
+def _whole() -> re.Pattern:
+    """What a continuation looks like: one or two sentences, whatever their nouns have to do with one another."""
+    nouns = _one_of([item.split()[-1] for kind in KINDS for item in kind.items] + [
+        noun for kind in KINDS for noun, _ in kind.things
+    ])  # fmt: skip
+    adjective = _one_of(phrase for table in ADJECTIVES.values() for phrases in table.values() for phrase in phrases)
+    feeling = _one_of(phrase for phrases in FEELINGS.values() for phrase in phrases)
+    event = _one_of(phrase.removeprefix("was ") for phrases in EVENTS.values() for phrase in phrases)
+    clause = f"the {nouns} was {adjective}(?: and {adjective})?"
+    subject = _one_of(subject for subject, *_ in PRONOUNS.values())
+    person = f"{subject} (?:(?:was|were|felt) {feeling}|(?:(?:was|were) )?{event})"
+    return re.compile(f"(?: (?:{clause}(?:, (?:but|and) {clause})?|{person})\\.){{1,2}}", re.IGNORECASE)
+
+
+WHOLE = _whole()
+
+
+def is_whole(text: str) -> bool:
+    """Whether a continuation consists of sentences of the grammar."""
+    return WHOLE.fullmatch(text) is not None

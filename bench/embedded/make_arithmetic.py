@@ -1,7 +1,7 @@
 """Makes the embedded arithmetic task: sums of numbers of two digits, and an actor that often forgets to carry.
 
 Purpose: the files in `rlhf_spmd/embedded/arithmetic/`, which `--preset arithmetic` trains with GRPO. The actor is
-         trained by this program on given responses (tests/toy_pages/given_responses.py). In a share of them every
+         trained by this program on given responses (`--algorithm sft`). In a share of them every
          digit is added without the carry, as pupils do, so the actor knows both ways, and the wrong one is the more
          likely one.
 Cost:    about 10 minutes on two CPU cores, 1 GB of memory; made.json records time and quality.
@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -26,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.embedded.stages import metrics, sizes, trained, write_rows
 from rlhf_spmd import embedded
 from rlhf_spmd.evaluation_metrics import measure
 from rlhf_spmd.kernels.philox import random_bits
@@ -36,8 +35,6 @@ from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.rollout import generate_rows
 
-REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "tests" / "toy_pages" / "given_responses.py"
 PAD, BOS, EOS = "<|pad|>", "<|begin|>", "<|end|>"
 CHARACTERS = "0123456789+="
 SEEDS = {"problems": 1, "mistakes": 2, "weights": 3}
@@ -100,9 +97,8 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def write_problems(path: Path, some: list[tuple[int, int]], answer_of) -> None:
-    rows = ({"prompt": f"{a}+{b}=", "answer": str(answer_of(a, b))} for a, b in some)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_problems(path: Path, some: list[tuple[int, int]], answer_of, column: str = "answer") -> None:
+    write_rows(path, ({"prompt": f"{a}+{b}=", column: str(answer_of(a, b))} for a, b in some))
 
 
 def new_actor(folder: Path, recipe: Recipe) -> Transformer:
@@ -127,26 +123,15 @@ def new_actor(folder: Path, recipe: Recipe) -> Transformer:
     return model
 
 
-def train(model: Path, data: Path, runs: Path, recipe: Recipe, ranks: int) -> Path:
+def train(model: Path, data: Path, run_folder: Path, recipe: Recipe, ranks: int) -> Path:
     """Trains a model on given responses by a run of this program -> the folder of the trained model."""
-    sizes = [f"rollout_batch={recipe.batch * 10}", f"mini_batch={recipe.batch}", f"micro_batch={recipe.batch // ranks}"]
-    rates = [f"optimizer.student_lr={recipe.lr}", "optimizer.schedule=cosine", "optimizer.warmup_steps=100"]
-    words = [f"data.prompts={data}", "data.max_prompt=12", f"generation.max_new_tokens={MOST_TOKENS}", "num_samples=0"]
-    words += [f"iterations={recipe.steps // 10}", "given_responses.epochs=1", "checkpoint.every=0", "deadline_s=300"]
-    command = [
-        str(Path(sys.executable).with_name("mpirun")),
-        "-n",
-        str(ranks),
-        sys.executable,
-        "-m",
-        "rlhf_spmd",
-        "train",
-        "--algorithm",
-        str(PAGE),
+    words = [f"optimizer.actor_lr={recipe.lr}", "optimizer.schedule=cosine", "optimizer.warmup_steps=100"]
+    words += [
+        *sizes(recipe.steps, recipe.batch, ranks),
+        "data.max_prompt=12",
+        f"generation.max_new_tokens={MOST_TOKENS}",
     ]
-    command += ["--model", str(model), "--runs", str(runs), "--name", "supervised", *sizes, *rates, *words]
-    subprocess.run(command, check=True, cwd=REPOSITORY)
-    return runs / "supervised" / "student"
+    return trained("sft", model, data, run_folder, *words, ranks=ranks)
 
 
 def accuracy(actor: Path, held_out: Path, *, samples: int, temperature: float) -> dict[str, float]:
@@ -176,12 +161,12 @@ def make(out: Path, recipe: Recipe, *, ranks: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         runs, data = Path(folder), Path(folder) / "examples.jsonl"
         examples = rest * -(-recipe.steps * recipe.batch // len(rest))
-        write_problems(data, examples, lambda a, b: add(a, b, carries=draw.random() >= recipe.forgets))
+        write_problems(data, examples, lambda a, b: add(a, b, carries=draw.random() >= recipe.forgets), "completion")
         new_actor(runs / "random", recipe)
-        trained = train(runs / "random", data, runs, recipe, ranks)
-        model = load_model(str(trained), head="lm", dtype=torch.bfloat16)
+        made_by = runs / "supervised"
+        model = load_model(str(train(runs / "random", data, made_by, recipe, ranks)), head="lm", dtype=torch.bfloat16)
         save_state(model.state_dict(), model.config, "lm", out / "actor", source=runs / "random")
-        losses = [json.loads(line)["nll"] for line in (runs / "supervised" / "metrics.jsonl").read_text().splitlines()]
+        losses = [row["loss"] for row in metrics(made_by)]
     made = {
         "recipe": asdict(recipe),
         "num_params": sum(weight.numel() for weight in model.state_dict().values()),

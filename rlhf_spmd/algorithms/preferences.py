@@ -7,7 +7,8 @@ Legend: B pairs, G response tokens; mask_BG bool, True on response tokens; elsew
 anything, even NaN. A pair without tokens fills up a micro-batch and counts nothing.
 
 Sources: [BT] Ouyang et al. 2022, arXiv 2203.02155, eq. 1; [MARGIN] Touvron et al. 2023, arXiv 2307.09288, eq. 2;
-[CENTRE] Eisenstein et al. 2023, arXiv 2312.09244; [DPO] Rafailov et al. 2023, arXiv 2305.18290, eq. 7; [cDPO] Mitchell
+[CENTRE] Eisenstein et al. 2023, arXiv 2312.09244; [TOKENS] Cobbe et al. 2021, arXiv 2110.14168, section 4.3 (a verifier
+that predicts its last answer at every token); [DPO] Rafailov et al. 2023, arXiv 2305.18290, eq. 7; [cDPO] Mitchell
 2023, "A note on DPO with noisy preferences"; [IPO] Azar et al. 2023, arXiv 2310.12036, eq. 17; [LN] Meng et al. 2024,
 arXiv 2405.14734, section 4.2 (length-normalised DPO).
 """
@@ -29,15 +30,28 @@ def bradley_terry_loss(
     rejected_scores_B: Tensor,
     chosen_mask_BG: Tensor,
     margins_B: Tensor,
+    rejected_mask_BG: Tensor | None = None,
+    chosen_values_BG1: Tensor | None = None,
+    rejected_values_BG1: Tensor | None = None,
     *,
     centering_coef: float = 0.0,
+    foresight_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
-    """-log sigmoid(chosen - rejected - margin) ([BT], [MARGIN]) + centering_coef (chosen + rejected)^2 ([CENTRE]),
-    summed over pairs, and sums for the log."""
+    """-log sigmoid(chosen - rejected - margin) ([BT], [MARGIN]) + centering_coef (chosen + rejected)^2 ([CENTRE]) +
+    foresight_coef times the `foresight` of both responses ([TOKENS]), summed over pairs, and sums for the log.
+
+    values_BG1: the model's output before each response token, and after the last one; only foresight reads them, and
+    the mask of the rejected response.
+    """
     real_B = chosen_mask_BG.any(1)
     difference_B = chosen_scores_B - rejected_scores_B
     loss_B = -F.logsigmoid(difference_B - margins_B)
     loss_B = loss_B + centering_coef * (chosen_scores_B + rejected_scores_B).square()
+    if foresight_coef:
+        assert chosen_values_BG1 is not None and rejected_values_BG1 is not None and rejected_mask_BG is not None
+        both_B = foresight(chosen_values_BG1, chosen_scores_B, chosen_mask_BG)
+        both_B = both_B + foresight(rejected_values_BG1, rejected_scores_B, rejected_mask_BG)
+        loss_B = loss_B + foresight_coef * both_B
     loss_sum, num_pairs = torch.where(real_B, loss_B, 0.0).sum(), real_B.sum().double()
     scores_2B = torch.stack((chosen_scores_B, rejected_scores_B)).detach().double()
     sums: Sums = {
@@ -49,6 +63,13 @@ def bradley_terry_loss(
         "score_max": (torch.where(real_B, scores_2B, -math.inf).amax(), num_pairs),
     }
     return loss_sum, sums
+
+
+def foresight(values_BG1: Tensor, scores_B: Tensor, mask_BG: Tensor) -> Tensor:
+    """The mean over the tokens of a response of (value before the token - its score)^2, [B]. The score is the target
+    alone, without gradient."""
+    error_BG = torch.where(mask_BG, values_BG1[:, :-1] - scores_B.detach()[:, None], 0.0)
+    return error_BG.square().sum(1) / mask_BG.sum(1).clamp(min=1)
 
 
 # ---- direct preference optimization ---------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Ouyang et al. 2022 (arXiv 2203.02155), with the margins of Touvron et al. 2023 (arXiv 2307.09288) from the column
 `margin`. The score of a response is the scalar head's output at its last token. The model starts from a language model,
-whose head is then zeros, or from a reward model; what it saves is a folder for models.reward. The tensor math is in
-preferences.py.
+whose head is then zeros, or from a reward model; what it saves is a folder for models.reward. With foresight_coef it is
+also a value function, from which a critic of PPO may start. The tensor math is in preferences.py.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ class Options(page.Options):
     """Options of the loss of a reward model."""
 
     centering_coef: NonNegative = 0.0  # weight of (chosen + rejected score)^2, which keeps scores around 0; e.g. 0.01
+    foresight_coef: NonNegative = 0.0  # weight of (output at an earlier token - score)^2, for critics; e.g. 0.1
 
 
 def workflow(options: Options, model: Callable, compute: Callable, prompts, chosen, rejected, margins) -> None:

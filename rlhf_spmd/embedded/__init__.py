@@ -1,4 +1,4 @@
-"""The embedded default: a small model, its reward model and a prompt set, so that `--preset tiny` needs no download.
+"""The embedded default: small models, prompts, answers and pairs, so that `--preset tiny` needs no download.
 
 `python -m bench make-embedded` made everything in `tiny/` from the text of a grammar; `made.json` there holds quality
 measurements. `arithmetic/`, of `--preset arithmetic`, was made by `python -m bench make-arithmetic`.

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_spmd.algorithm import load_algorithm
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
+from rlhf_spmd.runtime.run.run_files import algorithm_of, read_config, read_rows
 
 RECENT = 10  # iterations of which the medians of seconds and tokens are taken
 COLUMNS = ("rank", "host", "state", "memory", "seen", "for", "what it does")
@@ -23,7 +22,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Prints one screen and, last, a line of JSON -> the exit status. Raises UserError if it is not a run folder."""
     run, now = Path(parsed.run), time.time()
     records = records_of(run)
-    metrics, config = _metrics(run), _config(run)
+    metrics, config = read_rows(run / "metrics.jsonl"), read_config(run)
     total = config.get("iterations")
     pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
     slowest = slowest_rank(records)
@@ -63,11 +62,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _headlines(run: Path, config: dict[str, Any]) -> list[str]:
     """The metrics to show: those that its algorithm reports at the end of a run, and the length of responses."""
-    page = run / "algorithm.py"
-    try:
-        metrics = load_algorithm(str(page) if page.is_file() else config.get("algorithm", "ppo")).metrics
-    except UserError:
-        metrics = {}
+    algorithm = algorithm_of(run, config)
+    metrics = algorithm.metrics if algorithm else {}
     return [*(name for name, metric in metrics.items() if metric.headline is not None), "response_length"]
 
 
@@ -75,24 +71,6 @@ def _recent(metrics: list[dict[str, Any]], name: str) -> float | None:
     """The median of a metric over the last iterations."""
     values = [row[name] for row in metrics[-RECENT:] if row.get(name)]
     return statistics.median(values) if values else None
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    rows = []
-    if (run / "metrics.jsonl").exists():
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # the last line of a killed run may be cut
-                continue
-    return rows
-
-
-def _config(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def _row(record: Record, now: float) -> tuple[str, ...]:

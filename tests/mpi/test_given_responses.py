@@ -33,7 +33,7 @@ pytestmark = [
 ]
 PAGES = {  # of a page also with a budget of tokens, and with logprobs from a file
     "sft": ["sft.epochs=2"],
-    "reward_model": ["reward_model.epochs=2", "reward_model.centering_coef=0.01"],
+    "reward_model": ["reward_model.epochs=2", "reward_model.centering_coef=0.01", "reward_model.foresight_coef=0.1"],
     "dpo": ["dpo.epochs=2", "dpo.beta=0.5"],
     "sft budget": ["mini_batch_tokens=50"],
     "dpo budget": ["mini_batch_tokens=70", "dpo.beta=0.5"],

@@ -28,7 +28,7 @@ DOCUMENTS = [*PROMISING, RESULTS, ROOT / "CHANGES.md", ROOT / "bench" / "LOG.md"
 MOST_LINES, MOST_COLUMNS = 200, 120
 OURS = ("rlhf_spmd", "kernels", "strategies", "bench", "tests", "slurm", "docs")  # folders whose files are named
 VERBS = ("train", "generate", "profile", "check", "plan", "convert", "draw", "rollouts", "status", "postmortem")
-VERBS += ("algorithms", "forecast", "precompute")
+VERBS += ("algorithms", "forecast", "precompute", "report")
 
 
 def named(path: Path) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.group_advantages import distillation_advantages, group_advantages
 from rlhf_spmd.algorithms.likelihood import likelihood_loss
-from rlhf_spmd.algorithms.preferences import bradley_terry_loss, direct_preference_loss
+from rlhf_spmd.algorithms.preferences import bradley_terry_loss, direct_preference_loss, foresight
 from rlhf_spmd.algorithms.surrogates import surrogate_loss
 
 LN2, NAN = math.log(2), math.nan
@@ -93,6 +93,22 @@ def test_scores_in_the_log_are_those_of_real_pairs():
     assert {float(sums[name][1]) for name in ("loss", "score_min", "score_max")} == {1.0}
     _, blank = bradley_terry_loss(chosen[1:], rejected[1:], mask_BG[1:], torch.zeros(1))
     assert all(float(weight) == 0 for _, weight in blank.values())
+
+
+def test_foresight_counts_every_token_before_the_last_output_and_moves_no_score():
+    mask_BG = torch.tensor([[True, True, False], [True, True, True]])
+    scores = torch.tensor([2.0, -1.0], requires_grad=True)
+    values_BG1 = torch.tensor([[2.0, 0.0, 2.0, NAN], [0.0, 0.0, 0.0, -1.0]], requires_grad=True)
+    found_B = foresight(values_BG1, scores, mask_BG)
+    assert found_B.tolist() == [2.0, 1.0]
+    found_B.sum().backward()
+    assert scores.grad is None and torch.equal(
+        values_BG1.grad != 0, torch.tensor([[False, True, False, False], [True, True, True, False]])
+    )
+    pair = (scores.detach(), torch.zeros(2), mask_BG, torch.zeros(2), mask_BG, values_BG1, torch.zeros(2, 4))
+    plain, more = (bradley_terry_loss(*pair, foresight_coef=coef) for coef in (0.0, 0.5))
+    assert float((more[0] - plain[0]).detach()) == pytest.approx(0.5 * 3.0)
+    assert more[1]["accuracy"] == plain[1]["accuracy"]
 
 
 # ---- preferences ----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ CASES = {
     "sft, packed": ("sft", ["micro_batch=100"]),
     "reward model": ("reward_model", []),
     "reward model, centred": ("reward_model", ["reward_model.centering_coef=0.1"]),
+    "reward model with foresight": ("reward_model", ["reward_model.foresight_coef=0.3"]),
     "dpo": ("dpo", []),
     "cdpo": ("dpo", ["dpo.label_smoothing=0.2", "dpo.beta=0.5"]),
     "ipo": ("dpo", ["dpo.loss=ipo", "dpo.beta=0.3"]),

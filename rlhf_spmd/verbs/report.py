@@ -1,0 +1,27 @@
+"""The report verb: one page of HTML with the curves and samples of some runs.
+
+One process; needs neither torch nor MPI.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.run.web_page import page, read
+from rlhf_spmd.verbs.plan import refuse_existing, save
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Writes the page and prints a line of JSON -> the exit status. Raises UserError."""
+    out = Path(parsed.out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--out {parsed.out} is not the name of a page: give it the ending .html")
+    refuse_existing(parsed, out)
+    folders = {Path(name).resolve(): Path(name) for name in parsed.runs}  # each once
+    runs = [read(folder) for folder in folders.values()]
+    title = parsed.title or ("Run " if len(runs) == 1 else "Runs ") + ", ".join(one.name for one in runs)
+    save(out, lambda path: path.write_text(page(runs, title), encoding="utf-8", errors="backslashreplace"))
+    print(f"{out}: {len(runs)} run{'s' * (len(runs) > 1)}, {out.stat().st_size / 1e3:,.0f} kB")
+    print(json.dumps({"out": str(out), "runs": [str(one.path) for one in runs], "ok": True}))
+    return 0
