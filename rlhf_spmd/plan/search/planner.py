@@ -173,9 +173,9 @@ def _tuned(plan: Plan, calibration: Calibration) -> Plan:
 def name_of(placement: Placement, workload: Workload, cluster: Cluster) -> str:
     """The strategy that a placement resembles.
 
-    separation: train calls share no rank with the other calls, if there are any. flattening: all calls are on all ranks in one grid;
-    reallocation: in several grids. interleaving: trained models are on all ranks, and the frozen models divide the
-    ranks. mixed: anything else.
+    separation: train calls share no rank with the other calls, if there are any. flattening: all calls are on all ranks
+    in one grid; reallocation: in several grids. interleaving: trained models are on all ranks, and the frozen models
+    divide the ranks. mixed: anything else.
     """
     calls = [call for call in workload.workflow.placed_calls if workload.models[call.model] is not None]
     layouts = {call.name: placement.layouts[call.name] for call in calls}
