@@ -59,7 +59,7 @@ SHARED = tuple(
     )
 )  # each those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("speed", "forecast", "numbers", "faults", "first_light", "against_trl", "embedded"), SHARED
+    ("speed", "forecast", "numbers", "faults", "first_light", "embedded", "against_trl"), SHARED
 )
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from bench.baseline_tables import AGAINST, BASELINES, DEEPSPEED_CHAT, JOINED, PER_TOKEN, times_faster
-from bench.forecast import published_hours, suites
+from bench.forecast import published_hours
 from bench.forecast.baselines import baseline_forecast, fastest_baseline, largest, recomputing, setups
+from bench.forecast.claims import eleven_times, planner_first
 from bench.forecast.scan import machine, phase_s, row_of, solve
 from bench.forecast.suites import Case
 from bench.forecast.validate_systems import EAGER_LAYER_S, USABLE
@@ -147,7 +148,7 @@ def test_a_speed_up_needs_both():
 def test_eleven_times_is_tried_for_each_baseline_and_network():
     rows = rows_of(deepspeed_chat=60.0, zero3_per_token=240.0, flattening=None, planner=20.0)
     fast = [row | {"calibration": "a100-80g+fast", "iteration_s": 20.0} for row in rows]
-    assert suites.eleven_times([*rows, *fast]) == {
+    assert eleven_times([*rows, *fast]) == {
         "11_times_over_deepspeed-chat_on_a100-80g+slow": ["at most 3.00 times"],
         "11_times_over_deepspeed-chat_on_a100-80g+fast": ["at most 1.00 times"],
         "11_times_over_zero3-per-token_on_a100-80g+slow": [],
@@ -161,7 +162,7 @@ def test_baselines_are_no_strategies():
     assert not {*BASELINES} & {*STRATEGIES}
     rows = [row | {"samples_per_s": 9.0} for row in rows_of(deepspeed_chat=1.0)]
     rows += [row | {"samples_per_s": 1.0} for row in rows_of(planner=9.0, flattening=9.0)]
-    assert suites.planner_first(rows) == {"planner_first": []}  # a faster baseline does not count
+    assert planner_first(rows) == {"planner_first": []}  # a faster baseline does not count
 
 
 # ---- published hours ------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_an_evaluation_needs_a_file_of_its_own(folder):
 
 
 def test_an_algorithm_without_a_frozen_model_is_refused(folder):
-    config = presets.load("tiny", ["data.precomputed_logprobs=a"], algorithm="sft")
+    config = presets.load("tiny", ["data.precomputed_logprobs=a", "eval.prompts="], algorithm="sft")
     with pytest.raises(UserError, match="this algorithm has no such model; drop the option"):
         make_workload(config)
     with pytest.raises(UserError, match="this algorithm has no such model"):

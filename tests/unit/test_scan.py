@@ -9,6 +9,7 @@ from bench import plots
 from bench.baseline_tables import BASELINES
 from bench.columns import COLUMNS, by_place
 from bench.forecast import suites
+from bench.forecast.claims import frozen_halved, networks_agree, orders, planner_first_on_each
 from bench.forecast.measure import programs, read_preset
 from bench.forecast.scan import explained, exposed, machine, merged, row_of, solve, with_speed_up
 from bench.forecast.suites import SUITES, Case
@@ -181,7 +182,7 @@ def rates(**found: float | None) -> list[dict]:
 
 
 def test_orders_of_the_paper_name_their_exceptions():
-    claims = suites.orders(
+    claims = orders(
         rates(
             llama_7b__1x8__flattening=10.0,
             llama_7b__1x8__interleaving2=11.0,
@@ -200,7 +201,7 @@ def test_orders_of_the_paper_name_their_exceptions():
     assert claims["separation_behind_on_one_node"] == ["llama-7b 1x8: 10 against 12"]
     assert claims["separation_ahead_on_large"] == ["llama-33b 4x8: 1 against 2"]
     assert claims["planner_first"] == ["llama-7b 1x8: 11.1 against 12"]
-    assert suites.orders(rates(llama_7b__4x8__flattening=1.0)) == dict.fromkeys(claims)  # which decides nothing
+    assert orders(rates(llama_7b__4x8__flattening=1.0)) == dict.fromkeys(claims)  # which decides nothing
 
 
 def test_networks_that_turn_the_order_are_named():
@@ -214,17 +215,17 @@ def test_networks_that_turn_the_order_are_named():
         )
     ]
     named = ["7b 2x8: flattening on fast, separation on slow"]
-    assert suites.networks_agree(rows) == {"same_strategy_on_every_network": named}
-    assert suites.networks_agree(rows[:2]) == {"same_strategy_on_every_network": []}
+    assert networks_agree(rows) == {"same_strategy_on_every_network": named}
+    assert networks_agree(rows[:2]) == {"same_strategy_on_every_network": []}
     plans = [rows[0] | {"strategy": "planner", "samples_per_s": 2.5}, rows[3] | {"strategy": "planner"}]
-    assert suites.planner_first_on_each(rows + plans)["planner_first"] == ["fast, 7b 2x8: 2.51 against 3"]
+    assert planner_first_on_each(rows + plans)["planner_first"] == ["fast, 7b 2x8: 2.51 against 3"]
 
 
 def test_halved_replicas_can_fail():
     rows = [row(name, zero=0, micro_batch=1) | {"layout": "1x8"} for name in ("flattening", "interleaving1")]
-    assert suites.frozen_halved(rows)["replicas_halved"] == []
+    assert frozen_halved(rows)["replicas_halved"] == []
     rows[1] |= {"frozen_bytes": rows[0]["frozen_bytes"]}
-    assert suites.frozen_halved(rows)["replicas_halved"] == ["llama-7b 1x8 interleaving1 zero=0"]
+    assert frozen_halved(rows)["replicas_halved"] == ["llama-7b 1x8 interleaving1 zero=0"]
 
 
 def test_suites_name_what_exists():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.forecast import suites
+from bench.forecast.claims import ahead_of_zero3
 from bench.forecast.measure_cpu import program_of
 from bench.forecast.own_ideas import is_own, own_cases
 from bench.forecast.scan import main, others, run_suite
@@ -75,7 +75,7 @@ def test_the_plan_beside_zero3():
     assert place["least_factor"] == overlapped_s(rows[0]) / rows[1]["iteration_s"] < place["factor"]
     assert f"{rows[1]['step_s']:.2f}" in text_table("stages", rows)
     rows[1] |= {"iteration_s": 2 * rows[0]["iteration_s"]}
-    assert suites.ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
+    assert ahead_of_zero3(rows)["planner_ahead_of_zero3"] == ["dpo llama-7b 1x8 a100-80g: 0.5 against 0.995"]
     rows[0] |= {"iteration_s": None}
     (place,) = by_stage(rows)
     assert place["factor"] is place["least_factor"] is None
