@@ -60,23 +60,27 @@ def fitting_options(workload: Workload, cluster: Cluster, evaluate: Evaluate = n
     """For each shipped strategy that fits with some options: --strategy and the first fitting options, as words of a
     command line. These shard as little as possible."""
 
-    def fits(name: str, options: Mapping[str, Any]) -> bool:
+    def fits(name: str, options: Mapping[str, Any], *, compiled: bool = True) -> bool:
         strategy = load_strategy(name)
         try:
             placement = strategy.placement(workload, cluster, options)
             validate(placement, workload, cluster)
-            # Transfers only add bytes, so a program without them shows most misfits without compiling.
+            # Transfers only add bytes, so a program without them shows most misfits without compiling, and one rank
+            # most of these.
             without_transfers = Program(workload, placement, cluster, {}, (), ())
-            if too_large(without_transfers):
+            first_rank = cluster.ranks[0]
+            limit = cluster.usable_bytes(first_rank)
+            misses = limit is not None and least_bytes(without_transfers, first_rank) > limit
+            if misses or too_large(without_transfers):
                 return False
-            program = strategy.compile(workload, cluster, options)
-            return not too_large(program, evaluate(program))
+            program = strategy.compile(workload, cluster, options) if compiled else None
+            return program is None or not too_large(program, evaluate(program))
         except UserError:  # e.g. too few ranks
             return False
 
     for name in COMPARED:
         tried = options_to_try(name, workload, cluster)
-        if name not in SPLIT and not fits(name, tried[-1]):  # the options with the least memory
+        if name not in SPLIT and not fits(name, tried[-1], compiled=False):  # the options with the least memory
             continue
         first = next((options for options in tried if fits(name, options)), None)
         if first is not None:
