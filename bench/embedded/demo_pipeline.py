@@ -3,7 +3,7 @@
 Purpose: `make demo-pipeline`. A base model that writes poorly becomes one that writes well, and then pleasantly. Each
          command is printed as a user types it; at the end stand a table with each stage's measure on held-out data
          before and after, and one page with the curves of all stages (`report`).
-Cost:    160 seconds of a processor, so about two minutes on two idle cores
+Cost:    two minutes on two cores, 160 seconds of a processor
 Command: python -m bench demo-pipeline [--runs FOLDER] [--ranks 2] [--record]
          --record: also write the measures into bench/results/pipeline.jsonl
 """
