@@ -37,5 +37,5 @@ def length_of(config: Config, num_rows: int, *, at_most: bool = False) -> str:
     passes = f"{config.data.epochs:g} epoch{'s' * (config.data.epochs != 1)} of {num_rows:,} rows"
     limit = "at most " if at_most else ""
     each = f"{limit}{made.iterations:,} iteration{'s' * (made.iterations != 1)} of {config.rollout_batch}"
-    filled = f", the last one filled up with {more} row{'s' * (more != 1)} of another epoch" if more else ""
+    filled = f", the last one filled up with {more} more row{'s' * (more != 1)}" if more else ""
     return f"{passes}: {each}{filled}"

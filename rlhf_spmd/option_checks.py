@@ -8,6 +8,7 @@ from rlhf_spmd.evaluation_metrics import metric_names
 
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
+MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets
 
 
 def check_options(config: Config) -> None:
@@ -89,6 +90,11 @@ def _check_budget(config: Config) -> None:
             f"{given} and {name}.epochs={config.options.epochs}: a later pass over the rows of an iteration mixes its "
             f"steps; leave {name}.epochs at 1, and give data.epochs={config.options.epochs}"
         )
+    if config.data.epochs > MOST_COUNTED_EPOCHS:
+        raise UserError(
+            f"data.epochs={config.data.epochs:g}: with {given} the steps of each epoch are counted, of at most "
+            f"{MOST_COUNTED_EPOCHS:,} epochs; give iterations instead"
+        )
     if config.data.weights:
         raise UserError(f"{given}: rows of files with data.weights are not cut into steps of so many tokens; drop one")
 
@@ -105,7 +111,8 @@ def _check_evaluation(config: Config) -> None:
                 f"{given[0]}: there is no evaluation without prompts; give eval.prompts=FILE, or drop the option"
             )
         return
-    if bool(evaluation.precomputed_logprobs) != bool(config.data.precomputed_logprobs):
+    differ = bool(evaluation.precomputed_logprobs) != bool(config.data.precomputed_logprobs)
+    if differ and config.algorithm.workflow(config.options).repeated_calls:
         has, lacks = ("eval", "data") if evaluation.precomputed_logprobs else ("data", "eval")
         raise UserError(
             f"{has}.precomputed_logprobs replaces passes of models, which {lacks}.prompts would need, too: give "

@@ -32,7 +32,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--held-out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    kept, held_out = split(pairs_of_samples(read_rows(options.samples), options.seed))
+    try:
+        samples = read_rows(options.samples)
+    except (OSError, ValueError) as error:
+        parser.error(f"{options.samples} can't be read: {error}")
+    if not all(isinstance(row, dict) and {"prompt", "response"} <= row.keys() for row in samples):
+        parser.error(f"{options.samples} has rows without prompt and response; give a file that `generate` wrote")
+    kept, held_out = split(pairs_of_samples(samples, options.seed))
     write_rows(options.out, kept)
     write_rows(options.held_out, held_out)
     print(json.dumps({"bench": "rank-pairs", "pairs": len(kept), "held_out": len(held_out), "ok": bool(kept)}))

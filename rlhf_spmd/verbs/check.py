@@ -133,7 +133,8 @@ def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> st
     if not config.data.epochs:
         return to_text(values)
     if not (num := num_rows(config)):
-        raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; give data.prompts=FILE")
+        where = f"{config.data.prompts} has none" if config.data.prompts else "give data.prompts=FILE"
+        raise UserError(f"data.epochs={config.data.epochs:g} needs the rows of a file; {where}")
     del values["iterations"]  # they follow from data.epochs
     if config.mini_batch_tokens:
         text = f"{length_of(config, num)}: the number of iterations is known when the rows are tokenised"

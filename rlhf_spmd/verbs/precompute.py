@@ -12,11 +12,22 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.runtime.data.precomputed import try_to_write
 from rlhf_spmd.runtime.world.devices import check_program
 from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.check import DEFAULT_STRATEGY, load_config
 from rlhf_spmd.verbs.plan import refuse_existing
 from rlhf_spmd.verbs.train import cluster_of
+
+
+def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
+    """Raises UserError for an output that is no file of its own."""
+    out, rows = Path(parsed.out), configs.prompt_files(config)
+    if not parsed.out.strip() or out.is_dir():
+        raise UserError(f"--out {parsed.out!r} is no name of a file; name one, e.g. --out logprobs.safetensors")
+    if out.resolve() in [Path(file).resolve() for file in rows]:
+        raise UserError(f"--out {out} is the file of the rows, which would be lost; name another file")
+    refuse_existing(parsed, out)
 
 
 def run(world: Any, parsed: argparse.Namespace) -> None:
@@ -28,7 +39,10 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
         if config.data.precomputed_logprobs:
             raise UserError("data.precomputed_logprobs names a file that exists, and this verb writes one; drop it")
         strategy = load_strategy(parsed.strategy or DEFAULT_STRATEGY)
-        refuse_existing(parsed, out)
+        check_out(parsed, config)
+    with world.together("looking at the output file"):
+        if world.rank == 0:
+            try_to_write(out).unlink()  # now rather than after all passes
     world.use_device(config.device)
     with world.together("reading the configuration for this device"):
         config = load_config(parsed, on_gpu=world.computes.index is not None)

@@ -52,7 +52,7 @@ def test_iterations_that_read_every_row_as_often_as_asked(epochs, num_rows, roll
 
 def test_what_is_said_of_the_last_batch():
     config = load("data.epochs=3", "rollout_batch=8", "mini_batch=8")
-    text = "3 epochs of 21 rows: 8 iterations of 8, the last one filled up with 1 row of another epoch"
+    text = "3 epochs of 21 rows: 8 iterations of 8, the last one filled up with 1 more row"
     assert length_of(config, 21) == text
     assert length_of(config, 24) == "3 epochs of 24 rows: 9 iterations of 8"
     assert length_of(load(), 21) == ""
@@ -79,7 +79,7 @@ def test_check_says_the_number_and_prints_a_file_that_can_be_given_back(tmp_path
     words = ["check", "flattening", "--preset", "tiny", "--algorithm", "sft", f"data.prompts={rows}"]
     assert main([*words, "data.epochs=2"]) == 0
     text = capsys.readouterr().out.partition("--config FILE.yaml\n")[2].rpartition("\n\n")[0]
-    first = "# 2 epochs of 300 rows: at most 5 iterations of 128, the last one filled up with 40 rows of another epoch"
+    first = "# 2 epochs of 300 rows: at most 5 iterations of 128, the last one filled up with 40 more rows"
     assert text.splitlines()[0] == first
     assert load(text=text, folder=tmp_path).data.epochs == 2
     assert main([*words[:-1], "data.epochs=2", "data.prompts=none.jsonl"]) == 2
@@ -111,5 +111,5 @@ def test_a_resumed_run_may_go_on_unless_a_schedule_has_ended():
         refuse_changes(linear, overridden(linear, ["data.epochs=4"]), "RUN")
     refuse_fewer(before, 5, "RUN")
     shorter = in_iterations(overridden(before, ["data.epochs=1"]), 300)
-    with pytest.raises(UserError, match="data.epochs=1 is 3, but RUN has done 5; give a larger data.epochs"):
+    with pytest.raises(UserError, match="data.epochs=1 is 3 iterations, but RUN has done 5; give a larger data.epochs"):
         refuse_fewer(shorter, 5, "RUN")

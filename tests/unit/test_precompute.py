@@ -1,5 +1,6 @@
 """Logprobs of the reference from a file: the numbers of the loop, with which the reference is not loaded."""
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -16,7 +17,9 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
+from rlhf_spmd.runtime.data.precomputed import try_to_write
 from rlhf_spmd.runtime.run.precompute import precompute
+from rlhf_spmd.verbs.precompute import check_out
 from tests.folders import WORDS, write_model
 from tests.runs import OneRank, RunOf, compiled
 
@@ -141,3 +144,29 @@ def test_an_algorithm_without_a_frozen_model_is_refused(folder):
         make_workload(config)
     with pytest.raises(UserError, match="this algorithm has no such model"):
         precompute_program(compiled(presets.load("tiny")), num_rows=8)  # PPO's reference reads generated responses
+    with pytest.raises(UserError, match="this algorithm has no such model"):
+        make_workload(presets.load("tiny", ["data.precomputed_logprobs=a"], algorithm="sft"))  # which evaluates
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("", "--out '' is no name of a file"),
+        ("FOLDER", "is no name of a file; name one"),
+        ("FOLDER/rows.jsonl", "is the file of the rows, which would be lost; name another file"),
+        ("FOLDER/others.jsonl", "exists already; pass --overwrite"),
+    ],
+)
+def test_a_file_that_would_be_lost_is_refused(out, message, folder):
+    parsed = argparse.Namespace(out=out.replace("FOLDER", str(folder)), overwrite="rows" in out)
+    with pytest.raises(UserError, match=message):
+        check_out(parsed, config_of(folder))
+
+
+def test_a_file_that_cannot_be_written_is_known_before_the_passes(folder, tmp_path):
+    with pytest.raises(UserError, match=r"x.st can't be written: .*; name another file"):
+        try_to_write(folder / "rows.jsonl" / "x.st")
+    draft = try_to_write(tmp_path / "new" / "x.st")
+    assert draft.stat().st_size == 0 and draft.parent == tmp_path / "new"
+    written = write(config_of(folder), tmp_path / "ref.safetensors")
+    assert written.stat().st_mode == draft.stat().st_mode, "readable by whom the umask allows"

@@ -96,9 +96,7 @@ def test_text_of_a_model_is_text(stages, tmp_path):
     assert "<b>" not in text and "\x1b" not in text
 
 
-@pytest.mark.parametrize(
-    "broken", ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "program.json", "config.json"]
-)
+@pytest.mark.parametrize("broken", ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "program.json"])
 def test_files_that_are_cut_or_no_json(broken, stages, tmp_path):
     path = stages[1] / broken
     path.write_text((path.read_text() if path.exists() else "") + '[1]\n"x"\n{"iteration": 1, "rew')
@@ -118,6 +116,7 @@ def test_an_algorithm_that_can_no_longer_be_read(tmp_path):
         (["RUN", "--out", "page.png"], "give it the ending .html"),
         (["RUN", "NOWHERE", "--out", "page.html"], "NOWHERE is not a folder"),
         (["RUN", "EMPTY", "--out", "page.html"], "has no config.json, so it is no run folder"),
+        (["RUN", "BROKEN", "--out", "page.html"], "so it is not known what BROKEN is a run of"),
         (["RUN", "--out", "taken.html"], "pass --overwrite"),
         (["RUN", "--out", "page.html", "iterations=3"], "report takes no overrides"),
         (["--out", "page.html"], "required: RUN"),
@@ -126,6 +125,8 @@ def test_an_algorithm_that_can_no_longer_be_read(tmp_path):
 def test_bad_words(words, says, stages, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "config.json").write_text("{")
     (tmp_path / "taken.html").write_text("mine")
     assert main(["report", *(word.replace("RUN", "sft") if word == "RUN" else word for word in words)]) == 2
     assert says in capsys.readouterr().err

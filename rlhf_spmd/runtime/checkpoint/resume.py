@@ -104,9 +104,10 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
 def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
     """Raises UserError if a run has done more iterations than it is to have."""
     if config.iterations < done:
-        given = f"data.epochs={config.data.epochs:g} is " if config.data.epochs else "iterations="
-        fix = "a larger data.epochs" if config.data.epochs else f"iterations={done} or more"
-        raise UserError(f"{given}{config.iterations}, but {folder} has done {done}; give {fix}")
+        given, fix = f"iterations={config.iterations}", f"iterations={done} or more"
+        if config.data.epochs:
+            given, fix = f"data.epochs={config.data.epochs:g} is {config.iterations} iterations", "a larger data.epochs"
+        raise UserError(f"{given}, but {folder} has done {done}; give {fix}")
 
 
 def refuse_older(resumed: Resumed) -> None:

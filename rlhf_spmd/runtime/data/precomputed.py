@@ -43,14 +43,26 @@ def about(config: Config, prompts: PromptSet) -> dict[str, str]:
 
 def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
     """Writes the numbers of every key. Raises UserError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = try_to_write(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = draft.stat().st_mode  # as the umask allows; save_file makes files that only their owner can read
         save_file(dict(values), draft, metadata=dict(facts))
+        draft.chmod(mode)
         draft.replace(path)
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
         raise UserError(f"{path} can't be written: {error}; name another file") from None
+
+
+def try_to_write(path: Path) -> Path:
+    """An empty file beside an output file, which is to replace it. Raises UserError if there can be none."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}; name another file") from None
+    return draft
 
 
 def with_logprobs(config: Config, prompts: PromptSet) -> PromptSet:

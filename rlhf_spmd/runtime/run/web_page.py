@@ -63,6 +63,8 @@ def read(path: Path) -> Run:
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} has no {CONFIG}, so it is no run folder; give the folder that train printed")
     config = read_config(path)
+    if not config:
+        raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
     try:
         strategy = str(json.loads((path / "program.json").read_text())["strategy"])
     except (OSError, ValueError, KeyError, TypeError):
