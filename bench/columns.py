@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from bench import baseline_tables, planner_tables, stage_tables, trl_table
+from bench.cells import number, percent
 from bench.rows import STRATEGIES
 
 
@@ -27,16 +28,8 @@ def by_system(rows: Sequence[dict]) -> list[dict]:
     ]
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _gib(num_bytes: int | None) -> str:
-    return _number(None if num_bytes is None else num_bytes / 2**30)
+    return number(None if num_bytes is None else num_bytes / 2**30)
 
 
 def _options(row: dict) -> str:
@@ -49,7 +42,7 @@ def _options(row: dict) -> str:
 
 
 def _phase(name: str) -> Callable[[dict], str]:
-    return lambda row: _number(row["device_s"][name] if "device_s" in row else None)
+    return lambda row: number(row["device_s"][name] if "device_s" in row else None)
 
 
 def _measure(when: str) -> Callable[[dict], str]:
@@ -64,9 +57,9 @@ PLACE: Columns = {
     "strategy": lambda row: f"`{row['strategy']}`",
 }
 SPEED: Columns = {
-    "samples/s": lambda row: _number(row["samples_per_s"], 2),
-    "speed-up": lambda row: _number(row["speed_up"], 2),
-    "iteration, s": lambda row: _number(row["iteration_s"]),
+    "samples/s": lambda row: number(row["samples_per_s"], 2),
+    "speed-up": lambda row: number(row["speed_up"], 2),
+    "iteration, s": lambda row: number(row["iteration_s"]),
 }
 OPTIONS: Columns = {"options, or why not": _options}
 PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
@@ -74,7 +67,7 @@ PLACE_ALONE: Columns = {name: PLACE[name] for name in ("model", "layout")}
 
 def rates(digits: int) -> Columns:
     """Samples per second of each strategy."""
-    return {f"`{name}`": lambda row, name=name: _number(row.get(name), digits) for name in STRATEGIES}
+    return {f"`{name}`": lambda row, name=name: number(row.get(name), digits) for name in STRATEGIES}
 
 
 RATES = PLACE_ALONE | rates(2)
@@ -95,12 +88,12 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "GPUs": lambda row: row["n_gpus"],
             "new tokens": lambda row: row["gen_len"],
             "seconds are": lambda row: row["seconds_are"],
-            "forecast, s": lambda row: _number(row["forecast_s"]),
-            "published, s": lambda row: _number(float(row["sec_per_iter"])),
+            "forecast, s": lambda row: number(row["forecast_s"]),
+            "published, s": lambda row: number(float(row["sec_per_iter"])),
             "error": lambda row: f"{row['error']:+.1%}",
-            "times as fast as the heuristic plan": lambda row: _number(row["ratio"], 2),
-            "published": lambda row: _number(row["published_ratio"], 2),
-            "in this planner's space, s": lambda row: _number(row["own_space_s"]),
+            "times as fast as the heuristic plan": lambda row: number(row["ratio"], 2),
+            "published": lambda row: number(row["published_ratio"], 2),
+            "in this planner's space, s": lambda row: number(row["own_space_s"]),
         },
     ),
     "validate_systems": (
@@ -110,8 +103,8 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
             "system": lambda row: row["system"],
             "seconds are": lambda row: row["seconds_are"],
             "published rows": lambda row: str(row["rows"]),
-            "mean error": lambda row: _percent(row["mean"]),
-            "worst": lambda row: _percent(row["worst"]),
+            "mean error": lambda row: percent(row["mean"]),
+            "worst": lambda row: percent(row["worst"]),
         },
     ),
 }
@@ -133,9 +126,9 @@ SCANS: dict[str, Columns] = {
     },
     "app_communication": {
         **PLACE,
-        "iteration, s": lambda row: _number(row["iteration_s"], 2),
-        "moved, MB": lambda row: _number(row["data_bytes"] / 1e6, 1) if "data_bytes" in row else "-",
-        "it adds, us": lambda row: _number(1e6 * row["data_exposed_s"]) if "data_exposed_s" in row else "-",
+        "iteration, s": lambda row: number(row["iteration_s"], 2),
+        "moved, MB": lambda row: number(row["data_bytes"] / 1e6, 1) if "data_bytes" in row else "-",
+        "it adds, us": lambda row: number(1e6 * row["data_exposed_s"]) if "data_exposed_s" in row else "-",
         "of an iteration": lambda row: (
             f"{row['data_exposed_s'] / row['iteration_s']:.0e}" if row["iteration_s"] else "-"
         ),
@@ -144,14 +137,14 @@ SCANS: dict[str, Columns] = {
     "app_separation": {
         **PLACE,
         **SPEED,
-        "generation runs, s": lambda row: _number(row.get("generation_s")),
-        "training runs, s": lambda row: _number(row.get("training_s")),
-        "devices wait": lambda row: _percent(
+        "generation runs, s": lambda row: number(row.get("generation_s")),
+        "training runs, s": lambda row: number(row.get("training_s")),
+        "devices wait": lambda row: percent(
             row["device_s"]["rest"] / row["iteration_s"] if "device_s" in row else None
         ),
         "shadow copies, GiB": lambda row: _gib(row.get("shadow_bytes")),
-        "weights moved, GB": lambda row: _number(row["sync_bytes"] / 1e9) if "sync_bytes" in row else "-",
-        "it adds, s": lambda row: _number(row.get("sync_exposed_s"), 2),
+        "weights moved, GB": lambda row: number(row["sync_bytes"] / 1e9) if "sync_bytes" in row else "-",
+        "it adds, s": lambda row: number(row.get("sync_exposed_s"), 2),
         **OPTIONS,
     },
     "heterogeneous": {
@@ -159,8 +152,8 @@ SCANS: dict[str, Columns] = {
         "nodes of 8": lambda row: row["nodes"],
         "strategy": lambda row: f"`{row['strategy']}`",
         **SPEED,
-        "generation runs, s": lambda row: _number(row.get("generation_s")),
-        "training runs, s": lambda row: _number(row.get("training_s")),
+        "generation runs, s": lambda row: number(row.get("generation_s")),
+        "training runs, s": lambda row: number(row.get("training_s")),
         **OPTIONS,
     },
     "convergence": {
@@ -213,9 +206,9 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "moved, KiB": lambda row: f"{row['moved_bytes'] / 1024:,.0f}",
         "messages": lambda row: str(row["moved_messages"]),
         "most held by a rank, MiB": lambda row: f"{row['static_bytes'] / 2**20:.1f}",
-        "computing": lambda row: _percent(row["compute_share"]),
-        "waiting for peers": lambda row: _percent(row["waiting_share"]),
-        "control": lambda row: _percent(row["control_share"]),
+        "computing": lambda row: percent(row["compute_share"]),
+        "waiting for peers": lambda row: percent(row["waiting_share"]),
+        "control": lambda row: percent(row["control_share"]),
     },
     "reallocation": {
         "pair": lambda row: row["pair"],
@@ -236,7 +229,7 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "transformers": lambda row: f"{max(row['peers_tokens_per_s'].values()):,.0f}",
         "times faster": lambda row: f"{row['ratio']:.2f}",
         "promised": lambda row: f"{row['promised']:g}",
-        "share of the floor": lambda row: _percent(row.get("share_of_floor")),
+        "share of the floor": lambda row: percent(row.get("share_of_floor")),
     },
     "kernels": {
         "kernel": lambda row: f"`{row['kernel']}`",
@@ -244,9 +237,9 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "precision": lambda row: row["dtype"],
         "ms": lambda row: f"{1e3 * row['ours_s']:.2f}",
         "times faster than": lambda row: ", ".join(f"{name} {x:.2f}" for name, x in row["times_faster"].items()),
-        "of memory bandwidth": lambda row: _percent(row.get("share_of_memory")),
-        "of matrix rate": lambda row: _percent(row.get("share_of_matrix")),
-        "extra memory, of full logits": lambda row: _percent(row.get("peak_share")),
+        "of memory bandwidth": lambda row: percent(row.get("share_of_memory")),
+        "of matrix rate": lambda row: percent(row.get("share_of_matrix")),
+        "extra memory, of full logits": lambda row: percent(row.get("peak_share")),
     },
     "kernels_static": {
         "kernel": lambda row: f"`{row['kernel'].partition('.')[2].strip('_').removesuffix('_kernel')}`",
@@ -254,15 +247,15 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "shape": lambda row: row["shape"],
         "registers": lambda row: str(row["sm_90"]["registers"]),
         "spilled, bytes": lambda row: str(row["sm_90"]["spill_bytes"]),
-        "shared, KiB": lambda row: _number(row["sm_90"]["shared_bytes"] / 1024),
+        "shared, KiB": lambda row: number(row["sm_90"]["shared_bytes"] / 1024),
         "occupancy": lambda row: f"{row['sm_90']['occupancy']:.0%}",
-        "waves": lambda row: _number(row["waves"], 2),
+        "waves": lambda row: number(row["waves"], 2),
         "gfx942: registers, spilled bytes, shared KiB": lambda row: "{registers}, {spill_bytes}, {:.1f}".format(
             row["gfx942"]["shared_bytes"] / 1024, **row["gfx942"]
         ),
-        "needed, MB": lambda row: _number(row["needed_bytes"] / 1e6, 2),
-        "moved for each": lambda row: _number(row["moved_per_needed"], 3),
-        "forecast, us": lambda row: _number(1e6 * row["forecast_s"], 2),
+        "needed, MB": lambda row: number(row["needed_bytes"] / 1e6, 2),
+        "moved for each": lambda row: number(row["moved_per_needed"], 3),
+        "forecast, us": lambda row: number(1e6 * row["forecast_s"], 2),
         "bound by": lambda row: row["bound_by"],
         "what is read again": lambda row: row["reason"] or "-",
     },

@@ -2,15 +2,9 @@
 
 from collections.abc import Callable
 
+from bench.cells import number, percent
+
 Columns = dict[str, Callable[[dict], str]]
-
-
-def _percent(share: float | None, digits: int = 1) -> str:
-    return "-" if share is None else f"{100 * share:.{digits}f}%"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 COLUMNS: dict[str, Columns] = {
@@ -20,20 +14,20 @@ COLUMNS: dict[str, Columns] = {
         "seconds": lambda row: f"{row['seconds']:.1f}",
         "promised": lambda row: f"{row['promised_s']:g}",
         "simulation, s": lambda row: f"{row['simulate_s']:.1f}",
-        "gap": lambda row: _percent(row.get("gap")),
+        "gap": lambda row: percent(row.get("gap")),
     },
     "plan_methods": {
         "model": lambda row: row["preset"],
         "devices": lambda row: f"{row['devices']:,}",
         "responses": lambda row: f"{row['rows']:,}",
         "method": lambda row: row["method"] if row["method"].startswith("APP") else f"`{row['method']}`",
-        "processor, s": lambda row: _number(row["processor_s"]),
-        "by the clock, s": lambda row: _number(row["seconds"]),
+        "processor, s": lambda row: number(row["processor_s"]),
+        "by the clock, s": lambda row: number(row["seconds"]),
         "placements scored": lambda row: f"{row['num_scored']:,}",
-        "call-level, s": lambda row: _number(row["call_level_s"], 2),
-        "from the optimum": lambda row: _percent(row["distance"], 2) + ("" if row["proved"] else " (of the best)"),
-        "gap": lambda row: _percent(row["gap"]),
-        "forecast, s": lambda row: _number(row.get("forecast_s"), 2),
+        "call-level, s": lambda row: number(row["call_level_s"], 2),
+        "from the optimum": lambda row: percent(row["distance"], 2) + ("" if row["proved"] else " (of the best)"),
+        "gap": lambda row: percent(row["gap"]),
+        "forecast, s": lambda row: number(row.get("forecast_s"), 2),
         "plan": lambda row: row.get("plan", "-"),
     },
     "ablation": {
@@ -41,9 +35,9 @@ COLUMNS: dict[str, Columns] = {
         "GPUs": lambda row: row["n_gpus"],
         "new tokens": lambda row: row["gen_len"],
         "with": lambda row: row["step"] + ("" if row["fits"] else " (does not fit)"),
-        "forecast, s": lambda row: _number(row["forecast_s"]),
-        "gain of this step": lambda row: _percent(row["gain"]),
-        "times as fast as the heuristic plan": lambda row: _number(row["faster"], 2),
-        "published, s": lambda row: _number(row["published_s"]),
+        "forecast, s": lambda row: number(row["forecast_s"]),
+        "gain of this step": lambda row: percent(row["gain"]),
+        "times as fast as the heuristic plan": lambda row: number(row["faster"], 2),
+        "published, s": lambda row: number(row["published_s"]),
     },
 }

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from bench.cells import number
+
 Columns = dict[str, Callable[[dict], str]]
 DEFAULT = "200g-per-gpu"  # the network of the calibration without another one
 ZERO3 = "zero3"  # as a strategy of rows: flattening with ZeRO 3, and otherwise its defaults
@@ -32,12 +34,8 @@ def limit_of(row: Mapping) -> str:
     return next((what for call, what in row["limits"].items() if "train" in call), "-") if "limits" in row else "-"
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _gib(row: Mapping) -> str:
-    return _number(row["peak_bytes"] / 2**30 if row["iteration_s"] else None)
+    return number(row["peak_bytes"] / 2**30 if row["iteration_s"] else None)
 
 
 def _plan(row: Mapping) -> str:
@@ -64,18 +62,18 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         by_stage,
         {
             **PLACE,
-            "ZeRO 3: step, s": lambda row: _number(row["rows"][ZERO3].get("step_s"), 2),
+            "ZeRO 3: step, s": lambda row: number(row["rows"][ZERO3].get("step_s"), 2),
             "its limit": lambda row: limit_of(row["rows"][ZERO3]),
             **{
-                f"`{name}`, s": lambda row, name=name: _number(row["rows"].get(name, {}).get("step_s"), 2)
+                f"`{name}`, s": lambda row, name=name: number(row["rows"].get(name, {}).get("step_s"), 2)
                 for name in ("flattening", "reallocation", "separation")
             },
-            "plan: step, s": lambda row: _number(row["rows"]["planner"].get("step_s"), 2),
+            "plan: step, s": lambda row: number(row["rows"]["planner"].get("step_s"), 2),
             "its limit ": lambda row: limit_of(row["rows"]["planner"]),
-            "tokens/s and GPU": lambda row: _number(row["rows"]["planner"].get("tokens_per_s_device"), 0),
+            "tokens/s and GPU": lambda row: number(row["rows"]["planner"].get("tokens_per_s_device"), 0),
             "GiB": lambda row: _gib(row["rows"]["planner"]),
-            "over ZeRO 3": lambda row: _number(row["factor"], 2),
-            "over ZeRO 3 that hides its messages": lambda row: _number(row["least_factor"], 2),
+            "over ZeRO 3": lambda row: number(row["factor"], 2),
+            "over ZeRO 3 that hides its messages": lambda row: number(row["least_factor"], 2),
             "plan": lambda row: _plan(row["rows"]["planner"]),
         },
     ),
@@ -84,11 +82,11 @@ COLUMNS: dict[str, Columns] = {
     "stages": {
         **PLACE,
         "strategy": lambda row: f"`{row['strategy']}`",
-        "step, s": lambda row: _number(row.get("step_s"), 2),
-        "tokens/s and GPU": lambda row: _number(row.get("tokens_per_s_device"), 0),
+        "step, s": lambda row: number(row.get("step_s"), 2),
+        "tokens/s and GPU": lambda row: number(row.get("tokens_per_s_device"), 0),
         "limit of training": limit_of,
-        "GiB": lambda row: _number(row["peak_bytes"] / 2**30 if "peak_bytes" in row else None),
-        "over flattening": lambda row: _number(row["speed_up"], 2),
+        "GiB": lambda row: number(row["peak_bytes"] / 2**30 if "peak_bytes" in row else None),
+        "over flattening": lambda row: number(row["speed_up"], 2),
         "options, or why not": lambda row: row["why_not"] if row["iteration_s"] is None else _words(row["options"]),
     },
 }

@@ -50,6 +50,12 @@ JOINED: dict[str, tuple[str, Callable[[Sequence[dict]], list[dict]], Columns]] =
         },
     ),
 }
+COMPARED: Columns = {  # a step of both programs
+    "times faster": lambda row: f"{row['ratio']:.2f}",
+    "promised": lambda row: f"{row['promised']:g}",
+    "floor, s": lambda row: f"{row['floor_s']:.1f}",
+    "its share of our step, of TRL's": lambda row: f"{row['ours_share']:.0%}, {row['peer_share']:.0%}",
+}
 COLUMNS: dict[str, Columns] = {
     "against_trl_steps": {
         "responses": lambda row: row["work"],
@@ -58,20 +64,14 @@ COLUMNS: dict[str, Columns] = {
         "generation, reference, training": _phases("ours"),
         "TRL's step, s": lambda row: f"{row['peer_s']:.1f}",
         "TRL's generation, reference, training": _phases("peer"),
-        "times faster": lambda row: f"{row['ratio']:.2f}",
-        "promised": lambda row: f"{row['promised']:g}",
-        "floor, s": lambda row: f"{row['floor_s']:.1f}",
-        "its share of our step, of TRL's": lambda row: f"{row['ours_share']:.0%}, {row['peer_share']:.0%}",
+        **COMPARED,
     },
     "against_trl_given_steps": {
         "work": lambda row: row["work"],
         "tokens of a step": lambda row: f"{row['tokens']}",
         "step, s": lambda row: f"{row['ours_step_s']:.1f}",
         "TRL's step, s": lambda row: f"{row['peer_step_s']:.1f}",
-        "times faster": lambda row: f"{row['ratio']:.2f}",
-        "promised": lambda row: f"{row['promised']:g}",
-        "floor, s": lambda row: f"{row['floor_s']:.1f}",
-        "its share of our step, of TRL's": lambda row: f"{row['ours_share']:.0%}, {row['peer_share']:.0%}",
+        **COMPARED,
         "peak memory, GiB": lambda row: f"{row['ours_peak_bytes'] / 2**30:.2f}",
         "TRL's peak memory, GiB": lambda row: f"{row['peer_peak_bytes'] / 2**30:.2f}",
     },

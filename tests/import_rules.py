@@ -47,6 +47,7 @@ SHARED = tuple(
     f"bench.{name}"
     for name in (
         "rows",
+        "cells",
         "plots",
         "options_page",
         "evidence",
