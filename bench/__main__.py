@@ -17,7 +17,8 @@ ROOMS = {
     },
     "forecast": {
         "validate": "the simulator against published measurements of PPO iterations: error per row",
-        "measure-cpu": "forecasts of four strategies on CPU ranks against measured iterations",
+        "measure-cpu": "forecasts of four strategies and a searched plan on CPU ranks against measured iterations",
+        "measure-plans": "the planner's best plans against all shipped strategies, run in turn on 4 and 8 CPU ranks",
         "machines": "the demo on imitated machines (AVX2, SSE, one core, a quota) against a forecast made elsewhere",
         "published-hours": "DeepSpeed-Chat's published table against its forecast: hours of an epoch, error per row",
         "plan-speed": "programs of 1,024 ranks and searches for 8x8 and 128x8 on one core: seconds; the planner's "

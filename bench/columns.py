@@ -277,6 +277,16 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "measured, s": lambda row: f"{row['measured_s']:.2f}",
         "error": lambda row: f"{row['error']:+.0%}",
     },
+    "measure_plans": {
+        "workload": lambda row: row["workload"],
+        "ranks": lambda row: str(row["ranks"]),
+        "plan": lambda row: row["plan"] if row["plan"].startswith("plan ") else f"`{row['plan']}`",
+        "chosen": lambda row: "yes" if row["chosen"] else "",
+        "forecast, s": lambda row: f"{row['forecast_s']:.2f}",
+        "measured, s": lambda row: f"{row['measured_s']:.2f}",
+        "behind the fastest": lambda row: f"{row['behind']:.0%}",
+        "error": lambda row: f"{row['error']:+.0%}",
+    },
     "machines": {
         "machine": lambda row: row["machine"],
         "measured, s": lambda row: f"{row['measured_s']:.2f}",

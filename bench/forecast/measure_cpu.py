@@ -1,4 +1,5 @@
-"""Do forecasts come true? Iterations of the embedded model on CPU ranks under four strategies, forecast and measured.
+"""Do forecasts come true? Iterations of the embedded model on CPU ranks under four strategies, and under the planner's
+best plan, forecast and measured.
 
 The machine is calibrated once (`profile`, or a calibration that is given), and every case is forecast from that.
 Lengths of prompts and responses are what no planner can know: they are taken from one run of the first iterations,
@@ -34,8 +35,10 @@ from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.verbs.plan import alternatives, fastest, module_source
 
 STRATEGIES = ("flattening", "interleaving1", "separation", "reallocation")
+SEARCHED = "plan"  # the row of the planner's best plan
 SIZES = (4, 8)
 TOLERANCE = 0.15  # of the measured seconds
 ITERATIONS = 6  # the first one is a warm-up
@@ -70,6 +73,11 @@ def main(arguments: list[str]) -> int:
                     continue
                 rows.append(run_case(folder, calibration, program, parsed.algorithm, strategy, words))
                 show(rows[-1])
+            file = folder / f"plan_{size}.py"
+            program = searched(parsed.algorithm, words, lengths, size, calibration, file)
+            found = run_case(folder, calibration, program, parsed.algorithm, str(file), words)
+            rows.append(found | {"strategy": SEARCHED})
+            show(rows[-1])
     if not parsed.quick:
         others = [row for row in read_rows(RESULTS / "measure_cpu.jsonl") if row["algorithm"] != parsed.algorithm]
         write("measure_cpu", others + rows)
@@ -89,6 +97,17 @@ def program_of(
 ) -> Program:
     """One iteration on this number of ranks. Raises UserError if the strategy does not apply."""
     return load_strategy(strategy).compile(workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}"), {})
+
+
+def searched(
+    algorithm: str, words: Sequence[str], lengths: dict[str, list[int]], size: int, calibration: Calibration, file: Path
+) -> Program:
+    """The program of the planner's best plan, whose strategy module is written to `file`."""
+    workload, cluster = workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}")
+    rows, _ = alternatives(workload, cluster, calibration, top=1)
+    best = fastest([row for row in rows if row.name.startswith("plan ")], cluster)
+    file.write_text(module_source(best, presets.load("tiny", words, algorithm=algorithm), calibration, list(words)))
+    return best.program
 
 
 def run_case(

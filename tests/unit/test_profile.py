@@ -89,6 +89,23 @@ def test_a_clock_tells_processor_seconds_of_what_takes_turns():
     assert wall_s >= 0.02
 
 
+def test_a_clock_adds_idle_time_where_ranks_wait_for_each_other():
+    """Two ranks on one processor: half of the seconds by the clock, in proportion to what each work computes."""
+    import time
+
+    class Alone:
+        def allgather(self, value, what):
+            return [value]
+
+    works = [lambda: time.sleep(0.02), lambda: sum(range(100_000)), lambda: sum(range(300_000))]
+    clock = Clock(Alone(), 1, lambda: None, lambda: None, tqdm(disable=True), budget_s=0.2)
+    slept_s, added_s, more_s = clock.seconds(*works, together=2)
+    elapsed_s = sum(dataclasses.replace(clock, num_workers=None).seconds(*works))
+    assert slept_s + added_s + more_s == pytest.approx(elapsed_s / 2, rel=0.25)
+    assert more_s / added_s == pytest.approx(3, rel=0.4) and slept_s < added_s
+    assert sum(clock.seconds(*works)) < elapsed_s / 3  # without that, processor seconds
+
+
 def test_what_an_engine_captures_is_not_timed():
     """CUDA graphs are captured with the first step of an engine: one engine serves all timings of as many rows, and its
     cache has gone when training is measured."""

@@ -30,22 +30,26 @@ class Clock:
         in turns. idle: this rank only waits. together: number of ranks of a node that wait for each other in it.
 
         If ranks share cores, these are processor seconds, because other ranks use the time that a rank waits; their
-        mean, because an iteration is a sum. Ranks that wait for each other also wait to be scheduled; for them it is
-        the median of the elapsed time, multiplied by their share of the processors.
+        mean, because an iteration is a sum. Where ranks wait for each other, the time in which processors had nothing
+        to do is added in proportion: by the clock a work of milliseconds takes as long as the scheduler likes.
         """
-        by_clock = self.num_workers is None or together > 1
-        timer, middle = (time.perf_counter, median) if by_clock else (time.process_time, fmean)
-        share = min(1.0, self.num_workers / together) if self.num_workers is not None and together > 1 else 1.0
+        shared = self.num_workers is not None
+        timer, middle = (time.process_time, fmean) if shared else (time.perf_counter, median)
         first = 0.0
         if not idle:
             self._once(works, time.perf_counter)
             first = sum(self._once(works, time.perf_counter))
         longest = max(self.world.allgather(first, "a first measurement"))
         number = min(max(int(self.budget_s / max(longest, 1e-9)), FEWEST), MOST)
+        began, began_processor = time.perf_counter(), time.process_time()
         mine = [] if idle else list(map(middle, zip(*(self._once(works, timer) for _ in range(number)), strict=True)))
+        if sum(mine) > 0 and shared and together > 1:
+            elapsed_s = (time.perf_counter() - began) * min(1.0, self.num_workers / together)
+            idle_s = max(0.0, elapsed_s - (time.process_time() - began_processor)) / number
+            mine = [one + idle_s * one / sum(mine) for one in mine]
         everyone = [one for one in self.world.allgather(mine, "a measurement") if one]
         self.bar.update()
-        return tuple(share * fmean(of_ranks) for of_ranks in zip(*everyone, strict=True))
+        return tuple(map(fmean, zip(*everyone, strict=True)))
 
     def _once(self, works: Sequence[Callable[[], object]], timer: Callable[[], float]) -> list[float]:
         taken = []
