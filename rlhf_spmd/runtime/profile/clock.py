@@ -31,7 +31,7 @@ class Clock:
 
         If ranks share cores, these are processor seconds, because other ranks use the time that a rank waits; their
         mean, because an iteration is a sum. Where ranks wait for each other, the time in which processors had nothing
-        to do is added in proportion: by the clock a work of milliseconds takes as long as the scheduler likes.
+        to do is added in proportion. Elapsed seconds of each work would mostly tell when the scheduler ran it.
         """
         shared = self.num_workers is not None
         timer, middle = (time.process_time, fmean) if shared else (time.perf_counter, median)
