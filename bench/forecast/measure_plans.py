@@ -1,11 +1,11 @@
 """Is the planner's choice the fastest where it can be measured? Its plans and all shipped strategies on CPU ranks.
 
 Three workloads of the embedded model on 4 and 8 ranks: short responses, long ones, a critic that is larger than the
-actor. For each the machine is calibrated with eight ranks (`profile`). Then all ranks of one world hold the best three
-of `plan` (as `plan --measure-top 3` does) and every shipped strategy, and run an iteration of each in turn. The plan is
-the one of the three that is fastest in the first rounds; what is compared are the medians of the five rounds behind
-them. Lengths of prompts and responses are taken from one run of these iterations, whose tokens are those of all
-(numbers do not depend on the placement). Run it on a machine with nothing else to do.
+actor. For each the machine is calibrated with eight ranks (`profile`). Then all ranks of one world hold the three that
+`plan --measure-top 3` measures and every shipped strategy, and run an iteration of each in turn. The plan is the one of
+the three that is fastest in the first rounds; what is compared are the medians of the five rounds behind them. Lengths
+of prompts and responses are taken from one run of these iterations, whose tokens are those of all (numbers do not
+depend on the placement). Run it on a machine with nothing else to do.
 
 Cost: 30 minutes on two cores. Command: python -m bench measure-plans [--case NAME ...] [--calibration FILE]
 """
@@ -16,10 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,12 @@ from bench.rows import REPOSITORY, RESULTS, on_ranks, read_rows, write
 from bench.tables import text_table
 from rlhf_spmd import presets
 from rlhf_spmd.calibration_file import load_calibration
-from rlhf_spmd.config import Config, make_workload
+from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
-from rlhf_spmd.plan.program.instructions import Program, communicators
+from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.verbs.plan import KEEP, alternatives, module_source, ranked, strategy_of
+from rlhf_spmd.verbs.plan import KEEP, alternatives, module_source, most_promising, strategy_of
 
 SIZES = (4, 8)
 TOP = 3  # plans that are run
@@ -49,7 +47,7 @@ class Case:
     """What is run on the ranks: (name, source of the strategy module, forecast seconds) of each program."""
 
     told: list[tuple[str, str, float]]
-    num_plans: int  # the first ones
+    num_plans: int  # the first ones, of which one is chosen
 
 
 def main(arguments: list[str]) -> int:
@@ -109,13 +107,12 @@ def profile(file: Path, words: Sequence[str]) -> None:
 
 
 def planned(words: Sequence[str], lengths: dict[str, list[int]], size: int, calibration: Calibration) -> Case:
-    """The best plans for an iteration with these lengths, then the shipped strategies that fit."""
+    """The most promising plans for an iteration with these lengths, then the other shipped strategies that fit."""
     workload: Workload = workload_of("ppo", words, lengths)
     cluster, config = Cluster.parse(f"1x{size}"), presets.load("tiny", words)
-    rows, _ = alternatives(workload, cluster, calibration, top=TOP, keep=KEEP)
-    found = [row for row in rows if row.forecast]
-    plans = list(islice((row for row in ranked(found) if row.name.startswith("plan ")), TOP))
-    shipped = [row for row in found if not row.name.startswith("plan ")]
+    rows, found = alternatives(workload, cluster, calibration, keep=KEEP)
+    plans = most_promising(rows, TOP)
+    shipped = [row for row in rows[len(found.plans) :] if row.forecast and row not in plans]
     told = [
         (row.name, module_source(row, config, calibration, list(words)), row.forecast.makespan_s)
         for row in plans + shipped
@@ -132,6 +129,7 @@ def run_on_ranks(file: Path, case: Case, words: Sequence[str], size: int) -> lis
 
 def measure_on_ranks(file: Path) -> None:
     """What each rank does: holds all programs, and runs an iteration of each in turn."""
+    from rlhf_spmd.runtime.run.measure_plans import iterations
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -142,7 +140,7 @@ def measure_on_ranks(file: Path) -> None:
         workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in given["told"]]
         world.start_torch(*communicators(programs))
-        runs = [iterations_of(config, program, world) for program in programs]
+        runs = [iterations(config, program, world) for program in programs]
         rounds = [[run(number) for run in runs] for number in range(CHOOSING + ROUNDS)]
         if world.rank == 0:
             seconds = [list(one) for one in zip(*rounds, strict=True)]
@@ -150,27 +148,6 @@ def measure_on_ranks(file: Path) -> None:
         world.shutdown()
     except BaseException as error:
         world.fail(error)
-
-
-def iterations_of(config: Config, program: Program, world: Any) -> Callable[[int], float]:
-    """A program with models of its own -> what runs one of its iterations and returns the slowest rank's seconds."""
-    from rlhf_spmd.runtime.execute.executor import Executor
-    from rlhf_spmd.runtime.execute.handlers.context import RunState
-    from rlhf_spmd.runtime.observe.trace import Tracer
-    from rlhf_spmd.runtime.run.job import make_iteration, prepare
-
-    job = prepare(config, program, world)
-    executor = Executor(program, world, job.models, job.calls, Tracer(world.rank))
-    state = RunState(config.algorithm.initial_state(config.options))
-
-    def iteration(number: int) -> float:
-        data = make_iteration(job, number)
-        world.barrier("the start of an iteration")
-        began = time.perf_counter()
-        executor.iteration(data, state)
-        return max(world.allgather(time.perf_counter() - began, "the seconds of an iteration"))
-
-    return iteration
 
 
 def rows_of(case: Case, seconds: Sequence[Sequence[float]]) -> list[dict[str, Any]]:

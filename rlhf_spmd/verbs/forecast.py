@@ -13,8 +13,8 @@ from rlhf_spmd.plan.cost.bottleneck import limits
 from rlhf_spmd.plan.cost.forecast import forecast
 from rlhf_spmd.plan.cost.forecast_summary import bubble, call_s
 from rlhf_spmd.plan.cost.memory import peak_bytes, static_bytes, working_bytes
-from rlhf_spmd.plan.proof.check import check
-from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_findings
+from rlhf_spmd.plan.text.program_listing import call_table, memory_table, show_evaluation, show_findings
+from rlhf_spmd.verbs.check import check_both, evaluate_of
 from rlhf_spmd.verbs.draw import check_out, compile_all, picture_of
 from rlhf_spmd.verbs.plan import read_calibrated, save
 
@@ -28,13 +28,19 @@ def run(parsed: argparse.Namespace) -> int:
     workload = make_workload(config)
     ((name, program),) = compile_all([parsed.strategy], workload, cluster, config.strategy).items()
     found = forecast(program, calibration)
-    seconds, limit, findings = call_s(found), limits(program, calibration), check(program)
+    evaluation = evaluate_of(config)(program)
+    evaluation_s = forecast(evaluation, calibration).makespan_s if evaluation else None
+    seconds, limit, findings = call_s(found), limits(program, calibration), check_both(program, evaluation)
     rate, idle = workload.num_sequences / found.makespan_s, abs(bubble(found))
     where = f"preset {config.title} on {cluster} ({', '.join(cluster.device_types)})"
     print(f"{name}, {where}, seconds by calibration {calibration.name}")
     print(f"  {found.makespan_s:.4g} s per iteration, {rate:.4g} sequences/s, bubble {idle:.0%}")
     print(f"\nSeconds of each call in an iteration, and what limits it\n{call_table(program, seconds, limit)}")
     print(f"\nBytes per rank: all the time, and the most that a call needs in addition\n{memory_table(program)}")
+    if evaluation:
+        print(show_evaluation(evaluation))
+        when = f"before training, every {config.eval.every} iterations and at the end"
+        print(f"  {evaluation_s:.4g} s per evaluation: {when}; the seconds per iteration do not contain it")
     print(show_findings(findings) if findings else "")
     if parsed.out:
         stem = Path(name).stem
@@ -45,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     peaks = (peak_bytes(static_bytes(program, rank), working_bytes(program, rank)) for rank in cluster.ranks)
     fits = not any(one.severity == "error" for one in findings)
     result = {"strategy": name, "layout": str(cluster), "preset": config.preset, "calibration": calibration.name}
-    result |= {"forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle}
+    result |= {"forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle, "evaluation_s": evaluation_s}
     result |= {"calls": {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}}
     result |= {"peak_bytes": max(peaks), "missing_bytes": max(0, missing_bytes(program)), "out": parsed.out}
     print(json.dumps(result | {"ok": fits}))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from textwrap import wrap
 from types import ModuleType
@@ -30,7 +29,7 @@ from rlhf_spmd.plan.cost.memory_timeline import most_bytes
 from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.program.instructions import Agree, Load, Program, Run, Wait, communicators
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.plan.search.planner import SearchResult, search
+from rlhf_spmd.plan.search.planner import SearchResult, name_of, search
 from rlhf_spmd.plan.text.program_listing import call_table, format_bytes, table
 from rlhf_spmd.plan.text.strategy_module import MAX_LINE, strategy_source
 from rlhf_spmd.plan.workload import Workload
@@ -39,6 +38,7 @@ from rlhf_spmd.verbs.check import check_both, config_words, evaluate_of, read_co
 
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
+NEAR = 1.15  # times the seconds of the fastest forecast: what its error may hide
 MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
 
 
@@ -208,6 +208,20 @@ def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
             yield row
 
 
+def most_promising(rows: list[Alternative], number: int) -> list[Alternative]:
+    """The rows that are worth measuring, fastest first: the best of each kind of placement (name_of()) with a forecast
+    NEAR the fastest one, then the next ones. Placements of a kind differ less than their forecasts err."""
+    order = list(ranked(rows))
+    kinds: dict[str, Alternative] = {}
+    for row in order:
+        if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s:
+            program = row.program
+            kinds.setdefault(name_of(program.placement, program.workload, program.cluster), row)
+    first = [row.name for row in kinds.values()]
+    chosen = (first + [row.name for row in order if row.name not in first])[:number]
+    return [row for row in order if row.name in chosen]
+
+
 def fastest(rows: list[Alternative], cluster: Cluster) -> Alternative:
     """The first of ranked(). Raises UserError if nothing fits."""
     if best := next(ranked(rows), None):
@@ -342,9 +356,11 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
             raise UserError(f"preset {config.preset} has no weights to run with; pass --model FOLDER")
         if world.rank == 0:
             out = _out(parsed, config, cluster)
-            options = _search_options(parsed) | _evaluations(config)
+            options = _search_options(parsed) | _evaluations(config) | {"top": None}
             rows, found = alternatives(workload, cluster, calibration, **options)
-            best = list(islice(ranked(rows), parsed.measure_top))
+            best = most_promising(rows, parsed.measure_top)
+            shown = {row.name for row in rows[: parsed.top] + rows[len(found.plans) :] + best}
+            rows = [row for row in rows if row.name in shown]
             told = [[row.name, module_source(row, config, calibration, _words(parsed))] for row in best]
             print(plans_table(rows, calibration), flush=True)
     world.use_device(config.device)

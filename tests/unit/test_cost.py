@@ -39,10 +39,10 @@ def machine(**constants) -> Calibration:
 
 
 def cost_of(
-    calibration: Calibration, size: int = 1, cluster: str = "", train=None, device: str = "cpu", **layout
+    calibration: Calibration, size: int = 1, cluster: str = "", train=None, device: str = "cpu", shape=SHAPE, **layout
 ) -> "Case":
     """Every call in one layout on all ranks; train: other options of the calls that train."""
-    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
+    workload = make_workload(mini_batch=8, num_mini_batches=2, shape=shape)
     grid = Layout.grid_of(range(size), **layout)
     layouts = {
         call.name: replace(grid, **train) if train and call.kind == "train" else grid
@@ -95,6 +95,20 @@ def test_tensor_parallelism_divides_products_and_adds_messages():
     assert cost.times.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e6)
     apart = cost_of(machine(inside=Link(1e6, 0.0), between=Link(1e3, 0.0)), 2, "2x1", tp=2, micro_batch=16)
     assert apart.times.run_s(1, run) == pytest.approx(forward_s(16 * LENGTH) / 2 + moved / 1e3)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 5])
+def test_ranks_wait_for_the_largest_slice(tp):
+    shape = ModelShape(1, 64, 177, 10, 5, 8, 509)
+    shards = [Shard(0, 1, index, tp) for index in range(tp)]
+    norms, head, embedding = (2 + 1) * 64, head_flops(shape, 1, tp) / 2, 64 * -(-shape.vocab_size // tp)
+    assert head == embedding
+    largest = max(num_params(shape, shard) for shard in shards) - norms - head - embedding
+    assert layer_flops(shape, 3, 0, tp) == 2 * 3 * largest
+    cost = cost_of(machine(), tp, tp=tp, micro_batch=16, shape=shape)
+    forward = layer_flops(shape, 16 * LENGTH, LENGTH / 2, tp) + head_flops(shape, 16 * LENGTH, tp)
+    assert cost.times.run_s(0, Run("reference_infer")) == pytest.approx(forward / 1e9)
+    assert head_flops(replace(shape, scalar_head=True), 3, tp) == 2 * 3 * 64
 
 
 def test_generation_is_bound_by_its_layers_or_by_memory():

@@ -45,6 +45,22 @@ def test_a_strategy_file_in_numbers(mine, capsys):
         assert part in shown
 
 
+def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n' * 6)
+    words = ["--layout", "1x4", "rollout_batch=16", "mini_batch=16"]
+    evaluated = [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.every=3", "eval.samples_per_prompt=2"]
+    told = []
+    for more in ([], evaluated, [*evaluated, "eval.max_new_tokens=8"]):
+        assert main(["forecast", "reallocation", *words, *more]) == 0
+        *text, last = capsys.readouterr().out.splitlines()
+        told.append(json.loads(last))
+        shown = [line for line in text if "s per evaluation: before training, every 3 iterations" in line]
+        assert len(shown) == bool(more)
+    without, with_evaluations, short = told
+    assert without["evaluation_s"] is None and without["forecast_s"] == with_evaluations["forecast_s"]
+    assert 0 < short["evaluation_s"] < with_evaluations["evaluation_s"] < with_evaluations["forecast_s"]
+
+
 def test_a_picture_without_torch_and_mpi(mine, tmp_path):
     out = tmp_path / "mine.png"
     command = ["forecast", mine, "--layout", "1x2", "--out", str(out), "rollout_batch=16", "mini_batch=16"]

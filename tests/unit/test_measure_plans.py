@@ -1,5 +1,7 @@
 """Plans against strategies on CPU ranks: what is planned, and what a row says."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.forecast.measure_cpu import searched
@@ -11,6 +13,7 @@ from rlhf_spmd.fitting_strategies import COMPARED
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.presets import load
 from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.verbs.plan import Alternative, fitted, most_promising
 
 LENGTHS = {"prompts": [6, 8, 9, 12] * 32, "responses": [14, 18, 20, 24] * 32}
 CPU = load_calibration("cpu-2core")
@@ -19,8 +22,8 @@ CPU = load_calibration("cpu-2core")
 def test_three_plans_and_all_strategies_are_run():
     case = planned(["num_samples=0"], LENGTHS, 4, CPU)
     names = [name for name, _, _ in case.told]
-    assert case.num_plans == TOP and all(name.startswith("plan ") for name in names[:TOP])
-    assert names[TOP:] == list(COMPARED)
+    assert case.num_plans == TOP == len({*names[:TOP]} - {*names[TOP:]})
+    assert [name for name in names if not name.startswith("plan ")] == list(COMPARED)
     forecasts = [seconds for _, _, seconds in case.told]
     assert forecasts[0] == min(forecasts) and forecasts[:TOP] == sorted(forecasts[:TOP])
 
@@ -45,6 +48,21 @@ def test_the_plan_is_chosen_in_the_first_rounds():
     assert rows_of(case, seconds)[1]["ok"]
     rows = [{"workload": "short", "ranks": 4} | row for row in rows_of(case, seconds)]
     assert text_table("measure_plans", rows).splitlines()[2].split()[:6] == ["short", "4", "plan", "2", "(b)", "yes"]
+
+
+def test_each_kind_of_placement_that_may_be_the_fastest_is_measured():
+    workload, cluster = make_workload(load("tiny", [])), Cluster.parse("1x4")
+    made = {name: fitted(name, workload, cluster, CPU) for name in ("flattening", "separation", "interleaving1")}
+
+    def row(name: str, like: str, seconds: float) -> Alternative:
+        return replace(made[like], name=name, forecast=replace(made[like].forecast, times=(((0.0, seconds),),)))
+
+    rows = [row(f"plan {number}", "flattening", 1 + number / 100) for number in (1, 2, 3)]
+    rows += [row("separation", "separation", 1.1), row("interleaving1", "interleaving1", 1.3)]
+    rows += [replace(made["flattening"], name="too large", forecast=None)]
+    found = [[one.name for one in most_promising(rows, number)] for number in (1, 2, 3, 4, 9)]
+    assert found[:3] == [["plan 1"], ["plan 1", "separation"], ["plan 1", "plan 2", "separation"]]
+    assert found[3] == ["plan 1", "plan 2", "plan 3", "separation"] and found[4] == [*found[3], "interleaving1"]
 
 
 def test_a_searched_plan_is_a_strategy_file(tmp_path):

@@ -113,6 +113,14 @@ def quickest_on(candidates, mesh):
     return next(one for one in candidates if (one.first, one.stop) == mesh)
 
 
+def test_slices_may_be_unequal():
+    """LLaMA 33B has 52 heads: of 8 slices, some have 7 and some 6."""
+    workload, cluster = llama("llama-33b", "2x8")
+    for call in workload.workflow.placed_calls:
+        found = list(layouts(call, meshes(cluster)[0], workload, cluster))
+        assert {one.tp for one in found} == {1, 2, 4, 8}
+
+
 def test_phases_are_cut_where_everything_needs_everything_before():
     assert model_of("1x4").phases == [[0], [1, 2, 3], [4, 5]]
     assert model_of("1x4", old_logprobs="recompute").phases == [[0], [1, 2, 3, 4], [5, 6]]

@@ -30,16 +30,19 @@ MOMENTS_BYTES = 24  # summed over the ranks of a train call per optimizer step (
 STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two moments, gradient, and the new weight
 
 
-def layer_flops(shape: ModelShape, tokens: float, context: float) -> float:
-    """FLOPs of one layer's forward pass; context: tokens that a token attends to, on average."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * shape.intermediate_size
+def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -> float:
+    """FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others wait; context:
+    tokens that a token attends to, on average."""
+    kv = -(-shape.num_kv_heads // tp) * shape.head_dim
+    q = kv * (shape.num_heads // shape.num_kv_heads)
+    weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * -(-shape.intermediate_size // tp)
     return tokens * (2 * weights + 4 * q * context)
 
 
-def head_flops(shape: ModelShape, tokens: float) -> float:
-    """FLOPs of the logits, or of a scalar head."""
-    return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else shape.vocab_size)
+def head_flops(shape: ModelShape, tokens: float, tp: int = 1) -> float:
+    """FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which each rank does by
+    itself."""
+    return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else -(-shape.vocab_size // tp))
 
 
 def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:
@@ -110,9 +113,9 @@ class Cost:
             return max(0.0, table.train.at(num_layers, tokens, length, rest=is_last) - forward_s) + again_s
         hidden_bytes = tokens * shape.hidden_size * self.workload.param_bytes
         gather_s = all_gather_s(self.link(layout.tensor_ranks(rank)), layout.tp, hidden_bytes)
-        flops = layer_flops(shape, tokens, length / 2) / layout.tp
+        flops = layer_flops(shape, tokens, length / 2, layout.tp)
         layer_s = flops / device.matrix_flops + 4 * gather_s + device.layer_s
-        head_s = head_flops(shape, tokens) / layout.tp / device.matrix_flops if is_last else 0.0
+        head_s = head_flops(shape, tokens, layout.tp) / device.matrix_flops if is_last else 0.0
         if backward:
             return (2 + layout.recompute) * num_layers * layer_s + 2 * head_s
         return num_layers * layer_s + head_s
@@ -195,8 +198,8 @@ class Cost:
         context = prompt + response / 2
         cached = places * context / (prompt + response) * sequence_bytes(workload, call, layout, rank)
         read_s = (workload.param_bytes * num_params(shape, shard) + cached) / device.memory_bytes_per_s
-        head = head_flops(shape, places) if shard.stage == shard.pp - 1 else 0.0
-        flops = (num_layers * layer_flops(shape, places, context) + head) / layout.tp
+        head = head_flops(shape, places, layout.tp) if shard.stage == shard.pp - 1 else 0.0
+        flops = num_layers * layer_flops(shape, places, context, layout.tp) + head
         num_reduces = 2 * num_layers if layout.tp > 1 else 0  # after attention and after the MLP (Megatron)
         link, hidden_bytes = self.link(layout.tensor_ranks(rank)), places * shape.hidden_size * workload.param_bytes
         reduce_s = num_reduces * 2 * all_gather_s(link, layout.tp, hidden_bytes)

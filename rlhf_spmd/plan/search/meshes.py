@@ -71,9 +71,9 @@ def _runs(cluster: Cluster, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]
 def layouts(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iterator[Layout]:
     """The layouts of a call with weights on a mesh, valid for compile_program.
 
-    Slices stay inside a node and divide the heads; stages divide the layers or are a power of two; every shard has
-    rows. Only train calls choose a ZeRO stage and recomputation; only frozen models are offloaded or, with stage 3,
-    spread over dp.
+    Slices stay inside a node, and each has a key-value head; stages divide the layers or are a power of two; every
+    shard has rows. Only train calls choose a ZeRO stage and recomputation; only frozen models are offloaded or, with
+    stage 3, spread over dp.
     """
     frozen = workload.workflow.train_call(call.model) is None
     for pp, tp in _grids(call, mesh, workload, cluster):
@@ -106,7 +106,7 @@ def _grids(call: Call, mesh: Mesh, workload: Workload, cluster: Cluster) -> Iter
     tp = 1
     while tp <= min(mesh.size, shape.num_kv_heads):
         together = all(nodes[at] == nodes[at + tp - 1] for at in range(0, mesh.size - tp + 1, tp))
-        if together and not (mesh.size % tp or shape.num_heads % tp or shape.num_kv_heads % tp):
+        if together and mesh.size % tp == 0:
             for pp in range(1, min(mesh.size // tp, shape.num_layers, max(num_nodes, LEAST_PP)) + 1):
                 even = shape.num_layers % pp == 0 or pp & (pp - 1) == 0
                 if even and mesh.size // tp % pp == 0 and mesh.size // (tp * pp) <= workload.mini_batch:
