@@ -48,7 +48,7 @@ def test_a_strategy_file_in_numbers(mine, capsys):
 def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n' * 6)
     words = ["--layout", "1x4", "rollout_batch=16", "mini_batch=16"]
-    evaluated = [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.every=3", "eval.samples_per_prompt=2"]
+    evaluated = [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.every=3"]
     told = []
     for more in ([], evaluated, [*evaluated, "eval.max_new_tokens=8"]):
         assert main(["forecast", "reallocation", *words, *more]) == 0
