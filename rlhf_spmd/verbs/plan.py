@@ -209,16 +209,19 @@ def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
 
 
 def most_promising(rows: list[Alternative], number: int) -> list[Alternative]:
-    """The rows that are worth measuring, fastest first: the best of each kind of placement (name_of()) with a forecast
-    NEAR the fastest one, then the next ones. Placements of a kind differ less than their forecasts err."""
+    """The rows that are worth measuring, fastest first: of those with a forecast NEAR the fastest one the first, the
+    best shipped strategy and the best of each kind of placement (name_of()); then the next ones. Placements of a kind
+    differ less than their forecasts err."""
     order = list(ranked(rows))
-    kinds: dict[str, Alternative] = {}
+    first: dict[str, str] = {}  # what a row is the best of -> its name
     for row in order:
         if row.forecast.makespan_s <= NEAR * order[0].forecast.makespan_s:
             program = row.program
-            kinds.setdefault(name_of(program.placement, program.workload, program.cluster), row)
-    first = [row.name for row in kinds.values()]
-    chosen = (first + [row.name for row in order if row.name not in first])[:number]
+            if row.name in COMPARED:
+                first.setdefault("shipped", row.name)
+            first.setdefault(name_of(program.placement, program.workload, program.cluster), row.name)
+    names = dict.fromkeys([order[0].name, *([first["shipped"]] if "shipped" in first else []), *first.values()])
+    chosen = list(names | dict.fromkeys(row.name for row in order))[:number]
     return [row for row in order if row.name in chosen]
 
 
