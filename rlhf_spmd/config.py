@@ -25,7 +25,7 @@ from rlhf_spmd.role_shapes import shapes_by_role
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Passes = Annotated[float, Field(ge=0, le=10**6)]
+Passes = Annotated[float, Field(ge=0, le=10**6, allow_inf_nan=False)]
 LR = "_lr"  # optimizer.ROLE_lr
 
 
