@@ -3,7 +3,7 @@
 Purpose: the files in `rlhf_spmd/embedded/tiny/`, which `--preset tiny` trains. Every model is trained by a run of this
          program: the base model, which writes poorly, by `sft` on damaged scenes; the actor by `sft` on scenes; the
          reward model by `reward_model` on pairs of continuations, ranked by the grammar.
-Cost:    25 minutes on two CPU cores that others used, too, 1 GB of memory; made.json records time and quality.
+Cost:    9 minutes on two CPU cores that others used, too, 1 GB of memory; made.json records time and quality.
 Command: python -m bench make-embedded [--out FOLDER] [--ranks 2] [--keep]
          --keep: tokenizer, actor, reward model and prompts stay, and only what is made from them is made
 """
@@ -56,10 +56,10 @@ class Recipe:
     num_kv_heads: int = 2
     base_steps: int = 300
     base_damage: int = 3  # how often a scene is damaged
-    sft_steps: int = 1500
+    sft_steps: int = 2000
     sft_batch: int = 64
     sft_lr: float = 3e-3
-    reward_steps: int = 1000
+    reward_steps: int = 1500
     reward_batch: int = 64  # pairs
     reward_lr: float = 1e-3
     annotator: float = pairs.ANNOTATOR
