@@ -7,7 +7,7 @@ the three that is fastest in the first rounds; what is compared are the medians 
 of prompts and responses are taken from one run of these iterations, whose tokens are those of all (numbers do not
 depend on the placement). Run it on a machine with nothing else to do.
 
-Cost: 30 minutes on two cores. Command: python -m bench measure-plans [--case NAME ...] [--calibration FILE]
+Cost: 35 minutes on two cores. Command: python -m bench measure-plans [--case NAME ...] [--calibration FILE]
 """
 
 import argparse
@@ -35,7 +35,7 @@ from rlhf_spmd.verbs.plan import KEEP, alternatives, module_source, most_promisi
 
 SIZES = (4, 8)
 TOP = 3  # plans that are run
-CHOOSING, ROUNDS = 3, 5  # the first of the choosing rounds warms up
+CHOOSING, ROUNDS = 6, 5  # the first of the choosing rounds warms up
 BEHIND, TOLERANCE = 0.05, 0.20  # of the fastest one's seconds; of the plan's own
 CRITIC = {"hidden_size": 256, "intermediate_size": 704, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4}
 LONG = ("generation.max_new_tokens=160", "generation.min_new_tokens=120", "rollout_batch=64")

@@ -14,17 +14,20 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.world.world import World
 
-NUM_ITERATIONS = 3  # the first one warms up and is not counted
+LEAST, MOST = 2, 5  # iterations that are counted, behind one that warms up
+BUDGET_S = 20.0  # of those: there are no more than LEAST if they take longer
 
 
 def iteration_s(config: Config, program: Program, world: World) -> float:
     """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
     groups. Frees the models before it returns."""
-    run = iterations(config, program, world)
-    seconds = [run(number) for number in range(NUM_ITERATIONS)]
+    run, seconds = iterations(config, program, world), []
+    run(0)
+    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < BUDGET_S):
+        seconds.append(run(1 + len(seconds)))
     del run
     gc.collect()
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds)
 
 
 def iterations(config: Config, program: Program, world: World) -> Callable[[int], float]:
