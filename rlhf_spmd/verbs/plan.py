@@ -209,9 +209,9 @@ def ranked(rows: list[Alternative]) -> Iterator[Alternative]:
 
 
 def most_promising(rows: list[Alternative], number: int) -> list[Alternative]:
-    """The rows that are worth measuring, fastest first: of those with a forecast NEAR the fastest one the first, the
-    best shipped strategy and the best of each kind of placement (name_of()); then the next ones. Placements of a kind
-    differ less than their forecasts err."""
+    """The rows that are worth measuring, fastest first. Of the rows that are forecast to take at most NEAR times the
+    seconds of the first one: the first, the best shipped strategy, and the best of each kind of placement (name_of()),
+    because placements of a kind differ less than their forecasts err. Then the next ones."""
     order = list(ranked(rows))
     first: dict[str, str] = {}  # what a row is the best of -> its name
     for row in order:
