@@ -37,7 +37,10 @@ def test_33b_on_two_nodes_ends_in_time_and_says_what_would_help():
     cluster = Cluster.parse("2x8", "a100-80g")
     text, seconds = refused("llama-33b", cluster)
     assert seconds < BUDGET_S + 1.0
-    assert re.search(r"least memory that was found is \d\d\.\d GiB on rank 0 \(all the time 69\.\d GiB, gathered", text)
+    found = re.search(
+        r"least memory that was found is (\d\d\.\d) GiB on rank 0 \(all the time \d\d\.\d GiB, gathered", text
+    )
+    assert 75.2 < float(found[1]) < 84.0  # without slices of 8, which are unequal, it is 84.6
     assert "of 80.0 GiB that it may use" in text and "actor_train dp1 pp4 tp4 recompute" in text
     option = re.search(r"fit with (generation.max_sequences=\d+)", text)[1]
     words = re.search(r"--layout (\S+)", text)[1]

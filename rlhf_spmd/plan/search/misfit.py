@@ -133,12 +133,15 @@ def larger(cluster: Cluster) -> list[Cluster]:
 
 def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
     """Of each kind of option the smallest change with which something was found to fit, in words. Smaller options are
-    tried with the placement at hand."""
+    tried with the placement at hand, and if none of these is enough, the first kind with any placement."""
     model, found = space.model, []
     of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
-    for kind in smaller(model.workload, model.evaluated_tokens):
-        for words, workload, evaluated_tokens in kind:
-            other = model.of(workload, model.cluster, evaluated_tokens)
+    kinds = [
+        [(words, model.of(workload, model.cluster, tokens)) for words, workload, tokens in kind]
+        for kind in smaller(model.workload, model.evaluated_tokens)
+    ]
+    for kind in kinds:
+        for words, other in kind:
             same = [
                 other.costs.candidate(call, of_places[one.first, one.stop], one.placed)
                 for call, one in zip(other.calls, chosen, strict=True)
@@ -146,6 +149,12 @@ def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
             if other.excess_bytes(same) <= 0:
                 found.append(words)
                 break
+    for words, other in kinds[0] if not found else []:
+        if perf_counter() > deadline:
+            break
+        if (trial := roomiest(Space.of(other), deadline)) and trial.fits:
+            found.append(words)
+            break
     for cluster in larger(model.cluster):
         if perf_counter() > deadline:
             break
