@@ -216,7 +216,7 @@ def _add_plan(verbs: argparse._SubParsersAction) -> None:
     plan.add_argument("--out", metavar="FILE.py", help="file for the best plan (default: runs/plan-PRESET-LAYOUT.py)")
     plan.add_argument("--timeline", metavar="FILE.png", help="draw the forecast timeline of the best plan")
     plan.add_argument("--overwrite", action="store_true", help="replace these files if they exist")
-    plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run K of the best as well")
+    plan.add_argument("--measure-top", type=_positive, metavar="K", help="under mpirun: run K promising rows as well")
     _add_config(plan)
 
 

@@ -129,7 +129,7 @@ def run_on_ranks(file: Path, case: Case, words: Sequence[str], size: int) -> lis
 
 def measure_on_ranks(file: Path) -> None:
     """What each rank does: holds all programs, and runs an iteration of each in turn."""
-    from rlhf_spmd.runtime.run.measure_plans import iterations
+    from rlhf_spmd.runtime.run.measure_plans import iteration_runner
     from rlhf_spmd.runtime.world.world import World
 
     world = World.discover()
@@ -140,7 +140,7 @@ def measure_on_ranks(file: Path) -> None:
         workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in given["told"]]
         world.start_torch(*communicators(programs))
-        runs = [iterations(config, program, world) for program in programs]
+        runs = [iteration_runner(config, program, world) for program in programs]
         rounds = [[run(number) for run in runs] for number in range(CHOOSING + ROUNDS)]
         if world.rank == 0:
             seconds = [list(one) for one in zip(*rounds, strict=True)]

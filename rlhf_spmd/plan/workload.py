@@ -7,6 +7,7 @@ from random import Random
 
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.layout import exact_div
+from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Call, Workflow
 
 
@@ -27,6 +28,13 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    def slice_sizes(self, tp: int, index: int) -> tuple[int, int, int]:
+        """Heads, key-value heads and numbers between the products of the MLP in slice `index` of tp. The last slice is
+        the largest."""
+        kv_heads = len(split(self.num_kv_heads, tp, index))
+        heads = kv_heads * (self.num_heads // self.num_kv_heads)
+        return heads, kv_heads, len(split(self.intermediate_size, tp, index))
 
     @property
     def num_params(self) -> int:

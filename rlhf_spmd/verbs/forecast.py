@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     if evaluation:
         print(show_evaluation(evaluation))
         when = f"before training, every {config.eval.every} iterations and at the end"
-        print(f"  {evaluation_s:.4g} s per evaluation: {when}; the seconds per iteration do not contain it")
+        print(f"  {evaluation_s:.4g} s per evaluation ({when}), not included in the seconds per iteration")
     print(show_findings(findings) if findings else "")
     if parsed.out:
         stem = Path(name).stem
@@ -53,6 +53,6 @@ def run(parsed: argparse.Namespace) -> int:
     result = {"strategy": name, "layout": str(cluster), "preset": config.preset, "calibration": calibration.name}
     result |= {"forecast_s": found.makespan_s, "samples_per_s": rate, "bubble": idle, "evaluation_s": evaluation_s}
     result |= {"calls": {call: {"seconds": seconds[call], "limit": limit[call]} for call in seconds}}
-    result |= {"peak_bytes": max(peaks), "missing_bytes": max(0, missing_bytes(program)), "out": parsed.out}
+    result |= {"peak_bytes": max(peaks), "missing_bytes": max(0, missing_bytes(program, evaluation)), "out": parsed.out}
     print(json.dumps(result | {"ok": fits}))
     return 0 if fits else 1

@@ -38,7 +38,7 @@ from rlhf_spmd.verbs.check import check_both, config_words, evaluate_of, read_co
 
 TIGHT = "keys and values do not all fit: will be slower"  # the warning of memory_check.memory, shortened
 KEEP = 20  # plans that are simulated
-NEAR = 1.15  # times the seconds of the fastest forecast: what its error may hide
+NEAR = 1.15  # forecasts err by about 15%, so rows within this factor of the fastest forecast may be faster
 MOST_LANES = 8  # of a timeline; with more ranks, those that do the same share a lane
 
 

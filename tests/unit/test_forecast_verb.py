@@ -54,11 +54,22 @@ def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
         assert main(["forecast", "reallocation", *words, *more]) == 0
         *text, last = capsys.readouterr().out.splitlines()
         told.append(json.loads(last))
-        shown = [line for line in text if "s per evaluation: before training, every 3 iterations" in line]
+        shown = [line for line in text if "s per evaluation (before training, every 3 iterations" in line]
         assert len(shown) == bool(more)
     without, with_evaluations, short = told
     assert without["evaluation_s"] is None and without["forecast_s"] == with_evaluations["forecast_s"]
     assert 0 < short["evaluation_s"] < with_evaluations["evaluation_s"] < with_evaluations["forecast_s"]
+
+
+def test_an_evaluation_that_does_not_fit_is_said(tmp_path, capsys):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n')
+    words = ["reallocation", *BIG, "strategy.zero=2", "strategy.training_tp=4", "micro_batch=1"]
+    told = []
+    for more in ([], [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.max_new_tokens=1000000"]):
+        told.append((main(["forecast", *words, *more]), json.loads(capsys.readouterr().out.splitlines()[-1])))
+    (status, alone), (status_with, evaluated) = told
+    assert status == 0 and alone["ok"] and alone["missing_bytes"] == 0
+    assert status_with == 1 and not evaluated["ok"] and evaluated["missing_bytes"] > 0
 
 
 def test_a_picture_without_torch_and_mpi(mine, tmp_path):

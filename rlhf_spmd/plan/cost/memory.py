@@ -159,9 +159,7 @@ def activation_bytes(workload: Workload, call: Call, layout: Layout, rank: int) 
     longest = (workload.max_prompt + workload.max_response) * call.num_sequences
     tokens = layout.tokens or (layout.micro_batch or workload.micro_batch) * longest
     h, d = shape.hidden_size, shape.head_dim
-    kv_heads = len(split(shape.num_kv_heads, shard.tp, shard.tp_index))
-    heads = kv_heads * (shape.num_heads // shape.num_kv_heads)
-    intermediate = len(split(shape.intermediate_size, shard.tp, shard.tp_index))
+    heads, kv_heads, intermediate = shape.slice_sizes(shard.tp, shard.tp_index)
     # a slice of inputs of two norms; q, k, v and the attention's output; gate, up, SiLU's output and their product
     kept = 2 * h / layout.tp + 2 * (heads + kv_heads) * d + 4 * intermediate
     gathered = 2 * h  # the norms' outputs, which all slices of q, k, v and of gate and up read: whole on each

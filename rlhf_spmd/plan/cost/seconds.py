@@ -31,18 +31,17 @@ STATE_BYTES = 28  # read and written by AdamW per weight: master weight, two mom
 
 
 def layer_flops(shape: ModelShape, tokens: float, context: float, tp: int = 1) -> float:
-    """FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others wait; context:
+    """FLOPs of one layer's forward pass on the rank with the largest of tp slices, for which the others wait. context:
     tokens that a token attends to, on average."""
-    kv = -(-shape.num_kv_heads // tp) * shape.head_dim
-    q = kv * (shape.num_heads // shape.num_kv_heads)
-    weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * -(-shape.intermediate_size // tp)
+    heads, kv_heads, intermediate = shape.slice_sizes(tp, tp - 1)
+    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
+    weights = 2 * shape.hidden_size * (q + kv) + 3 * shape.hidden_size * intermediate
     return tokens * (2 * weights + 4 * q * context)
 
 
 def head_flops(shape: ModelShape, tokens: float, tp: int = 1) -> float:
-    """FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which each rank does by
-    itself."""
-    return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else -(-shape.vocab_size // tp))
+    """FLOPs of the logits on the rank with the largest of tp slices, or of a scalar head, which is not sliced."""
+    return 2 * tokens * shape.hidden_size * (1 if shape.scalar_head else len(split(shape.vocab_size, tp, tp - 1)))
 
 
 def all_gather_s(link: Link, num_ranks: int, num_bytes: float) -> float:

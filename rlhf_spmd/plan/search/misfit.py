@@ -133,7 +133,8 @@ def larger(cluster: Cluster) -> list[Cluster]:
 
 def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
     """Of each kind of option the smallest change with which something was found to fit, in words. Smaller options are
-    tried with the placement at hand, and if none of these is enough, the first kind with any placement."""
+    tried with the placement at hand. If that is not enough, the first kind, which does not change what is trained, is
+    tried with other placements as well."""
     model, found = space.model, []
     of_places = {(mesh.first, mesh.first + mesh.size): mesh for mesh in meshes(model.cluster)}
     kinds = [

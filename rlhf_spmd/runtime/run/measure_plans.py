@@ -14,15 +14,16 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.world.world import World
 
-LEAST, MOST = 2, 5  # iterations that are counted, behind one that warms up
-BUDGET_S = 20.0  # of those: there are no more than LEAST if they take longer
+LEAST, MOST = 2, 5  # iterations that are counted, after one that warms up
+BUDGET_S = 20.0  # when the counted iterations have taken so long, no more than LEAST are needed
 
 
 def iteration_s(config: Config, program: Program, world: World) -> float:
     """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
     groups. Frees the models before it returns."""
-    run, seconds = iterations(config, program, world), []
+    run, seconds = iteration_runner(config, program, world), []
     run(0)
+    # the seconds are the same on every rank, so all ranks stop together
     while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < BUDGET_S):
         seconds.append(run(1 + len(seconds)))
     del run
@@ -30,9 +31,9 @@ def iteration_s(config: Config, program: Program, world: World) -> float:
     return statistics.median(seconds)
 
 
-def iterations(config: Config, program: Program, world: World) -> Callable[[int], float]:
-    """Loads the models of a program. Returns what runs one of its iterations, given the iteration's number, and returns
-    the seconds of the slowest rank. The world must have the program's groups."""
+def iteration_runner(config: Config, program: Program, world: World) -> Callable[[int], float]:
+    """Loads the models of a program. Returns a function that runs the iteration of a number and returns the seconds of
+    the slowest rank. The world must have the program's groups."""
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
     state = RunState(config.algorithm.initial_state(config.options))
