@@ -15,6 +15,7 @@ from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.forecast import forecast
+from rlhf_spmd.runtime.profile import clock as clock_module
 from rlhf_spmd.runtime.profile.clock import Clock
 from rlhf_spmd.runtime.profile.measured_sizes import Grid, rows_up_to
 from rlhf_spmd.runtime.profile.model_timings import TimedModel
@@ -89,21 +90,43 @@ def test_a_clock_tells_processor_seconds_of_what_takes_turns():
     assert wall_s >= 0.02
 
 
-def test_a_clock_adds_idle_time_where_ranks_wait_for_each_other():
+@dataclasses.dataclass
+class PlantedTime:
+    """Stands in for the module `time`: works advance it by the seconds that they are said to take."""
+
+    elapsed_s: float = 0.0
+    processor_s: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.elapsed_s
+
+    def process_time(self) -> float:
+        return self.processor_s
+
+    def sleep(self, seconds: float) -> None:
+        self.elapsed_s += seconds
+
+    def compute(self, seconds: float) -> None:
+        self.elapsed_s += seconds
+        self.processor_s += seconds
+
+
+def test_a_clock_adds_idle_time_where_ranks_wait_for_each_other(monkeypatch):
     """Two ranks on one processor: half of the seconds by the clock, in proportion to what each work computes."""
-    import time
 
     class Alone:
         def allgather(self, value, what):
             return [value]
 
-    works = [lambda: time.sleep(0.02), lambda: sum(range(100_000)), lambda: sum(range(300_000))]
+    planted = PlantedTime()
+    monkeypatch.setattr(clock_module, "time", planted)
+    works = [lambda: planted.sleep(0.02), lambda: planted.compute(0.001), lambda: planted.compute(0.003)]
     clock = Clock(Alone(), 1, lambda: None, lambda: None, tqdm(disable=True), budget_s=0.2)
-    slept_s, added_s, more_s = clock.seconds(*works, together=2)
-    elapsed_s = sum(dataclasses.replace(clock, num_workers=None).seconds(*works))
-    assert slept_s + added_s + more_s == pytest.approx(elapsed_s / 2, rel=0.25)
-    assert more_s / added_s == pytest.approx(3, rel=0.4) and slept_s < added_s
-    assert sum(clock.seconds(*works)) < elapsed_s / 3  # without that, processor seconds
+    # 24 ms by the clock, half of them for this rank: 4 ms are computed, 8 ms idle, of which a quarter goes to the first
+    assert clock.seconds(*works, together=2) == pytest.approx((0.0, 0.001 + 0.002, 0.003 + 0.006))
+    assert clock.seconds(*works) == pytest.approx((0.0, 0.001, 0.003))  # alone: processor seconds
+    by_elapsed = dataclasses.replace(clock, num_workers=None)
+    assert by_elapsed.seconds(*works, together=2) == pytest.approx((0.02, 0.001, 0.003))
 
 
 def test_what_an_engine_captures_is_not_timed():
