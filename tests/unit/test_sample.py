@@ -148,14 +148,18 @@ def test_input_is_untouched():
 
 
 def test_speed():
-    """A few milliseconds for a real vocabulary; the bound is loose, because machines are shared."""
+    """A few milliseconds for a real vocabulary. Processor seconds of one thread, because machines are shared."""
     logits_BV, bits_B = random_logits(32, 49152), random_rows(32)
-    best_s = float("inf")
-    for _ in range(5):
-        start_s = time.perf_counter()
-        drawn(logits_BV, bits_B, 0.7)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    assert best_s < 0.1
+    num_threads, seconds = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(5):
+            began_s = time.process_time()
+            drawn(logits_BV, bits_B, 0.7)
+            seconds.append(time.process_time() - began_s)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert min(seconds) < 0.1
 
 
 def test_only_tokens_near_an_edge_flip_and_few_of_them():
