@@ -21,7 +21,7 @@ SIZES = {
     "pairs": ("rollout_batch=8", "mini_batch=4"),
     "group": ("rollout_batch=4", "samples_per_prompt=16", "mini_batch=32"),
 }
-PLACEMENTS = {"3 ranks": (3, ()), "4 ranks": (4, ()), "tp 2 and pp 2": (4, REALLOCATION)}
+PLACEMENTS = {"3 ranks": (3, ()), "tp 2 and pp 2": (4, REALLOCATION)}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,16 @@ def of_page(page: str, options: list[str], *more: str) -> list[str]:
     return ["--algorithm", str(PAGES / f"{page}.py"), *SIZES[page], *rates, *judge, *options, *more]
 
 
+@pytest.mark.parametrize(
+    "placements", [PLACEMENTS, pytest.param({"4 ranks": (4, ())}, marks=pytest.mark.slow)], ids=["fewest", "4 ranks"]
+)
 @pytest.mark.parametrize("page", SIZES)
-def test_a_page_trains_to_the_same_numbers_anywhere(page, options, tmp_path):
+def test_a_page_trains_to_the_same_numbers_anywhere(page, placements, options, tmp_path):
     one = trained(of_page(page, options), 1, tmp_path / "one")
     assert (one / "algorithm.py").read_text() == (PAGES / f"{page}.py").read_text()
     rows = metrics(one)
     assert len(rows) == 2 and weights(one) and rows[0] != rows[1]
-    for name, (num_ranks, more) in PLACEMENTS.items():
+    for name, (num_ranks, more) in placements.items():
         run = trained(of_page(page, options, *more), num_ranks, tmp_path / name.replace(" ", "-"))
         assert_same(run, one, name)
 

@@ -74,11 +74,11 @@ def test_where_there_are_weights_their_shapes_count():
 
 
 def test_plan_and_check_place_them(capsys, tmp_path):
-    words = ["--preset", "llama-7b", "--layout", "2x8", "shape=actor=llama-13b,critic=llama-7b"]
+    words = ["--preset", "llama-7b", "--layout", "1x8", "shape=actor=llama-13b,critic=llama-7b"]
     out = str(tmp_path / "mixed.py")
     assert main(["plan", *words, "--method", "two_phase", "--top", "1", "--out", out]) == 0
     planned = capsys.readouterr().out
-    assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 2x8" in planned
+    assert "llama-7b (actor=llama-13b,critic=llama-7b,reference=llama-13b,reward=llama-7b) on 1x8" in planned
     assert main(["check", out, *words]) == 0
     shown = capsys.readouterr().out
     assert 'shape: "actor=llama-13b,critic=llama-7b,' in shown or "shape: actor=llama-13b,critic=llama-7b," in shown
