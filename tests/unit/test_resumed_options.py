@@ -1,6 +1,7 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,18 @@ def test_what_the_message_of_a_full_memory_advises_is_allowed(tmp_path):
     write_run(tmp_path, "micro_batch=8", "generation.max_sequences=64")
     config = resumed(tmp_path, "micro_batch=4", "generation.max_sequences=16").config
     assert (config.micro_batch, config.generation.max_sequences) == (4, 16)
+
+
+def test_a_thread_that_cannot_start_is_no_bug_of_the_program():
+    """A full memory or a limit of the job; here a stack that no machine can give."""
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(RuntimeError) as error:
+            threading.Thread(target=print).start()
+    finally:
+        threading.stack_size(before)
+    text = explain(error.value)
+    assert "ran out of memory, or may not start another thread" in text and "pids.max" in text
 
 
 def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):

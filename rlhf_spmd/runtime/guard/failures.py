@@ -15,6 +15,7 @@ PREFIX = "rlhf_spmd: error: "  # of every message for a user
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
+NO_THREAD = "can't start new thread"  # Python's RuntimeError, whatever the reason
 # In messages that torch.distributed's backends raise if a peer is late or gone (they have no own exception type).
 PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 LATE_ERRORS = ("timed out", "timeout")
@@ -67,6 +68,11 @@ def explain(error: BaseException) -> str | None:
         return (
             f"this rank ran out of memory ({kind}{what}); lower micro_batch or generation.max_sequences, raise the "
             "ZeRO stage or tp, or start more ranks"
+        )
+    if NO_THREAD in first:
+        return (
+            f"this rank ran out of memory, or may not start another thread ({kind}: {first}); compare the limits "
+            "`ulimit -u` and pids.max of the job's control group with the threads that run, or lower micro_batch"
         )
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
