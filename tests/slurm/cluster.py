@@ -54,7 +54,8 @@ SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
-SlurmdTimeout=6
+# more than a job script takes to notice a lost node, as with the usual 300
+SlurmdTimeout=20
 SlurmdDebug=debug3
 KillWait=2
 {nodes}

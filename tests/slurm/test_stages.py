@@ -35,7 +35,7 @@ def chain(site):
         for number in ITERATIONS.values():
             words += [f"data.prompts={data}", f"iterations={number}", *SIZES, ":"]
         said = site.run("stages.sh", name, f"--output={site.folder}/%j.log", *NODES, ":", *words[:-1])
-        return {stage: int(job) for stage, job in re.findall(rf"^{name}-(\w+): job (\d+)(?! is)", said, re.M)}, said
+        return {stage: int(job) for stage, job in re.findall(rf"^{name}-(\w+): job (\d+)\b(?! is)", said, re.M)}, said
 
     return submit
 
