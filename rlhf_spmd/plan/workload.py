@@ -30,7 +30,7 @@ class ModelShape:
     qk_norm: bool = False
 
     def slice_sizes(self, tp: int, index: int) -> tuple[int, int, int]:
-        """Heads, key-value heads and numbers between the products of the MLP in slice `index` of tp. The last slice is
+        """Attention heads, key-value heads and intermediate size of the MLP in slice `index` of tp. The last slice is
         the largest."""
         kv_heads = len(split(self.num_kv_heads, tp, index))
         heads = kv_heads * (self.num_heads // self.num_kv_heads)

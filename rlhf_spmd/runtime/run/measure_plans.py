@@ -32,8 +32,8 @@ def iteration_s(config: Config, program: Program, world: World) -> float:
 
 
 def iteration_runner(config: Config, program: Program, world: World) -> Callable[[int], float]:
-    """Loads the models of a program. Returns a function that runs the iteration of a number and returns the seconds of
-    the slowest rank. The world must have the program's groups."""
+    """Loads the models of a program. Returns a function that runs the iteration with the given number, from 0,
+    and returns the seconds of the slowest rank. The world must have the program's groups."""
     job = prepare(config, program, world)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, clock=clock_of(world.device)))
     state = RunState(config.algorithm.initial_state(config.options))
