@@ -8,7 +8,7 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 import dataclasses
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,14 @@ def save_state(
     *,
     tokenizer: Tokenizer | None = None,
     source: str | Path | None = None,
+    suppressed: Sequence[int] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes weights with our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
 
     source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer:
-    replaces the tokenizer files of `source`. AutoModelForSequenceClassification pools at the last token that is not
+    replaces the tokenizer files of `source`. suppressed: tokens that are never drawn, for `suppress_tokens` of
+    generation_config.json. AutoModelForSequenceClassification pools at the last token that is not
     padding. If a model with a scalar head pads with its end-of-sequence token, config and tokenizer therefore get
     another special token for padding, so that a final end of sequence is pooled.
     """
@@ -125,6 +127,11 @@ def save_state(
         values["eos_token_id"] = model_config.to_hf(config, head=head, dtype=dtype)["eos_token_id"]
         values = {name: value for name, value in values.items() if value is not None}
         weights.write_json(folder / "generation_config.json", values)
+    if suppressed:
+        path = folder / "generation_config.json"
+        values = read_json(path)
+        values["suppress_tokens"] = sorted({*suppressed, *(values.get("suppress_tokens") or ())})
+        weights.write_json(path, values)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

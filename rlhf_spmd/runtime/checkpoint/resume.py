@@ -128,7 +128,8 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
         state = values.get("state", values)  # earlier versions kept its parts at the top level
         config.algorithm.read_state(state)
-        return {"state": state, **about}
+        support = values.get("support")  # earlier versions had none
+        return {"state": state, **about, "support": None if support is None else int(support)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
         raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None

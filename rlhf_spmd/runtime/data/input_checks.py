@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rlhf_spmd.config import Config, prompt_files
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -24,8 +25,8 @@ def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
         )
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: Sequence[int] = ()) -> PromptSet:
-    """The data set of a run, tokenised. num_known: token ids that all models know. eos_ids: the first one ends the
+def read_prompts(config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = ()) -> PromptSet:
+    """The data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
     responses that the set has, if there are any. Raises UserError."""
     prompts = load_prompts(
         prompt_files(config),
@@ -45,15 +46,15 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         render=ChatTemplate(config.main_folder, config.data.chat_template).render,
     )
     for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():
-        unknown = rows.first_above(num_known - 1)
+        unknown = rows.first_above(known.stop - 1)
         if unknown is not None:
             what = "the prompt" if key == PROMPTS else f"{key} of the prompt"
             text, token = prompts.texts[unknown], max(rows[unknown])
             raise UserError(
-                f"{what} {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
+                f"{what} {text[:60]!r} has token {token}, but the models have {known.stop} tokens (vocab_size "
                 f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
-    return with_logprobs(config, prompts) if config.data.precomputed_logprobs else prompts
+    return with_logprobs(config, prompts, known) if config.data.precomputed_logprobs else prompts
 
 
 def sources_of(prompts: PromptSet, num: int) -> list[str]:

@@ -218,6 +218,7 @@ def make_replica(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),
         eos_ids=tokenizer.eos_ids(config),
+        known=tokenizer.known(config.vocab_size),
         max_sequences=places,
         block_size=generation.block_size,
         free_bytes=generation.cache_fraction * free_bytes(world.device, world.computes.num_ranks),

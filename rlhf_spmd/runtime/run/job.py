@@ -12,6 +12,7 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config, evaluated, prompt_files
 from rlhf_spmd.data_epochs import in_iterations
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
@@ -41,6 +42,7 @@ class Job:
     models: RankModels
     calls: Calls
     eos_ids: tuple[int, ...]
+    known: KnownTokens  # that may be drawn
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
@@ -55,10 +57,10 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         if not prompt_files(config):
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
-        num_known = shared_vocabulary(config, tokenizer)
+        known = shared_vocabulary(config, tokenizer)
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
-        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids))
         steps = None
         if config.mini_batch_tokens:
             steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
@@ -68,7 +70,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         check_context(config, model)
         held_out = None
         if evaluation is not None:
-            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
+            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
             if (num := evaluation.workload.rollout_batch) > len(held_out):
                 raise UserError(
@@ -87,9 +89,9 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
     fingerprints = {"prompts": prompts.fingerprint()}
     world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
     models.start()
-    context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns=columns, steps=steps)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns=columns, steps=steps)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))

@@ -18,7 +18,7 @@ from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
-from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
+from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.handlers.context import RunState
@@ -173,6 +173,24 @@ def inputs(job: Job) -> dict[str, str]:
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
     return found | {f"model in {folder}": folder_fingerprint(Path(folder)) for folder in folders}
+
+
+def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:
+    """Raises UserError if the run in a folder drew from other tokens. before: how many its checkpoint says; None: it
+    is of a version that drew from all rows of the embeddings."""
+    padded = padded_models(job.config, job.known)
+    if before is None and padded:
+        role, rows = next(iter(padded.items()))
+        raise UserError(
+            f"{folder} was started by a version of rlhf_spmd that gave all {rows} rows of the {role}'s embeddings a "
+            f"probability; this version gives one only to the {job.known.count} tokens of the tokenizer, so the "
+            "results would change on the way; resume it with that version, or start a new run"
+        )
+    if before not in (None, job.known.count):
+        raise UserError(
+            f"{folder} drew from {before} tokens, and the tokenizer of {job.config.main_folder} now has "
+            f"{job.known.count}; restore the tokenizer's files, or start a new run"
+        )
 
 
 def surroundings(job: Job) -> dict[str, str]:

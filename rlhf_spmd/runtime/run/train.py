@@ -93,7 +93,7 @@ def train(
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
-    about["surroundings"] = report.surroundings(job)
+    about |= {"surroundings": report.surroundings(job), "support": job.known.count}
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
     running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
@@ -257,6 +257,7 @@ def start_or_resume(
                 raise UserError(
                     f"the {name} changed since {resumed.folder} was started; restore the file, or start a new run"
                 )
+        report.refuse_other_support(job, resumed.folder, resumed.state["support"])
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
@@ -358,5 +359,6 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    config = job.models.engines[role].model.config
-                    save_state(state, config, roles[role].head, path, source=job.config.folder(role))
+                    config, head = job.models.engines[role].model.config, roles[role].head
+                    suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
+                    save_state(state, config, head, path, source=job.config.folder(role), suppressed=suppressed)
