@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
-from rlhf_spmd.user_module import load_module, modules_in
+from rlhf_spmd.user_module import described, load_module, modules_in
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
@@ -137,7 +138,7 @@ class Algorithm:
 
     def initial_state(self, options: page.Options) -> Any:
         """The state before the first iteration; None where nothing changes."""
-        return self.module.initial_state(options) if self.has_state else None
+        return self._state_by("initial_state", options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
         """The state of a checkpoint. Raises whatever the page raises for wrong values."""
@@ -147,7 +148,46 @@ class Algorithm:
         self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
     ) -> Any:
         """The state after an iteration, from global numbers only."""
-        return self.module.after_iteration(state, options, means, weights, num_sequences) if self.has_state else None
+        arguments = state, options, means, weights, num_sequences
+        return self._state_by("after_iteration", *arguments) if self.has_state else None
+
+    def _state_by(self, name: str, *arguments: Any) -> Any:
+        """The state that a function of the page makes. Raises UserError if a user's function fails."""
+        function = getattr(self.module, name)
+        try:
+            made = function(*arguments)
+        except (Exception, SystemExit) as error:
+            if not self.from_file:
+                raise
+            text = described(error, function)
+            raise UserError(f"algorithm {self.name}: {name}() raised {text}; fix the page") from error
+        if not isinstance(made, self.module.State):
+            raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
+        return made
+
+    def check_state(self, options: page.Options) -> None:
+        """Raises UserError if a checkpoint could not hold the state, or if `after_iteration` cannot be called: both
+        would show only after an iteration."""
+        if not self.has_state:
+            return
+        state, who = self.initial_state(options), f"algorithm {self.name}:"
+        try:
+            inspect.signature(self.module.after_iteration).bind(state, options, {}, {}, 1)
+        except TypeError as error:
+            fix = "it is called as after_iteration(state, options, means, weights, num_sequences)"
+            raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
+        try:
+            again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
+        except (Exception, SystemExit) as error:
+            text = described(error, self.module.read_state)
+            raise UserError(
+                f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "
+                "texts, and read_state(values) makes one of their dict"
+            ) from None
+        if again != state:
+            raise UserError(
+                f"{who} read_state() makes {again!r:.100} of the values of {state!r:.100}; return the same State"
+            )
 
     def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
         """The arguments of functions besides data, by name: every option and every part of the state."""
@@ -198,7 +238,9 @@ def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, 
 
 
 def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
-    """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs."""
+    """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
+    state is none."""
+    algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if call.kind in ("compute", "train"):
@@ -238,6 +280,21 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: M
 def algorithm_names() -> list[str]:
     """The algorithms that come with the package."""
     return modules_in("rlhf_spmd.algorithms", besides=NO_PAGES)
+
+
+def _odd_metric(metric: page.Metric) -> str:
+    """What is wrong with a metric, which the console would notice after an iteration; empty if nothing is."""
+    try:
+        metric.form.format(0.0)
+    except (ValueError, LookupError, AttributeError) as error:
+        return f"form={metric.form!r}, which cannot write a number ({error}); give e.g. '{{:8.4f}}'"
+    limits = metric.limits
+    pair = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
+    if limits is not None and not pair:
+        return f"limits={limits!r}; give the smallest and the largest value without a warning"
+    if metric.floor is not None and not isinstance(metric.floor, int | float):
+        return f"floor={metric.floor!r}; give a number"
+    return "" if metric.over in ("mean", "max", "min") else f"over={metric.over!r}; choose mean, max or min"
 
 
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
@@ -287,8 +344,11 @@ def _problem(module: ModuleType) -> str:
             return f"{name} has the key {odd[0]!r}; a key is a word of letters, digits and underscores"
     if not isinstance(module.TITLE, str) or not module.TITLE.strip() or not module.TITLE.isprintable():
         return f"TITLE is {module.TITLE!r}, not a line of text"
-    if odd := [name for name, metric in module.METRICS.items() if not isinstance(metric, page.Metric)]:
-        return f"METRICS does not give {odd[0]} a page.Metric"
+    for name, metric in module.METRICS.items():
+        if not isinstance(metric, page.Metric):
+            return f"METRICS does not give {name} a page.Metric"
+        if odd := _odd_metric(metric):
+            return f"METRICS gives {name} {odd}"
     if PROMPTS not in module.DATA:
         return f"DATA has no {PROMPTS}"
     texts = [key for key, one in module.DATA.items() if isinstance(one, str)]
