@@ -144,7 +144,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
 
 def start_of_peak() -> int:
     """Forgets the most memory that this process has had; returns what it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status("VmRSS")
 
 
@@ -154,7 +154,7 @@ def peak_bytes() -> int:
 
 
 def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
@@ -200,7 +200,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
 
 def write_prompts(source: Path, path: Path) -> None:
     """Different prompts from the lines of a file."""
-    lines = source.read_text().splitlines()
+    lines = source.read_text(encoding="utf-8").splitlines()
     pieces = islice(product(lines, repeat=8), NUM_PROMPTS)
     texts = (" ".join(" ".join(piece).split()[:PROMPT_WORDS]) for piece in pieces)
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")

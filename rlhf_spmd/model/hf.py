@@ -157,7 +157,7 @@ class ChatTemplate:
         self._template: str | None = None
         if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
             try:
-                self._template = Path(file).read_text()
+                self._template = Path(file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 

@@ -70,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"constants {calibration.sources_text}")
     print(plans_table(rows, calibration))
     source = module_source(winner, config, calibration, _words(parsed))
-    save(out, lambda path: path.write_text(source))
+    save(out, lambda path: path.write_text(source, encoding="utf-8"))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
     print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_check_words(parsed, cluster), *parsed.overrides])}")
     if parsed.timeline:
@@ -384,7 +384,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     with_forecast = [("plan", "forecast s", "measured s")]
     for (name, _), row, measured_s in zip(told, best, seconds, strict=True):
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
-    save(out, lambda path: path.write_text(told[first][1]))
+    save(out, lambda path: path.write_text(told[first][1], encoding="utf-8"))
     where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
     print(f"\nThe fastest, {told[first][0]}, is written to {out}")

@@ -49,7 +49,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
         path = parsed.cluster or (resumed.cluster if resumed else None)
-        described = Path(path).read_text() if path and Path(path).is_file() else ""
+        described = Path(path).read_text(encoding="utf-8") if path and Path(path).is_file() else ""
         cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
         calibration = calibration_for(parsed.calibration, cluster, required=parsed.strategy == "auto")
         cluster = with_reserve(cluster, config.reserve, calibration)

@@ -123,7 +123,8 @@ def _read_parquet(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple
                 )
             records = file.read().to_pylist()
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} is not a readable Parquet file: {reason}") from None
     for number, record in enumerate(records, start=1):
         yield f"row {number}", record
 

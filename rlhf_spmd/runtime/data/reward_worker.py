@@ -57,7 +57,8 @@ def main() -> None:
 
 def _lines(connection: socket.socket) -> Iterator[str]:
     """The lines that the rank sends, until it ends or closes the connection."""
-    with connection.makefile("r") as lines, suppress(ConnectionResetError):  # it ended without reading our answer
+    # The rank may end without reading our answer.
+    with connection.makefile("r", encoding="utf-8", newline="\n") as lines, suppress(ConnectionResetError):
         yield from lines
 
 

@@ -41,7 +41,7 @@ class Curves:
             raise UserError(f"wandb={project} needs the package wandb ({error}): pip install wandb") from None
         path = self.folder / WANDB_ID
         new = hashlib.sha256(f"{self.folder.absolute()} {time.time()}".encode()).hexdigest()[:16]
-        name = path.read_text() if path.exists() else new
+        name = path.read_text(encoding="utf-8") if path.exists() else new
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_S)
         try:
             self._wandb = wandb.init(
@@ -56,7 +56,7 @@ class Curves:
         except wandb.errors.Error as error:
             text = f"wandb={project}: Weights & Biases can't be used ({str(error).strip()})"
             raise UserError(f"{text}; run `wandb login`, or set WANDB_MODE=offline") from None
-        path.write_text(name)
+        path.write_text(name, encoding="utf-8")
         return self._wandb.dir if self._wandb.offline else self._wandb.url
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:

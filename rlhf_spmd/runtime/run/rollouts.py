@@ -152,7 +152,7 @@ def _write(path: Path, rows: Iterator[dict[str, Any]], form: str) -> None:
         pyarrow, parquet = _parquet()
         parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
         return
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -37,6 +37,7 @@ from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
+from rlhf_spmd.text_files import read_lines
 
 CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
@@ -124,7 +125,7 @@ class RunFolder:
         """Locks the folder until this process ends. Raises UserError if another process has locked it."""
         if not self.writes:
             return
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = (self.path / ".lock").open("w", encoding="utf-8")
         found = os.stat(self.path)
         self._identity = found.st_dev, found.st_ino
         try:
@@ -137,12 +138,12 @@ class RunFolder:
     def texts(self) -> dict[str, str]:
         """The files that describe the run, by name; empty on other ranks than 0."""
         paths = [self.path / name for name in DESCRIPTION if self.writes]
-        return {path.name: path.read_text() for path in paths if path.is_file()}
+        return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
     def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
         """The rows of the first iterations in metrics.jsonl."""
         rows, path = [], self.path / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.is_file() else ():
+        for line in read_lines(path):
             with suppress(ValueError):  # the last line of a run that was killed may be half a line
                 rows.append(json.loads(line))
         wanted = range(num_iterations)
@@ -152,7 +153,7 @@ class RunFolder:
         """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
         UserError for a line that is none."""
         rows, path = [], self.path / EVALUATIONS
-        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+        for number, line in enumerate(read_lines(path), start=1):
             try:
                 row = json.loads(line)
                 is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
@@ -180,7 +181,7 @@ class RunFolder:
     def samples_before(self) -> list[Shown]:
         """The response before training of each sample, which an earlier part of this run wrote."""
         path = self.path / "samples.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        rows = [json.loads(line) for line in read_lines(path)]
         return [(row["before"], row["reward_before"], row.get("late_before", False)) for row in rows]
 
     def write_metrics(
@@ -196,7 +197,7 @@ class RunFolder:
             return
         with writing(self.path / "metrics.jsonl"):
             if self._metrics is None:
-                self._metrics = (self.path / "metrics.jsonl").open("a")
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self.check()
             row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
             self._metrics.write(json.dumps(row) + "\n")
@@ -254,7 +255,7 @@ class RunFolder:
             return
         temporary = self.path / f".{name}.{os.getpid()}"
         with writing(self.path / name):
-            with temporary.open("w", errors="backslashreplace") as file:
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())  # the same after a power failure

@@ -287,7 +287,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write("strategy.py", origin.source)
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
-        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.splitlines()}
+        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
         folder.write_values("program.json", about)
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)

@@ -66,7 +66,7 @@ def read(path: Path) -> Run:
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
     try:
-        strategy = str(json.loads((path / "program.json").read_text())["strategy"])
+        strategy = str(json.loads((path / "program.json").read_text(encoding="utf-8"))["strategy"])
     except (OSError, ValueError, KeyError, TypeError):
         strategy = ""
     files = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
