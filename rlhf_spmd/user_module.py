@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import why_no_file
 from rlhf_spmd.option_suggestions import did_you_mean
 
 PACKAGE = str(Path(__file__).parent)  # its own lines say nothing about an error in a user's code
@@ -51,8 +52,8 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
     raises."""
     if name.endswith(".py"):
         path = Path(name)
-        if not path.is_file():
-            raise UserError(f"{kind} file {name} does not exist")
+        if why := why_no_file(path):
+            raise UserError(f"{kind} file {name} {why}")
         try:
             importlib.util.decode_source(path.read_bytes())  # as the run folder keeps it
             module = import_file(path, f"_{kind}_{path.stem}")

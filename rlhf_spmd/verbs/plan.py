@@ -19,6 +19,7 @@ from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.config import Config, evaluated, make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, is_folder
 from rlhf_spmd.fitting_strategies import COMPARED, Evaluate, missing_bytes, no_evaluation, options_to_try, too_large
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
@@ -111,7 +112,7 @@ def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
 def refuse_existing(parsed: argparse.Namespace, *paths: Path) -> None:
     """Raises UserError for an output file that exists, unless --overwrite is given."""
     for path in paths:
-        if path.exists() and not parsed.overwrite:
+        if (is_file(path) or is_folder(path)) and not parsed.overwrite:
             raise UserError(f"{path} exists already; pass --overwrite, or name another file")
 
 

@@ -15,6 +15,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
@@ -65,14 +66,14 @@ class Resumed:
     def cluster(self) -> str | None:
         """The cluster file of the run, if it was started with one."""
         path = self.folder / CLUSTER
-        return str(path) if path.is_file() else None
+        return str(path) if is_file(path) else None
 
 
 def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> Resumed:
     """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
     strategy are dropped. Raises UserError."""
     path = Path(folder)
-    if not (path / CONFIG).is_file() or not (path / STRATEGY).is_file():
+    if not is_file(path / CONFIG) or not is_file(path / STRATEGY):
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)

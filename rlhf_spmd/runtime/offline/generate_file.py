@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, is_folder
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
@@ -58,12 +59,12 @@ class OutputFile(AbstractContextManager):
     @staticmethod
     def check(path: Path, prompts: Path, *, overwrite: bool) -> None:
         """Raises UserError if the file must not or cannot be written."""
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder: name a file" if path.is_dir() else f"can't be made: there is no folder {path.parent}"
+        if is_folder(path) or not is_folder(path.parent):
+            what = "is a folder: name a file" if is_folder(path) else f"can't be made: there is no folder {path.parent}"
             raise UserError(f"--out {path} {what}")
-        if path.exists() and prompts.exists() and path.samefile(prompts):
+        if is_file(path) and is_file(prompts) and path.samefile(prompts):
             raise UserError(f"--out {path} is the prompt file; name another one")
-        if path.exists() and not overwrite:
+        if is_file(path) and not overwrite:
             raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
         if not os.access(path.parent, os.W_OK):
             raise UserError(f"--out {path}: the folder {path.parent} cannot be written to")

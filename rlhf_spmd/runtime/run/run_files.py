@@ -6,8 +6,8 @@ from typing import Any
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import read_lines
 from rlhf_spmd.runtime.run.run_folder import CONFIG
-from rlhf_spmd.text_files import read_lines
 
 Row = dict[str, Any]
 

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import read_lines
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
-from rlhf_spmd.text_files import read_lines
 
 CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
