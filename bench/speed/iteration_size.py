@@ -100,7 +100,8 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     """Seconds and megabytes of an iteration, of the rank that takes most; the same on every rank."""
     import numpy as np
 
-    from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+    from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
+    from rlhf_spmd.runtime.data.prompts import PromptSet
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer

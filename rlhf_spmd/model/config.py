@@ -55,10 +55,9 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; {how_to_get(path.parent)}") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); copy it again, or name it right") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as JSON ({reason}); copy it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return values

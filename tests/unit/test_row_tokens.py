@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet, load_prompts
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 BOS, EOS = 0, 1
 

@@ -44,6 +44,8 @@ MAY_CHANGE = (
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
+# Beginnings of the names of inputs that checkpoints of earlier versions do not have.
+LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,25 @@ def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
         if config.data.epochs:
             given, fix = f"data.epochs={config.data.epochs:g} is {config.iterations} iterations", "a larger data.epochs"
         raise UserError(f"{given}, but {folder} has done {done}; give {fix}")
+
+
+def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed) -> None:
+    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name."""
+    before, lacking = resumed.state["inputs"], not_compared(now, resumed)
+    for name, fingerprint in now.items():
+        if name in lacking or before.get(name) == fingerprint:
+            continue
+        logprobs = resumed.config.data.precomputed_logprobs
+        also = f" (or the logprobs in {logprobs} did)" if logprobs and name.startswith("prompts in ") else ""
+        raise UserError(
+            f"the {name} changed since {resumed.folder} was started{also}; restore the file, or start a new run"
+        )
+
+
+def not_compared(now: Mapping[str, str], resumed: Resumed) -> list[str]:
+    """The inputs of which the checkpoint of an earlier version has no fingerprint."""
+    before = resumed.state["inputs"] if resumed.checkpoint else now
+    return [name for name in now if name not in before and name.startswith(LATER_INPUTS)]
 
 
 def refuse_older(resumed: Resumed) -> None:

@@ -18,7 +18,8 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import why_no_file
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 
 FORMAT = "rlhf_spmd logprobs 1"
 PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint

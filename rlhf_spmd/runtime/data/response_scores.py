@@ -50,7 +50,7 @@ class Scorer:
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
-        columns = list(data.records([0])[0]) if data is not None else []
+        columns = data.column_names if data is not None else ()
         self.specs = split_functions(config.reward_function)
         self.functions, self.workers = [], None
         if not config.reward_workers:

@@ -41,6 +41,8 @@ def main() -> None:
     for number in LEFT_TO_THE_RANK:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank
     with socket.socket(fileno=descriptor) as connection:
         functions: list[RewardFunction] = []
         for line in _lines(connection):

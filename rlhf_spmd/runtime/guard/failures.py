@@ -106,7 +106,9 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
     """The message by which ranks compare texts: name -> [digest, the text itself if it is short]."""
-    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
+    digests = {
+        name: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16] for name, text in values.items()
+    }
     return {name: [digests[name], text if len(text) <= SHORT_TEXT else None] for name, text in values.items()}
 
 

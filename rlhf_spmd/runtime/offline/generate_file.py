@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file, is_folder
+from rlhf_spmd.files import is_file, is_folder, json_lines, json_text
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
@@ -74,7 +74,7 @@ class OutputFile(AbstractContextManager):
         mode, self._begun = "a" if self._begun else "w", True
         try:
             with self.part.open(mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.write(json_lines(lines))
         except OSError as error:
             raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
 
@@ -243,7 +243,8 @@ def generate_file(
         tokenizer = load_tokenizer(model)
         render = ChatTemplate(model, options.data.chat_template).render
         asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, render)
-    world.agree("the start", {"prompts": repr(asked)})
+    columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
+    world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     replica = make_replica(model, asked, tokenizer, layout, world, options)
     world.barrier("the start of generation")
     started, totals = time.perf_counter(), Counter()

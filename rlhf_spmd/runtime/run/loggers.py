@@ -63,6 +63,7 @@ class Curves:
         """Adds a point to each curve. values: by group/metric, such as reward/kl. Raises OSError."""
         if not self._started:
             self._tensorboard, self._started = self._open_tensorboard(), True
+        values = {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
         if self._tensorboard is not None:
             self._tensorboard.add(iteration, values)
         if self._wandb is not None:

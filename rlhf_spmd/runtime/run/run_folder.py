@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import read_lines
+from rlhf_spmd.files import json_lines, json_text, read_lines
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.observe.trace import write_chrome
@@ -179,10 +179,19 @@ class RunFolder:
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def samples_before(self) -> list[Shown]:
-        """The response before training of each sample, which an earlier part of this run wrote."""
-        path = self.path / "samples.jsonl"
-        rows = [json.loads(line) for line in read_lines(path)]
-        return [(row["before"], row["reward_before"], row.get("late_before", False)) for row in rows]
+        """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
+        line that is none."""
+        found, path = [], self.path / "samples.jsonl"
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json.loads(line)
+                found.append((row["before"], row["reward_before"], row.get("late_before", False)))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise UserError(
+                    f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
+                    "shows no samples)"
+                ) from None
+        return found
 
     def write_metrics(
         self,
@@ -210,7 +219,7 @@ class RunFolder:
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt."""
         rows = [{name: finite(value) for name, value in asdict(sample).items()} for sample in samples]
-        self.write("samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self.write("samples.jsonl", json_lines(rows))
         self.write("samples.txt", format_samples(samples))
 
     def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow) -> None:
@@ -247,7 +256,7 @@ class RunFolder:
 
     def write_values(self, name: str, values: Mapping[str, Any]) -> None:
         """Writes a file of JSON."""
-        self.write(name, json.dumps(values, indent=2, ensure_ascii=False, default=str) + "\n")
+        self.write(name, json_text(values, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Writes a temporary file and renames it, so that a killed run leaves the old file or the whole new one."""

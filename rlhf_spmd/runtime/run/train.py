@@ -15,7 +15,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer, refuse_older, refuse_other_inputs
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -93,6 +93,8 @@ def train(
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
+    if resumed and (names := not_compared(about["inputs"], resumed)):
+        console.note(f"note: the checkpoint is of an earlier version, so nothing compares the {', the '.join(names)}")
     about["surroundings"] = report.surroundings(job)
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
@@ -252,11 +254,7 @@ def start_or_resume(
         folder.write_samples(report.join_samples(job, before))
         return state, history, before
     with world.together("comparing with the checkpoint"):
-        for name, fingerprint in report.inputs(job).items():
-            if resumed.state["inputs"].get(name) != fingerprint:
-                raise UserError(
-                    f"the {name} changed since {resumed.folder} was started; restore the file, or start a new run"
-                )
+        refuse_other_inputs(report.inputs(job), resumed)
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
