@@ -156,6 +156,7 @@ class Iterations:
         self.executor = Executor(job.program, world, job.models, job.calls, self.recorder, asked)
         self.evaluator = Evaluator(job, self.executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
+        console.note(self.rollouts.note)
         self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
         self.alarm = Alarm(known, history)
         self.answers: list[dict] = []  # of the last iteration
