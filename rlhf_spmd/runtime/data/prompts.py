@@ -81,8 +81,12 @@ class PromptSet:
         return self.rows(key).padded(index_B, *shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
-        """The other columns of these prompts."""
+        """The other columns of these prompts, each with those that its row has."""
         return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
+
+    def whole_records(self, index_B: Sequence[int]) -> list[Record]:
+        """The same with the columns of all rows: None where a row has none."""
+        return [dict.fromkeys(self.column_names) | record for record in self.records(index_B)]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""

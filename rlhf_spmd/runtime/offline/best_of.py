@@ -45,9 +45,7 @@ class Judge:
                     f"tokenizer of {model}; resize its embeddings"
                 )
         else:
-            self.function = load_reward_function(
-                reward, list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
-            )
+            self.function = load_reward_function(reward, list(prompts[0].columns))
 
     def scores(self, prompts: Sequence[Prompt], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
         """One score for each response. texts, tokens: of the responses."""

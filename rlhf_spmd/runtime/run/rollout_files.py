@@ -36,16 +36,18 @@ def pyarrow_modules() -> tuple[Any, Any]:
 
 
 def other_names(columns: Iterable[str], own: Iterable[str]) -> dict[str, str]:
-    """Columns of the data set that have the name of one of a run's own -> what they are called in rollouts."""
-    columns, taken = list(columns), {*own}
-    taken_or_column, found = taken | {*columns}, {}
+    """Columns of the data set whose name is that of one of a run's own, or no text (half a surrogate pair) -> what they
+    are called in rollouts."""
+    columns, own = list(columns), {*own}
+    taken, found = own | {*columns}, {}
     for name in columns:
-        if name in taken:
-            other = f"data.{name}"
-            while other in taken_or_column:
-                other = f"data.{other}"
-            found[name] = other
-            taken_or_column.add(other)
+        other = name.encode(errors="backslashreplace").decode()
+        if other == name and name not in own:
+            continue
+        while other in taken:
+            other = f"data.{other}"
+        found[name] = other
+        taken.add(other)
     return found
 
 

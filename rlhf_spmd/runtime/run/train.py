@@ -94,7 +94,8 @@ def train(
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
     if resumed and (names := not_compared(about["inputs"], resumed)):
-        console.note(f"note: the checkpoint is of an earlier version, so nothing compares the {', the '.join(names)}")
+        what = ", of the ".join(names)
+        console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
     about["surroundings"] = report.surroundings(job)
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
