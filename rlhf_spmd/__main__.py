@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. The module of a verb is imported when the verb is called."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without UTF-8 has not every character
     verb = arguments[0] if arguments else ""
     measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)
     if (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.runtime.data import shared_prompts
-from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 
 pytestmark = pytest.mark.mpi(min_size=2)

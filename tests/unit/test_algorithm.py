@@ -59,7 +59,7 @@ def test_every_page_gives_its_functions_what_they_ask_for(name, replay):
         options = algorithm.options(**changes)
         check_functions(algorithm, algorithm.workflow(options, replay=replay), options)
     assert algorithm.name == name and algorithm.title and not algorithm.from_file
-    assert algorithm.trained_roles and algorithm.source == Path(algorithm.module.__file__).read_text()
+    assert algorithm.trained_roles and algorithm.source == Path(algorithm.module.__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -138,7 +138,7 @@ def test_a_page_of_a_file(tmp_path):
     path = write_page(tmp_path)
     algorithm = checked(path, sign="down")
     assert (algorithm.name, algorithm.title, algorithm.from_file) == ("mine", "REINFORCE", True)
-    assert algorithm.source == path.read_text() and not algorithm.has_state
+    assert algorithm.source == path.read_text(encoding="utf-8") and not algorithm.has_state
     assert algorithm.trained_roles == ("policy",) and set(algorithm.data) == {"prompts"}
     assert not list(tmp_path.glob("__pycache__"))
 
@@ -188,7 +188,7 @@ def test_check_with_a_page_of_a_file(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code, "check", *words, "--device-type", "cpu"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
     *text, last, heavy = done.stdout.splitlines()

@@ -61,7 +61,7 @@ def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
     assert folder.evaluations(3, ["mean@1"]) == rows[:2]
     for line in ("{}", "half a li", "3", '{"iteration": 6, "mean@1": null}', '{"iteration": "6", "mean@1": 1}'):
         folder.write_evaluations(rows)
-        with (tmp_path / "evaluations.jsonl").open("a") as file:
+        with (tmp_path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         with pytest.raises(UserError, match="jsonl, line 4 is no evaluation of this run; restore the file, or delete"):
             folder.evaluations(3, ["mean@1"])

@@ -26,7 +26,7 @@ def _clean_imports(monkeypatch):
 
 def write(tmp_path, source, name="mine.py"):
     path = tmp_path / name
-    path.write_text(textwrap.dedent(source))
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
     return path
 
 

@@ -21,7 +21,7 @@ def run(tmp_path):
         folder.mkdir(parents=True)
         for part in range(2):
             lines = (json.dumps(row) + "\n" for row in ROWS[2 * part : 2 * part + 2])
-            (folder / f"part-{part:05d}.jsonl").write_text("".join(lines))
+            (folder / f"part-{part:05d}.jsonl").write_text("".join(lines), encoding="utf-8")
     return tmp_path
 
 

@@ -18,7 +18,7 @@ FUNCTION = "def f(prompts, responses):\n    seen.append((prompts, responses))\n 
 def score(tmp_path):
     """score(more overrides) -> scores of the rows above, by a scorer of that config."""
     overrides = write_all(tmp_path)
-    (tmp_path / "r.py").write_text("seen = []\n" + FUNCTION)
+    (tmp_path / "r.py").write_text("seen = []\n" + FUNCTION, encoding="utf-8")
 
     @torch.no_grad()
     def score(*more: str) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_a_model_of_another_tokenizer_scores_the_same_words(score, tmp_path):
     backend = load_tokenizer(tmp_path / "reward")._encode
     assert backend("da de", False) == load_tokenizer(tmp_path / "actor").encode("da de", special=False)
     file.write_text(
-        _with_a_beginning(file.read_text())
+        _with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8"
     )  # another file; it puts <s> before a text, as the prompts have it
     torch.testing.assert_close(score(), by_tokens_B, atol=1e-6, rtol=0)
 

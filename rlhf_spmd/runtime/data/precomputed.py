@@ -16,10 +16,12 @@ from safetensors.numpy import save_file
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import why_no_file
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 
 FORMAT = "rlhf_spmd logprobs 1"
 PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
@@ -80,10 +82,8 @@ def try_to_write(path: Path) -> Path:
 def with_logprobs(config: Config, prompts: PromptSet, known: KnownTokens) -> PromptSet:
     """The set with the numbers of the file that the options name. Raises UserError if they are of something else."""
     path, found = Path(config.data.precomputed_logprobs), {}
-    if not path.is_file():
-        raise UserError(
-            f"the file of precomputed logprobs {path} does not exist: write it with `precompute --out {path}`"
-        )
+    if why := why_no_file(path):
+        raise UserError(f"the file of precomputed logprobs {path} {why}: write it with `precompute --out {path}`")
     try:
         with safe_open(path, "np") as file:
             _compare(path, file.metadata() or {}, about(config, prompts, known), config)

@@ -50,7 +50,7 @@ class Scorer:
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
-        columns = list(data.records([0])[0]) if data is not None else []
+        columns = data.column_names if data is not None else ()
         self.specs = split_functions(config.reward_function)
         self.functions, self.workers = [], None
         if not config.reward_workers:
@@ -72,7 +72,7 @@ class Scorer:
         reward_function.py), or if none applies to a row for another reason than time."""
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
-        columns = self.data.records(index_B) if self.data is not None else []
+        columns = self.data.whole_records(index_B) if self.data is not None else []
         rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns)
         total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
         by_function, late = self._by_function(rows)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, why_no_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.data.reward_styles import Scored, call, check_columns, needs, style_of
@@ -173,7 +174,7 @@ def source_file(spec: str) -> Path | None:
     """The file of a reward function, or None; the same on every rank, whether or not it loads the function."""
     target = spec.rpartition(":")[0]
     if not target or target.endswith(".py") or "/" in target:
-        return Path(target) if Path(target).is_file() else None
+        return Path(target) if is_file(target) else None
     _extend_import_path(Path.cwd())
     try:
         module = importlib.util.find_spec(target)
@@ -183,9 +184,8 @@ def source_file(spec: str) -> Path | None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if path.suffix != ".py" or not path.is_file():
-        why = "is not a .py file" if path.exists() else f"does not exist (looked in {Path.cwd()})"
-        raise UserError(f"{path} {why}")
+    if path.suffix != ".py" or not is_file(path):
+        raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
     path = path.resolve()
     _extend_import_path(path.parent)
     try:

@@ -41,6 +41,8 @@ def main() -> None:
     for number in LEFT_TO_THE_RANK:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank
     with socket.socket(fileno=descriptor) as connection:
         functions: list[RewardFunction] = []
         for line in _lines(connection):
@@ -57,7 +59,8 @@ def main() -> None:
 
 def _lines(connection: socket.socket) -> Iterator[str]:
     """The lines that the rank sends, until it ends or closes the connection."""
-    with connection.makefile("r") as lines, suppress(ConnectionResetError):  # it ended without reading our answer
+    # The rank may end without reading our answer.
+    with connection.makefile("r", encoding="utf-8", newline="\n") as lines, suppress(ConnectionResetError):
         yield from lines
 
 

@@ -61,7 +61,7 @@ def is_lost(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> str | None:
     """A message for foreign errors that a user can fix: memory, disk, network; None for all others."""
-    first = (str(error).splitlines() or [""])[0][:200]
+    first = str(error).partition("\n")[0][:200]
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in first for word in NO_MEMORY):
         what = f": {first}" if first else ""
@@ -106,7 +106,9 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
     """The message by which ranks compare texts: name -> [digest, the text itself if it is short]."""
-    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
+    digests = {
+        name: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16] for name, text in values.items()
+    }
     return {name: [digests[name], text if len(text) <= SHORT_TEXT else None] for name, text in values.items()}
 
 

@@ -17,7 +17,13 @@ from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.input_checks import check_best, check_context, check_responses_end, read_prompts
+from rlhf_spmd.runtime.data.input_checks import (
+    check_best,
+    check_context,
+    check_responses_end,
+    functions_fingerprints,
+    read_prompts,
+)
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
@@ -26,6 +32,7 @@ from rlhf_spmd.runtime.execute.handlers.context import CallContext
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
@@ -86,8 +93,9 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
                 scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
             except UserError as error:  # about columns of its prompts, or a function of its own
                 raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
-    fingerprints = {"prompts": prompts.fingerprint()}
-    world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
+    read = prompts.fingerprints("data.prompts") | (held_out.fingerprints("eval.prompts") if held_out else {})
+    world.agree("the start", read)
+    _agree_on_functions(config, world)
     models.start()
     context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
@@ -100,6 +108,19 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
             job, config=of_evaluation, program=evaluation, prompts=held_out, calls=calls, columns=columns
         )
     return job
+
+
+def _agree_on_functions(config: Config, world: World) -> None:
+    """Raises the same UserError on every rank if hosts have different copies of a reward function. Collective."""
+    every = world.allgather(functions_fingerprints(config), "the files of reward functions")
+    for name in sorted({name for theirs in every for name in theirs}):
+        first, *others = [rank for rank, theirs in enumerate(every) if name in theirs]
+        wrong = [rank for rank in others if every[rank][name] != every[first][name]]
+        if wrong:
+            raise UserError(
+                f"the {name} is another one on {name_ranks(wrong, world.hosts)} than on "
+                f"{name_ranks([first], world.hosts)}: copy one of them to all hosts"
+            )
 
 
 def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.config import Config, function_labels, split_functions
+from rlhf_spmd.config import Config, function_labels
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.tokenizer import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
+from rlhf_spmd.runtime.data.input_checks import functions_fingerprints
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
-from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -164,15 +165,18 @@ def run_state(state: RunState) -> dict:
 def inputs(job: Job) -> dict[str, str]:
     """Fingerprints of the files that a run reads, by name."""
     config = job.config
-    found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    functions = split_functions(config.reward_function)
+    found = job.prompts.fingerprints(config.data.prompts)
     if job.evaluation is not None:
-        found[f"prompts in {config.eval.prompts}"] = job.evaluation.prompts.fingerprint()
-        functions += split_functions(config.eval.reward_function)
-    for path in filter(None, map(source_file, functions)):
-        found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
-    return found | {f"model in {folder}": folder_fingerprint(Path(folder)) for folder in folders}
+        found |= job.evaluation.prompts.fingerprints(config.eval.prompts)
+    found |= functions_fingerprints(config)
+    if config.algorithm.from_file:
+        found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
+    for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
+        found[f"model in {folder}"] = folder_fingerprint(Path(folder))
+        others = [path for path in (Path(folder) / name for name in TOKENIZER_FILES) if path.suffix != ".json"]
+        if texts := [path.read_bytes() for path in others if path.is_file()]:
+            found[f"tokenizer files in {folder}"] = hashlib.sha256(b"\0".join(texts)).hexdigest()
+    return found
 
 
 def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:
