@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -97,11 +99,13 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
         if sign not in ("=", "!="):
             raise UserError(f"--where {text!r}: {wanted!r} is no number") from None
         number = None
+    # a whole number is compared exactly; a float by its nearest one, as it is written
+    whole = Decimal(wanted) if number is not None and math.isfinite(number) else number
 
     def holds(row: Row) -> bool:
         value = row.get(name)
         if isinstance(value, int | float) and number is not None:
-            return OPERATORS[sign](value, number)
+            return OPERATORS[sign](value, whole if isinstance(value, int) else number)
         return value is not None and sign in ("=", "!=") and OPERATORS[sign](str(value), wanted)
 
     return holds

@@ -161,6 +161,7 @@ class PromptSet:
     numbers: Mapping[str, NumberRows] = field(default_factory=dict)  # by key, of rows or of the tokens of a response
     num_cut: int = 0  # rows with a response that was cut
     num_silent: int = 0  # rows that were left out, because nothing in them is learned
+    column_names: tuple[str, ...] = ()  # of the other columns, of all rows
     _order: PromptOrder = field(init=False, repr=False, compare=False)
     _hash: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -236,6 +237,7 @@ class _Rows:
     marks: str = ""  # the key of the marks of responses; empty: there are none
     numbers: dict[str, list[Sequence[float]]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)  # other columns
+    names: dict[str, None] = field(default_factory=dict)  # of those
     form: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
     num_truncated: int = 0  # prompts
     num_cut: int = 0  # responses
@@ -291,6 +293,7 @@ def load_prompts(
         numbers={name: NumberRows.of(values) for name, values in rows.numbers.items()},
         num_cut=rows.num_cut,
         num_silent=rows.num_silent,
+        column_names=tuple(rows.names),
     )
 
 
@@ -349,7 +352,10 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.texts.append(text)
         record = {SOURCE: name} | record if name else record
         texts = (reading.key,) if row.is_plain else (TEXT,) if given else ()
-        rows.kept.append(_other_columns(record, besides=(*reading.columns.values(), *texts)))
+        besides = {*reading.columns.values(), *texts}
+        others = {one: value for one, value in record.items() if one not in besides}
+        rows.names |= dict.fromkeys(others)
+        rows.kept.append(json.dumps(others, default=str))  # JSON has no type for a date
     is_empty = len(rows.texts) == num_before
     if too_long and (long_prompts == "error" or is_empty):
         limit = reading.max_prompt_tokens
@@ -364,11 +370,6 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.num_truncated += len(too_long)
     else:
         rows.num_dropped += len(too_long)
-
-
-def _other_columns(record: Record, besides: tuple[str, ...]) -> str:
-    """The other columns of a row as a JSON object. What JSON has no type for (a date) becomes a string."""
-    return json.dumps({name: value for name, value in record.items() if name not in besides}, default=str)
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:
