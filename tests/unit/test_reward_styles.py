@@ -142,7 +142,6 @@ def test_a_name_that_is_both_is_the_programs_word():
     assert not RewardFunction("m:f", bound(lambda completions, responses=None: 1, rows)).notes
     verls = ["solution_str", "ground_truth", "data_source", "extra_info"]
     assert bind(verl, verls).hidden == ("solution_str",)
-    assert bind(verl, [*verls, "reward_model"]).hidden == ("solution_str", "ground_truth")
     assert bind(openrlhf, ["labels", "label", "prompts"]).hidden == ("prompts",)
 
 

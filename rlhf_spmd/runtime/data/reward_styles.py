@@ -132,7 +132,7 @@ WORDS: dict[str, dict[str, Callable[[Scored], list[Any]]]] = {  # by the word th
     "queries": {"queries": _queries, "prompts": _prompts, "labels": _labels, **IDS},
 }
 OF_EACH = "solution_str"  # such a function is called once for each response
-COLUMNS_TOO = ("data_source", "extra_info", "labels")  # words that are the columns of these names
+COLUMNS_TOO = ("data_source", "extra_info", "ground_truth", "labels")  # words that are the columns of these names
 PROGRAMS = {"responses": "this program", "completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
 ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
 # What others call them: trlX's samples are prompt and response.
@@ -187,8 +187,7 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
         given = ", ".join([*words, *others])
         fix = "let its decorator pass on what it gets (**kwargs), or not name the function behind it (functools.wraps)"
         raise UserError(f"it can't be called with {given} by name ({error}): {fix}") from None
-    too = COLUMNS_TOO if "reward_model" in (columns or ()) else (*COLUMNS_TOO, "ground_truth")
-    hidden = [name for name in words if name in (columns or ()) and name not in too]
+    hidden = [name for name in words if name in (columns or ()) and name not in COLUMNS_TOO]
     return Bound(function, receiver, tuple(words), tuple(others), tuple(hidden))
 
 
