@@ -54,9 +54,10 @@ def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) ->
     r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0. None where the answer is
     null.
 
-    Equality is that of math-verify (symbolic, by SymPy). The answer is LaTeX or plain text, with or without \boxed{}.
-    An expression may take SymPy very long. The time limits of math-verify itself are off, because a score of 0 after
-    one would depend silently on the speed of the machine; reward_workers with reward_timeout_s limits and counts them.
+    Equality is that of math-verify: symbolic, by SymPy, but of decimal fractions to six places. The answer is LaTeX or
+    plain text, with or without \boxed{}. An expression may take SymPy very long. The time limits of math-verify itself
+    are off, because a score of 0 after one would depend silently on the speed of the machine; reward_workers with
+    reward_timeout_s limits and counts them.
     """
     parse, verify = _math_verify()
     scores = []

@@ -138,7 +138,7 @@ def test_a_name_that_is_both_is_the_programs_word():
     found = seen("responses", "**kwargs", rows=rows)
     assert (found["responses"], found["completion_ids"], found["queries"]) == (["r"], [[1]], ["column"])
     function = RewardFunction("m:f", bound(lambda responses, **all_others: 1, rows))
-    assert function.notes == ["responses, completion_ids of m:f: the program's, not the column of that name"]
+    assert function.notes == ["m:f gets the program's responses, completion_ids, not the data set's"]
     assert not RewardFunction("m:f", bound(lambda completions, responses=None: 1, rows)).notes
     verls = ["solution_str", "ground_truth", "data_source", "extra_info"]
     assert bind(verl, verls).hidden == ("solution_str",)

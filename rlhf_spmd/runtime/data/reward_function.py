@@ -54,9 +54,9 @@ class RewardFunction:
 
     @property
     def notes(self) -> list[str]:
-        """What the names of its parameters mean here, where the columns of the data set would let one expect else."""
+        """Which of its parameters have the name of a column that they do not get."""
         names = ", ".join(self.bound.hidden)
-        return [f"{names} of {self.name}: the program's, not the column of that name"] if names else []
+        return [f"{self.name} gets the program's {names}, not the data set's"] if names else []
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """Scores of rows without further columns."""

@@ -119,8 +119,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
 
 
 def _names_of_functions(job: Job) -> str:
-    """Which parameters of the reward functions are not the columns of their names; empty if there are none.
-    Collective."""
+    """Which parameters of reward functions are not the columns of their names; empty if there are none. Collective."""
     if not (job.config.reward_function or job.config.eval.reward_function):
         return ""
     scorers = [one.calls.context.scorer for one in (job, job.evaluation) if one is not None]
