@@ -32,6 +32,8 @@ NO_PAGES = (  # modules beside the pages
 )
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
+OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
+OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 
@@ -85,7 +87,7 @@ class Algorithm:
         """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
 
         def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
-            self.module.workflow(options, model, compute, **data)
+            self.module.workflow(options=options, model=model, compute=compute, **data)
 
         try:
             shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
@@ -148,14 +150,15 @@ class Algorithm:
         self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
     ) -> Any:
         """The state after an iteration, from global numbers only."""
-        arguments = state, options, means, weights, num_sequences
-        return self._state_by("after_iteration", *arguments) if self.has_state else None
+        values = state, options, means, weights, num_sequences
+        named = dict(zip(OF_ITERATION, values, strict=True))
+        return self._state_by("after_iteration", **named) if self.has_state else None
 
-    def _state_by(self, name: str, *arguments: Any) -> Any:
+    def _state_by(self, name: str, *arguments: Any, **named: Any) -> Any:
         """The state that a function of the page makes. Raises UserError if a user's function fails."""
         function = getattr(self.module, name)
         try:
-            made = function(*arguments)
+            made = function(*arguments, **named)
         except (Exception, SystemExit) as error:
             if not self.from_file:
                 raise
@@ -172,9 +175,9 @@ class Algorithm:
             return
         state, who = self.initial_state(options), f"algorithm {self.name}:"
         try:
-            inspect.signature(self.module.after_iteration).bind(state, options, {}, {}, 1)
+            inspect.signature(self.module.after_iteration).bind(**dict.fromkeys(OF_ITERATION))
         except TypeError as error:
-            fix = "it is called as after_iteration(state, options, means, weights, num_sequences)"
+            fix = f"after_iteration is called with {', '.join(OF_ITERATION)}, by these names"
             raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
         try:
             again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
@@ -205,6 +208,8 @@ def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         word = word_of(parameter.name)
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(f"{function.__name__}() takes {parameter.name} by place only; remove the / behind it")
         if word in available:
             found[parameter.name] = available[word]
         elif parameter.default is parameter.empty:
@@ -371,4 +376,11 @@ def _problem(module: ModuleType) -> str:
     unknown = [
         (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
     ]
-    return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role" if unknown else ""
+    if unknown:
+        return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role"
+    words = (*OF_WORKFLOW, *module.DATA)
+    try:
+        inspect.signature(module.workflow).bind(**dict.fromkeys(words))
+    except TypeError as error:
+        return f"workflow() cannot be called with {', '.join(words)} by their names ({error})"
+    return ""

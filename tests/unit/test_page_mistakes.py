@@ -153,7 +153,15 @@ WRONG = {
     ),
     "too few parameters after an iteration": (
         stateful("means, weights, num_sequences", "num_sequences"),
-        ["after_iteration(state, options, means, weights, num_sequences)", "too many positional arguments"],
+        ["after_iteration is called with state, options, means, weights, num_sequences, by these names", "'means'"],
+    ),
+    "other parameters of the workflow": (
+        ("def workflow(options, model, compute, prompts)", "def workflow(options, roles, compute, prompts)"),
+        ["workflow() cannot be called with options, model, compute, prompts by their names", "'roles'"],
+    ),
+    "a parameter by place only": (
+        (LOSS, "def surrogate(logprobs_BG, /, weights_BG, mask_BG):\n"),
+        ["surrogate() takes logprobs_BG by place only; remove the /"],
     ),
     "a form that writes no number": (
         ('"return", "{:+8.4f}", headline', '"return", "{:+8.4q}", headline'),
@@ -203,6 +211,15 @@ def test_what_is_wrong_with_a_page_is_one_error_that_names_the_mend(change, word
     assert text.startswith(("algorithm mine", f"algorithm {tmp_path}", f"algorithm file {tmp_path}")), text
     assert all(word in text for word in words), text
     assert text.count("algorithm mine: ") <= 1, text
+
+
+def test_the_order_of_parameters_means_nothing(tmp_path):
+    """A page whose change of the state has weights before means got each in the place of the other."""
+    change = stateful("state, options, means, weights, num_sequences", "num_sequences, *, weights, means, state, **_")
+    change = change[0], change[1].replace("state.seen + num_sequences", "means")
+    order = ("workflow(options, model, compute, prompts)", "workflow(prompts, compute, model, options)")
+    algorithm = checked(write_page(tmp_path, change, order))
+    assert algorithm.after_iteration(None, None, {"kl": 1.0}, {"kl": 2.0}, 3).seen == {"kl": 1.0}
 
 
 def test_what_goes_wrong_after_an_iteration_is_one_error(tmp_path):

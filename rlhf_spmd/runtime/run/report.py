@@ -96,7 +96,7 @@ def check_finite(metrics: Mapping, number: int) -> None:
 
 
 def facts(job: Job, folder: RunFolder) -> dict[str, str]:
-    """The heading of a run."""
+    """The heading of a run. Collective."""
     config, shapes = job.config, job.program.workload.models
     sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
     by_function = config.reward_function
@@ -109,6 +109,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         **judged,
+        **({"names": notes} if (notes := _names_of_functions(job)) else {}),
         "device": describe_device(job.world.computes, job.world.size),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
@@ -116,6 +117,16 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
     }
+
+
+def _names_of_functions(job: Job) -> str:
+    """Which parameters of reward functions are not the columns of their names; empty if there are none. Collective."""
+    if not (job.config.reward_function or job.config.eval.reward_function):
+        return ""
+    scorers = [one.calls.context.scorer for one in (job, job.evaluation) if one is not None]
+    mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
+    every = job.world.allgather(mine, "the names of reward functions")
+    return "; ".join(dict.fromkeys(note for notes in every for note in notes))
 
 
 def _iteration(job: Job) -> str:
