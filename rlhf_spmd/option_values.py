@@ -12,6 +12,7 @@ from rlhf_spmd.errors import UserError
 
 Given = str | Sequence[str] | None  # text; of a file also a list, or null
 ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long a run is
+TEMPLATE_KWARGS = "data.chat_template_kwargs"  # the option that is an object of JSON
 
 
 def check_length(given: Mapping[str, Given]) -> None:
@@ -40,7 +41,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         if odd := next((item for item in text if "," in item), None):
             raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
         text = ",".join(text)
-    candidates: list[Any] = [None, "", []] if text is None else [text]
+    candidates: list[Any] = [None, "", [], {}] if text is None else [text]
     text = "null" if text is None else text
     if isinstance(text, str) and candidates == [text]:
         with suppress(ValueError, RecursionError):
@@ -48,6 +49,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
             if isinstance(candidates[-1], bool):  # as text it is a truth value; JSON's would be a number, too
                 candidates.pop()
         candidates.append([part.strip() for part in text.split(",")] if text else [])
+        candidates += [{}] if text.lower() in ("", "none") else []
     problem = None
     for candidate in candidates:
         try:
@@ -59,5 +61,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={text}: Input should be a finite number")
         return value
+    if all(item["type"] in ("dict_type", "mapping_type") for item in problem.errors()):
+        raise UserError(f'{key}={text}: write an object of JSON, such as {{"enable_thinking": false}}')
     detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
     raise UserError(f"{key}={text}: {detail}")

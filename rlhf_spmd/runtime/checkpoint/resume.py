@@ -16,6 +16,7 @@ from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import read_json
+from rlhf_spmd.model.template_time import checked_time
 from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
@@ -42,6 +43,7 @@ MAY_CHANGE = (
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
+STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 
 
@@ -55,6 +57,7 @@ class Resumed:
     checkpoint: Checkpoint | None
     state: Mapping[str, Any]
     notes: tuple[str, ...]
+    started: str = ""  # the time of the first start; empty: an earlier version did not keep it
 
     @property
     def iteration(self) -> int:
@@ -97,8 +100,19 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     if checkpoint is None:
         notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 0")
     state = _state(checkpoint, config) if checkpoint else {}
-    name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
-    return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
+    about = read_json(path / PROGRAM) if (path / PROGRAM).is_file() else {}
+    name = str(about.get("strategy", path.name))
+    return Resumed(path, config, name, checkpoint, state, tuple(notes), _started(path, about, checkpoint))
+
+
+def _started(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None) -> str:
+    """The time of the first start of a run, from its checkpoint or else from its folder; empty if neither has it.
+    about: PROGRAM of the folder. Raises UserError."""
+    found = {str(path / PROGRAM): about.get(STARTED)}
+    if checkpoint is not None and PROGRAM in checkpoint.files:
+        of_checkpoint = json.loads(checkpoint.text(PROGRAM))
+        found = {str(checkpoint.folder / PROGRAM): of_checkpoint.get(STARTED)} | found
+    return next((checked_time(text, source) for source, text in found.items() if text is not None), "")
 
 
 def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:

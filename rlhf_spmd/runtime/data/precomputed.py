@@ -16,12 +16,14 @@ from safetensors.numpy import save_file
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.template_time import checked_time
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet
 
 FORMAT = "rlhf_spmd logprobs 1"
 PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
 ROWS = "the tokens of the rows"
+TIME = "the time that the chat template wrote"  # only where it did
 FIX = "compute it again (`precompute`), or drop the option that names it"
 
 
@@ -39,6 +41,19 @@ def about(config: Config, prompts: PromptSet) -> dict[str, str]:
     return found | {
         f"the {call.model}": folder_fingerprint(Path(config.folder(call.model))) for call in calls_of(config)
     }
+
+
+def time_of(config: Config) -> str:
+    """The time that the chat template wrote into the rows of the file that the options name; empty: there is none."""
+    path = Path(config.data.precomputed_logprobs)
+    if not path.is_file():
+        return ""
+    try:
+        with safe_open(path, "np") as file:
+            text = (file.metadata() or {}).get(TIME, "")
+    except (OSError, SafetensorError):
+        return ""  # with_logprobs says it
+    return checked_time(text, str(path)) if text else ""
 
 
 def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
@@ -74,7 +89,7 @@ def with_logprobs(config: Config, prompts: PromptSet) -> PromptSet:
         )
     try:
         with safe_open(path, "np") as file:
-            _compare(path, file.metadata() or {}, about(config, prompts), config)
+            _compare(path, file.metadata() or {}, about(config, prompts), config, prompts)
             for call in calls_of(config):
                 found[call.outputs[0]] = file.get_tensor(call.outputs[0]).astype(np.float32, copy=False)
     except (OSError, SafetensorError) as error:
@@ -88,7 +103,9 @@ def with_logprobs(config: Config, prompts: PromptSet) -> PromptSet:
     return replace(prompts, numbers=numbers)
 
 
-def _compare(path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], config: Config) -> None:
+def _compare(
+    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], config: Config, prompts: PromptSet
+) -> None:
     """Raises UserError if a file was made from something else than a run has."""
     for name, value in wanted.items():
         if stored.get(name) == value:
@@ -96,9 +113,12 @@ def _compare(path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], c
         if name == "format":
             raise UserError(f"{path} holds no precomputed logprobs: {FIX}")
         if name == ROWS:
+            time = ""
+            if prompts.written_at and TIME not in stored:
+                time = ", or at another time, which the chat template writes and an earlier version did not keep"
             raise UserError(
                 f"{path} was computed for other rows than those of {config.data.prompts}, or they were cut at other "
-                f"limits: {FIX}"
+                f"limits{time}: {FIX}"
             )
         if name.startswith("the "):
             role = name.removeprefix("the ")

@@ -17,7 +17,16 @@ from rlhf_spmd.runtime.world.world import World
 
 SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
 COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
-FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle")  # the other fields of a set
+FACTS = (
+    "seed",
+    "source",
+    *COUNTS,
+    "sizes",
+    "weights",
+    "shuffle",
+    "remarks",
+    "written_at",
+)  # the other fields of a set
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:

@@ -15,9 +15,11 @@ from rlhf_spmd.config import Config, function_labels, split_functions
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.template_time import format_time
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
+from rlhf_spmd.runtime.checkpoint.resume import PROGRAM, STARTED, Resumed
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.reward_function import source_file
@@ -34,6 +36,8 @@ from rlhf_spmd.runtime.run.job import Job
 from rlhf_spmd.runtime.run.metrics import metrics_of
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, Shown
 from rlhf_spmd.runtime.world.devices import describe_device
+
+PROMPTS_IN = "prompts in"  # begins the names of fingerprints of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         "device": describe_device(job.world.computes, job.world.size),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
+        **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
         "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
@@ -145,7 +150,35 @@ def _lost(prompts: PromptSet) -> str:
         "too long and dropped": prompts.num_dropped,
         "without an answer of the assistant and dropped": prompts.num_silent,
     }
-    return "".join(f", {num} {what}" for what, num in done.items() if num)
+    said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
+    return "".join(f", {one}" for one in said)
+
+
+def _minute(time: str) -> str:
+    return format_time(time, "%Y-%m-%d %H:%M")
+
+
+def notes(job: Job, resumed: Resumed | None) -> list[str]:
+    """What is to be said once at the start, below the heading."""
+    found = list(resumed.notes) if resumed else []
+    if resumed and not resumed.started and job.written_at:
+        found.append(
+            f"{resumed.folder} is of an earlier version, which did not keep the time of the first start; the chat "
+            f"template writes {_minute(job.written_at)}, also when the run is resumed again"
+        )
+    if job.evaluation is not None:
+        found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
+    return found
+
+
+def lost_time(job: Job, resumed: Resumed, name: str) -> str:
+    """Why prompts changed although their file did not, and the fix; empty if that is not known. name: of the input."""
+    if resumed.started or not job.written_at or not name.startswith(PROMPTS_IN):
+        return ""
+    return (
+        "their chat template writes the time, and an earlier version of this program did not keep that of the first "
+        f'start: add it to {resumed.folder / PROGRAM}, such as "{STARTED}": "{job.started}", or start a new run'
+    )
 
 
 def format_count(num: int) -> str:
@@ -164,10 +197,10 @@ def run_state(state: RunState) -> dict:
 def inputs(job: Job) -> dict[str, str]:
     """Fingerprints of the files that a run reads, by name."""
     config = job.config
-    found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
+    found = {f"{PROMPTS_IN} {config.data.prompts}": job.prompts.fingerprint()}
     functions = split_functions(config.reward_function)
     if job.evaluation is not None:
-        found[f"prompts in {config.eval.prompts}"] = job.evaluation.prompts.fingerprint()
+        found[f"{PROMPTS_IN} {config.eval.prompts}"] = job.evaluation.prompts.fingerprint()
         functions += split_functions(config.eval.reward_function)
     for path in filter(None, map(source_file, functions)):
         found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
