@@ -187,11 +187,12 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
         raise UserError(f"{where}: {key} holds more than {MOST_VALUES} values")
     if node.tag.endswith(":map") and isinstance(node.value, list):
         found: dict[str, Any] = {}
-        for name, value in node.value:
-            if not _is_text(name) or name.value in found:
-                what = f"has {name.value!r} twice" if _is_text(name) else f"has {_kind(name)} as a name"
-                raise UserError(f"{where}: {key} {what}: write `name: value`, each name once")
-            found[name.value] = _object(where, key, value, number)
+        for name_node, value in node.value:
+            name = _value(where, key, name_node) if _is_text(name_node) else None
+            if name is None or name in found:
+                what = f"{name!r} twice" if name in found else f"{_kind(name_node)} as a name"
+                raise UserError(f"{where}: {key} has {what}: write `name: value`, each name once")
+            found[name] = _object(where, key, value, number)
         return found
     if node.tag.endswith(":seq") and isinstance(node.value, list):
         return [_object(where, key, item, number) for item in node.value]
@@ -202,6 +203,8 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
         return text.lower() in ("true", "yes", "on")
     with suppress(ValueError):
         return json.loads(text)
+    if node.tag.endswith((":int", ":float")):
+        raise UserError(f"{where}: {key} has {text}: write a number as JSON does, such as 0.5, or put it into quotes")
     return text
 
 
@@ -243,14 +246,27 @@ def to_text(values: Mapping[str, Any]) -> str:
 
 def _scalar(value: Any) -> str:
     if isinstance(value, Mapping):
-        return json.dumps(value)  # a mapping of YAML, too
+        return _of_object(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(_scalar(item) for item in value)}]"
     if not isinstance(value, str):
         return json.dumps(value)  # numbers, booleans and null are the same in YAML
     if PLAIN.fullmatch(value) and value.lower() not in QUOTED and "," not in value:
         return value
-    return '"' + "".join(_escaped(char) for char in value) + '"'
+    return _quoted(value)
+
+
+def _of_object(value: Any) -> str:
+    """What _object reads."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_quoted(name)}: {_of_object(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_of_object, value)) + "]"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(map(_escaped, text)) + '"'
 
 
 def _escaped(char: str) -> str:

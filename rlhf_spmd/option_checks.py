@@ -1,35 +1,15 @@
 """Options that contradict each other."""
 
 import dataclasses
-import json
-from collections.abc import Mapping
-from typing import Any
 
 from rlhf_spmd.config import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
-from rlhf_spmd.option_values import TEMPLATE_KWARGS
+from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
 
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
-# what transformers' apply_chat_template takes for itself, or defines for templates
-RESERVED = ("conversation", "conversations", "messages", "self", "tools", "chat_template", "add_generation_prompt")
-RESERVED += ("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length")
-RESERVED += ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "compiled_template")
-RESERVED += ("strftime_now", "raise_exception", "namespace", "dict")
 MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets
-
-
-def check_template_kwargs(where: str, kwargs: Mapping[str, Any]) -> None:
-    """Raises UserError for variables that no chat template can be given. where: an option, or a place in a file."""
-    taken = next((name for name in kwargs if name in RESERVED), None)
-    if taken is not None:
-        fix = "give it as the column 'tools' of a row" if taken == "tools" else "rename it, in the template too"
-        raise UserError(f"{where} has {taken!r}, which every chat template is given by the program: {fix}")
-    try:
-        json.dumps(kwargs, allow_nan=False)
-    except ValueError:
-        raise UserError(f"{where} has a number that is not finite") from None
 
 
 def check_options(config: Config) -> None:

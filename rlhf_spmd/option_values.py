@@ -13,6 +13,11 @@ from rlhf_spmd.errors import UserError
 Given = str | Sequence[str] | None  # text; of a file also a list, or null
 ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long a run is
 TEMPLATE_KWARGS = "data.chat_template_kwargs"  # the option that is an object of JSON
+# what transformers' apply_chat_template takes for itself, or defines for templates
+RESERVED = ("conversation", "conversations", "messages", "self", "tools", "chat_template", "add_generation_prompt")
+RESERVED += ("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length")
+RESERVED += ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "compiled_template")
+RESERVED += ("strftime_now", "raise_exception", "namespace", "dict")
 
 
 def check_length(given: Mapping[str, Given]) -> None:
@@ -27,6 +32,18 @@ def check_length(given: Mapping[str, Given]) -> None:
 def is_given(epochs: Given) -> bool:
     """Whether the value of data.epochs is one that counts: 0 does not."""
     return isinstance(epochs, str) and bool(epochs.strip("0."))
+
+
+def check_template_kwargs(where: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises UserError for variables that no chat template can be given. where: an option, or a place in a file."""
+    taken = next((name for name in kwargs if name in RESERVED), None)
+    if taken is not None:
+        fix = "give it as the column 'tools' of a row" if taken == "tools" else "rename it, in the template too"
+        raise UserError(f"{where} has {taken!r}, which every chat template is given by the program: {fix}")
+    try:
+        json.dumps(kwargs, allow_nan=False)
+    except ValueError:
+        raise UserError(f"{where} has a number that is not finite") from None
 
 
 def parse_value(annotation: Any, text: Any, key: str) -> Any:

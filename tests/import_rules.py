@@ -24,7 +24,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "world": ("plan",),
     "data": (
         *("config", "plan.runtime_words", "plan.workflow"),
-        *("model_folders", "model", "option_suggestions", "user_module"),
+        *("model_folders", "model", "option_suggestions", "option_values", "user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
@@ -36,7 +36,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("algorithm", "algorithms", "config", "data_epochs", "evaluation_metrics"),
         *("kernels", "metric_aliases", "model", "plan"),
     ),
-    "offline": ("algorithms", "config", "kernels", "model", "model_folders", "option_suggestions", "plan"),
+    "offline": (
+        *("algorithms", "config", "kernels", "model", "model_folders"),
+        *("option_suggestions", "option_values", "plan"),
+    ),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
@@ -116,7 +119,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.evaluation_metrics": (),
-    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions"),
+    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions", "option_values"),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,

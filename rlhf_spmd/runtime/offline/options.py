@@ -11,9 +11,8 @@ from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Given, NonNegative
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_checks import check_template_kwargs
 from rlhf_spmd.option_suggestions import suggest_option
-from rlhf_spmd.option_values import TEMPLATE_KWARGS
+from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
