@@ -321,9 +321,10 @@ def _check_names(
             f"{file} has no lm_head.weight: it is a base model, saved from AutoModel; save it from AutoModelForCausalLM"
         )
     if missing and embeddings in missing and not any(name.startswith("model.") for name in stored):
+        other = next((name for name in stored if name not in HEADS), "none")
         raise UserError(
             f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; its tensors have other "
-            f"names, such as {next(iter(stored), 'none')}: rename them, or save the model with save_pretrained()"
+            f"names, such as {other}: rename them, or save the model with save_pretrained()"
         )
     if missing:
         names = "" if prefix in ("model.", "") else f" (behind {prefix.removesuffix('model.')}, as its names begin)"
