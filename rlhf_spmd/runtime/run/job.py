@@ -16,7 +16,13 @@ from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.input_checks import check_best, check_context, check_responses_end, read_prompts
+from rlhf_spmd.runtime.data.input_checks import (
+    check_best,
+    check_context,
+    check_responses_end,
+    read_prompts,
+    tokenizer_notes,
+)
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
@@ -43,6 +49,7 @@ class Job:
     eos_ids: tuple[int, ...]
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
+    notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
 
@@ -56,6 +63,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
         num_known = shared_vocabulary(config, tokenizer)
+        notes = tokenizer_notes(world, config.tokenizer_folders)
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
@@ -89,7 +97,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
     models.start()
     context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns=columns, steps=steps)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns, steps, notes)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))

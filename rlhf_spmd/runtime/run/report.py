@@ -20,6 +20,7 @@ from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
+from rlhf_spmd.runtime.data.response_scores import how_read
 from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
@@ -101,7 +102,8 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     by_function = config.reward_function
     both = by_function and config.reward_function_mode == "add"
     judged = {
-        role: f"{role} model + {by_function}" if both else by_function or f"{role} model"
+        role: (f"{role} model + {by_function}" if both else by_function or f"{role} model")
+        + (how_read(config, role, job.prompts) if job.world.rank == 0 else "")
         for role in shapes
         if config.algorithm.roles[role].judge
     }
