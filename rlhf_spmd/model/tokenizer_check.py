@@ -102,8 +102,6 @@ def _compared(folder: Path) -> str:
     found, unnamed = _difference(ours, theirs), _unnamed(folder, ours, theirs)
     if not found:
         return unnamed
-    if not (folder / CONFIG).is_file():
-        return f"{folder} has no {CONFIG}, so transformers guesses what tokenizer it is: {found}"
     if _prepends(folder) and all(_ids(ours, one) == _ids(theirs, one) for one in _texts() if one[0][0] != " "):
         known = (
             f"{folder}: {found}. {BACKEND} puts a '▁' before a text and behind each special token, transformers only "
