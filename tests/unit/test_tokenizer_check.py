@@ -17,7 +17,7 @@ from rlhf_spmd.verbs.check import tokenizer_findings
 from tests.folders import write_all
 from tests.runs import load
 from tests.unit.test_embedded import ACTOR, REWARD
-from tests.unit.test_tokenizer_files import copy, lower, special
+from tests.unit.test_tokenizer_files import copy, special
 
 
 @pytest.fixture(autouse=True)
