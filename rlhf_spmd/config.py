@@ -15,7 +15,7 @@ from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_file
-from rlhf_spmd.model_folders import folder_of, shape_of_folder
+from rlhf_spmd.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
@@ -185,6 +185,13 @@ class Config:
         """The folder of a role; empty if a reward function replaces the role, or if no folder is known."""
         roles = self.algorithm.roles
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles)
+
+    @property
+    def tokenizer_folders(self) -> list[str]:
+        """The folders of the tokenizers of a run: the first role's, and those of judges that have another one."""
+        judges = filter(None, (self.folder(role) for role, about in self.algorithm.roles.items() if about.judge))
+        others = [folder for folder in judges if not same_tokenizer(folder, self.main_folder)]
+        return list(dict.fromkeys(filter(None, [self.main_folder, *others])))
 
 
 def split_functions(text: str) -> list[str]:

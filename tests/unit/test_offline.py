@@ -167,6 +167,9 @@ def test_what_is_dealt_comes_back_in_order(num, copies, samples, window):
         ([5, 6, 7, 8], ("du",), "length"),
         ([5, 6, 7], ("bu",), "stop"),
         ([5, 6, 7, 8], ("da",), "stop"),
+        ([5, 6, 7, 0], ("<s>",), "stop"),  # a special token, which the text does not show
+        ([5, 6, 7, 0], ("bu <s>",), "stop"),
+        ([5, 6, 7, 0], ("s>",), "length"),
     ],
 )
 def test_how_a_response_ended(tokenizer, response, stop, finish):
@@ -175,7 +178,7 @@ def test_how_a_response_ended(tokenizer, response, stop, finish):
     assert (line["finish"], line["num_tokens"], line["logprob"]) == (finish, len(response), -1.2346)
     assert (line["prompt"], line["response"].split()) == (
         "ba",
-        ["bi", "bo", "bu", "da"][: len(response) - (finish == "eos")],
+        ["bi", "bo", "bu", "da"][: len(response) - (response[-1] < 2)],
     )
 
 

@@ -97,6 +97,8 @@ def train(
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
+    for note in job.notes:
+        console.note(f"warning: {note}")
     for note in report.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
