@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-
 LARGEST_ERROR = 0.2  # of the controller, relative to its target
 
 

@@ -364,7 +364,7 @@ def test_the_first_groups_left_are_trained_on(oversampling, overlong):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_what_is_masked_counts_in_no_baseline(scale):
-    """The advantages of the others are those without it, and its reward is nowhere; a response that is alone has none."""
+    """The advantages of the others are those without it. A response that is left alone has no advantage."""
     mask, ended = torch.ones(4, 4, 5, dtype=torch.bool), torch.ones(4, 4, dtype=torch.bool)
     ended[0, 3] = ended[1, 0] = ended[2, 1:] = ended[3] = False
     scores = torch.tensor([[1.0, 1.0, 1.0, 0.0], [9.0, 1.0, 2.0, 6.0], [3.0, 1.0, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0]])

@@ -190,17 +190,23 @@ class DeepSpeedEngine:
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """See `TrainEngine.optimizer_state`."""
-        num_steps = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
-        return num_steps, state_of(self._shares())
+        if not self.optimizer.state:  # no step has been made
+            self._begin(0)
+        return max(int(state["step"]) for state in self.optimizer.state.values()), state_of(self._shares())
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
         """See `TrainEngine.load`."""
+        self._begin(num_steps)
+        read_into(self._shares(), read)
+
+    def _begin(self, num_steps: int) -> None:
+        """Sets the number of steps, and moments of zero."""
         zero = self.engine.optimizer
         for master in zero.fp32_partitioned_groups_flat if self._zero == 3 else zero.single_partition_of_fp32_groups:
             step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
-            self.optimizer.state[master] = {"step": step} | {kind: torch.zeros_like(master) for kind in MOMENTS}
-        read_into(self._shares(), read)
+            zeros = {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS}
+            self.optimizer.state[master] = {"step": step} | zeros
 
     def publish(self) -> None:
         """See `TrainEngine.publish`."""

@@ -49,8 +49,8 @@ class TrainEngine(Protocol):
         once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat part of it."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """The number of optimizer steps, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat views;
-        the data-parallel ranks together hold each number of their shard once. Call it after the first step."""
+        """The number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat
+        views; the data-parallel ranks together hold each number of their shard once."""
 
     def load(self, num_steps: int, read: ReadState) -> None:
         """Restores such a state, however it was distributed over ranks. Call it before the first step, then `publish`.
