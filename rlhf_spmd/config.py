@@ -22,6 +22,7 @@ from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 from rlhf_spmd.role_shapes import shapes_by_role
 
+Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -70,6 +71,7 @@ class Optimizer:
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +71,7 @@ class DeepSpeedEngine:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        bare: Set[str],
         max_grad_norm: float | None,
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
@@ -79,8 +80,16 @@ class DeepSpeedEngine:
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
+        without = {id(p) for name, p in model.named_parameters() if name in bare}
+        parts = [
+            {
+                "params": [p for p in weights if (id(p) in without) == is_bare],
+                "weight_decay": 0.0 if is_bare else weight_decay,
+            }
+            for is_bare in (False, True)
+        ]
         self.optimizer = torch.optim.AdamW(  # torch's, because DeepSpeed's compiles an operation
-            weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            [part for part in parts if part["params"]], lr=0.0, betas=betas, eps=eps, fused=True
         )
         if groups.tensor is not None:
             for name, p in model.named_parameters():
