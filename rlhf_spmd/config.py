@@ -48,7 +48,7 @@ class DataOptions:
 class Generation:
     max_new_tokens: PositiveInt = 128  # most tokens of a response
     min_new_tokens: NonNegativeInt = 0  # no end of sequence is drawn before this many tokens
-    temperature: PositiveFloat = 1.0  # logits are divided by it, in generation and in every later pass
+    temperature: PositiveFloat = 1.0  # at least 1e-6; logits are divided by it, in generation and in every later pass
     top_k: NonNegativeInt = 0  # draw from the k most likely tokens; 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the fewest tokens with this total probability
     min_p: Fraction01 = 0.0  # draw from tokens with at least this share of the largest probability

@@ -188,6 +188,12 @@ def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
     assert "generation.top_k" in refused("generation.top_p=0.9")
+    for temperature in ("1e-45", "9e-7"):
+        text = refused(f"generation.temperature={temperature}")
+        assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
+        assert text.endswith("give at least 1e-06")
+        text = refused("eval.prompts=p.jsonl", f"eval.temperature={temperature}")
+        assert text.endswith("give at least 1e-06, or 0 for the most likely token")
     assert "unknown shape 'llama-7' (did you mean 'llama-7b'?)" in refused("shape=llama-7", preset="llama-13b")
 
 
