@@ -116,7 +116,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": (),
     "rlhf_spmd.evaluation_metrics": (),
-    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions"),
+    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions", "plan.workflow"),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,

@@ -31,7 +31,7 @@ Factor = Annotated[float, Field(ge=1)]
 class Options(policy_gradient.Options):
     """Options of GRPO. The KL divergence is a term of the loss."""
 
-    kl_estimator: KLEstimator = "k3"  # d = logprob - reference logprob (only with kl_unbiased), d^2/2, exp(-d) + d - 1
+    kl_estimator: KLEstimator = "k3"  # of d = logprob - reference logprob: d (with kl_unbiased), d^2/2, exp(-d) + d - 1
     kl_unbiased: bool = False  # the KL term is multiplied by the ratio, which makes its gradient that of the KL
     scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the standard deviation of rewards
     scale_eps: PositiveFloat = 1e-4  # added to that standard deviation

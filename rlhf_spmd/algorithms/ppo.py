@@ -33,7 +33,7 @@ class Options(off_policy.Options):
     kl_coef: NonNegative = 0.05  # weight of the KL penalty that is subtracted from each token's reward
     kl_controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive changes kl_coef between iterations
     kl_target: PositiveFloat = 6.0  # target of the adaptive controller, nats per response
-    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, sequences: over 0.2 x those of an iteration
+    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, sequences; above 0.2 x those of an iteration
     gamma: Fraction01 = 1.0  # discount of GAE
     lam: Fraction01 = 0.95  # lambda of GAE
     clip_ratio: PositiveFloat = 0.2  # range of the probability ratio around 1 in the policy loss

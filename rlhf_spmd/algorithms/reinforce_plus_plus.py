@@ -24,7 +24,7 @@ class Options(policy_gradient.Options):
 
     kl_coef: NonNegative = 0.01  # weight of the KL divergence from the reference; 0: there is no reference
     kl_in: Literal["reward", "loss"] = "reward"  # whether it comes off each token's reward or is a term of the loss
-    kl_estimator: KLEstimator = "k2"  # in the loss, d = logprob - reference logprob: d^2/2, exp(-d) + d - 1; k1 is none
+    kl_estimator: KLEstimator = "k2"  # in the loss; k2, k3 of d = logprob - reference logprob: d^2/2, exp(-d) + d - 1
     baseline: Literal["none", "group"] = "none"  # group: the mean of a prompt's samples comes off their scores
 
 
