@@ -22,6 +22,7 @@ from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 from rlhf_spmd.role_shapes import shapes_by_role
 
+Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -50,7 +51,7 @@ class DataOptions:
 class Generation:
     max_new_tokens: PositiveInt = 128  # most tokens of a response
     min_new_tokens: NonNegativeInt = 0  # no end of sequence is drawn before this many tokens
-    temperature: PositiveFloat = 1.0  # logits are divided by it, in generation and in every later pass
+    temperature: PositiveFloat = 1.0  # at least 1e-6; logits are divided by it, in generation and in every later pass
     top_k: NonNegativeInt = 0  # draw from the k most likely tokens; 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the fewest tokens with this total probability
     min_p: Fraction01 = 0.0  # draw from tokens with at least this share of the largest probability
@@ -73,6 +74,7 @@ class Optimizer:
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
 
 

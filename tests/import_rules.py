@@ -124,7 +124,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model.config": ("files",),
     "rlhf_spmd.model.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.evaluation_metrics": (),
-    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions", "option_values"),
+    "rlhf_spmd.option_checks": (
+        *("config", "evaluation_metrics", "option_suggestions", "option_values", "plan.workflow"),
+    ),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
