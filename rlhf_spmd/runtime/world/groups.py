@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
 from rlhf_spmd.runtime.world.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
 
@@ -75,9 +76,10 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
 
 
 def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Rank 0's store, listening on `address` only, and its port."""
+    """Rank 0's store, listening on `address` only, and its port. Raises UserError if nothing can be reached there."""
     from torch.distributed import TCPStore
 
+    check_answer(address)  # torch would try for a minute, and not tell why
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(socket.SOMAXCONN)
@@ -99,11 +101,13 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
     from torch.distributed import TCPStore
 
     try:
+        reach(address, port)  # fails sooner, and with the reason
         store = TCPStore(address, port, timeout=timedelta(seconds=min(CONNECT_S, timeout_s)), wait_for_workers=False)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        why = f" ({error.strerror or error})" if isinstance(error, OSError) else ""
         raise UserError(
-            f"{socket.gethostname()} can't reach rank 0 at {address}:{port}; if that is the wrong network, name the "
-            f"right interface in {INTERFACE_OPTION} on every host, else allow the connection in the firewall"
+            f"{socket.gethostname()} can't reach rank 0 at {address}:{port}{why}; if that is the wrong network, name "
+            f"the right interface in {INTERFACE_OPTION} on every host, else allow the connection in the firewall"
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -126,6 +130,27 @@ def connect_store(world: Any, timeout_s: float) -> Any:
     if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
         world.board.store, world.board.second_store = store.clone(), store.clone()
     return store
+
+
+def start_groups(
+    world: Any,
+    groups: Mapping[str, Sequence[int]],
+    pairs: Mapping[str | None, Sequence[tuple[int, int]]],
+    store: Any,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Starts torch.distributed, makes the groups, and sends a first message through each connection -> the groups by
+    name. Collective."""
+    import torch
+
+    made = make_groups(
+        groups, store=store, rank=world.rank, size=world.size, device=world.computes, timeout_s=timeout_s
+    )
+    number = torch.ones(1, device=world.device)
+    torch.distributed.all_reduce(number)
+    assert number.item() == world.size
+    connect_pairs(made, pairs, world.device)
+    return made
 
 
 def make_groups(
