@@ -21,12 +21,11 @@ import importlib
 import os
 import stat
 import sys
-import time
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import streams
-from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S, Launched, alone, launched
+from rlhf_spmd.runtime.guard.launcher import Launched, alone, forget_leftovers, launched, reports
 from rlhf_spmd.runtime.guard.surroundings import check_folder, without_folder
 
 CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
@@ -46,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     verb = arguments[0] if arguments else ""
     measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)
     on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments)
+    if is_process:
+        forget_leftovers(os.environ)
     place = launched(os.environ)
     if is_process:
         streams.prepare(is_work=not on_ranks, speaks=place.rank == 0)
@@ -63,7 +64,7 @@ def _alone(arguments: list[str], place: Launched) -> int:
         if place.num > 1 and not place.by_srun:
             raise UserError(
                 f"{parsed.verb} runs in one process, but {place.num} were started ({place.variable}): start it without "
-                f"mpirun. If it was, with `{alone(os.environ)}`"
+                f"mpirun; if it was, with `{alone(os.environ)}`"
             )
         if place.rank > 0:
             where = f"copy {place.rank} of {place.num} ({place.variable})"
@@ -82,9 +83,8 @@ def _alone(arguments: list[str], place: Launched) -> int:
         if not gone and not isinstance(error, UserError):
             raise
         text = f"{error}; {gone}" if gone and isinstance(error, UserError) else gone or str(error)
-        if place.rank > 0:  # its launcher ends it when the first has told this
-            time.sleep(SECOND_REPORT_S)
-        streams.say(f"rlhf_spmd: error: {text}")
+        if reports(os.environ):
+            streams.say(f"rlhf_spmd: error: {text}")
         return USER_STATUS
 
 

@@ -2,8 +2,9 @@
 
 import os
 import re
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,14 +21,13 @@ LAUNCHERS = (
 # number of processes, and of those on this node; the innermost launcher first (srun only tells the nodes)
 ON_NODE = (("PMI_SIZE", "MPI_LOCALNRANKS"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
 NUMBER = re.compile(r"[0-9]{1,9}")
+OF_MPICH = ("PMI_SIZE", "PMI_RANK", "PMI_FD")
 # How variables begin by which a launcher tells a process its place in an MPI world.
 OF_A_RANK = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_STEP", "SLURM_SRUN_COMM_")
 OF_A_RANK += ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK")
 
 ABORT_S = 2.0  # time for the launcher to end this process
-# A process that is not the first waits this long before it reports what the first one reports, too. Usually its
-# launcher ends it meanwhile. If it does not, the variables may be left over, and this process is the only one.
-SECOND_REPORT_S = 3.0
+SECOND_REPORT_S = 3.0  # a process that leaves a report to another one waits this long to be ended
 
 
 class Launched(NamedTuple):
@@ -85,13 +85,14 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 def check_world_size(size: int, environment: Mapping[str, str]) -> None:
     """Detects processes each of which is a world of its own; N equal runs would follow: the launcher is that of another
-    MPI, or variables tell of a launcher that did not start this process. Raises UserError, on the first process first.
+    MPI, or variables tell of a launcher that did not start this process. Raises UserError, or SystemExit on processes
+    that leave the report to the first.
     """
     place = launched(environment)
     if size > 1 or place.num == 1:
         return
-    if place.rank > 0:
-        time.sleep(SECOND_REPORT_S)
+    if not reports(environment):
+        raise SystemExit(0)
     raise UserError(
         f"{place.num} processes were started ({place.variable}), but each of them sees an MPI world of one rank, "
         "because the launcher does not match the MPI library: use the mpiexec of the MPI that is installed with this "
@@ -106,10 +107,18 @@ def alone(environment: Mapping[str, str]) -> str:
     return " ".join(["env", *(f"-u {rank}" for _, rank, _ in LAUNCHERS if rank in environment)])
 
 
-def first_on_node(environment: Mapping[str, str]) -> bool:
-    """Whether this process is the first on its node, or does not know that it is not."""
+def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
+    """Whether this process reports an error that every process has found, before they have met: the first does, or the
+    first on this node. Another one waits for SECOND_REPORT_S, in which srun and Open MPI's mpiexec end it, and reports
+    then: perhaps it is the only one. MPICH's mpiexec ends no process, but has a connection to those that it started.
+    """
     place = launched(environment)
-    return place.num == 1 or not place.local
+    if place.num == 1 or not (place.local if on_node else place.rank):
+        return True
+    if _connection(environment) is not None:
+        return False
+    time.sleep(SECOND_REPORT_S)
+    return True
 
 
 def abort(environment: Mapping[str, str], status: int) -> None:
@@ -117,11 +126,32 @@ def abort(environment: Mapping[str, str], status: int) -> None:
 
     Without this request, mpiexec prints a page about a failed process. Other launchers need only the status.
     """
-    descriptor = number_in(environment, "PMI_FD")
-    if descriptor is not None and "MPI_LOCALRANKID" in environment:  # Slurm's PMI 2 has another protocol
+    if (descriptor := _connection(environment)) is not None:
         with suppress(OSError):
             os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
             time.sleep(ABORT_S)
+
+
+def _connection(environment: Mapping[str, str]) -> int | None:
+    """The descriptor of this process's connection to MPICH's mpiexec; None without one."""
+    descriptor = number_in(environment, "PMI_FD")
+    if descriptor is None or "MPI_LOCALRANKID" not in environment:  # Slurm's PMI 2 has another protocol
+        return None
+    with suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return descriptor
+    return None
+
+
+def forget_leftovers(environment: MutableMapping[str, str]) -> None:
+    """Removes MPICH's variables if no launcher stands behind them, because their connection is closed, as in a process
+    that a rank has started, or because they are no numbers. MPICH would end the process."""
+    numbers = [number_in(environment, name) for name in OF_MPICH if name in environment]
+    with suppress(OSError):
+        if None not in numbers and ("PMI_FD" not in environment or os.fstat(number_in(environment, "PMI_FD"))):
+            return
+    for name in [name for name in environment if name.startswith(("PMI_", "MPI_LOCAL", "HYDRA_", "HYDI_"))]:
+        del environment[name]
 
 
 def unlink_shared_memory() -> None:

@@ -373,8 +373,8 @@ def _load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
-        if not launcher.first_on_node(os.environ):
-            time.sleep(SECOND_REPORT_S)
+        if not launcher.reports(os.environ, on_node=True):
+            raise SystemExit(0) from None
         reason = (str(error).splitlines() or [""])[0]
         raise UserError(
             f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
