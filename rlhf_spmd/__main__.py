@@ -24,9 +24,6 @@ import sys
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard import streams
-from rlhf_spmd.runtime.guard.launcher import Launched, alone, forget_leftovers, launched, reports
-from rlhf_spmd.runtime.guard.surroundings import check_folder, without_folder
 
 CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
@@ -37,8 +34,10 @@ ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always r
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. The module of a verb is imported when the verb is called.
 
-    arguments: those of this process by default, whose standard streams are then prepared, too.
+    arguments: by default those of this process, whose standard streams are then prepared, too.
     """
+    from rlhf_spmd.runtime.guard import launcher, streams
+
     is_process = arguments is None
     arguments = sys.argv[1:] if is_process else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
@@ -46,29 +45,32 @@ def main(arguments: list[str] | None = None) -> int:
     measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)
     on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments)
     if is_process:
-        forget_leftovers(os.environ)
-    place = launched(os.environ)
-    if is_process:
-        streams.prepare(is_work=not on_ranks, speaks=place.rank == 0)
-    return _on_ranks(arguments) if on_ranks else _alone(arguments, place)
+        launcher.forget_leftovers(os.environ)
+        streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
+    return _on_ranks(arguments) if on_ranks else _alone(arguments)
 
 
-def _alone(arguments: list[str], place: Launched) -> int:
+def _alone(arguments: list[str]) -> int:
     """Runs a verb in one process.
 
-    In an interactive step of Slurm (srun -n 4 --pty bash) the variables are those of the first of several processes, so
-    under srun the first process works, and copies do nothing. mpirun is not used that way: it is refused.
+    The variables of an interactive step of Slurm (srun -n 4 --pty bash) are those of the first of several processes. So
+    under srun the first process works, and copies do nothing. Under mpirun the verb is refused.
     """
+    from rlhf_spmd.runtime.guard import launcher, streams
+    from rlhf_spmd.runtime.guard.surroundings import without_folder
+
+    place = launcher.launched(os.environ)
     try:
         parsed = _with_file(_parse(arguments))
         if place.num > 1 and not place.by_srun:
             raise UserError(
                 f"{parsed.verb} runs in one process, but {place.num} were started ({place.variable}): start it without "
-                f"mpirun; if it was, with `{alone(os.environ)}`"
+                f"mpirun; if it was, with `{launcher.alone(os.environ)}`"
             )
         if place.rank > 0:
             where = f"copy {place.rank} of {place.num} ({place.variable})"
-            streams.say(f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0")
+            note = f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0"
+            print(note, file=sys.stderr)
             return 0
         status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}").run(parsed)
         print(end="", flush=True)  # a broken pipe must be noticed here, inside the try
@@ -83,8 +85,8 @@ def _alone(arguments: list[str], place: Launched) -> int:
         if not gone and not isinstance(error, UserError):
             raise
         text = f"{error}; {gone}" if gone and isinstance(error, UserError) else gone or str(error)
-        if reports(os.environ):
-            streams.say(f"rlhf_spmd: error: {text}")
+        if launcher.reports(os.environ):
+            print(f"rlhf_spmd: error: {text}", file=sys.stderr)
         return USER_STATUS
 
 
@@ -290,7 +292,9 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
+    from rlhf_spmd.runtime.guard import streams
     from rlhf_spmd.runtime.guard.supervise import supervised
+    from rlhf_spmd.runtime.guard.surroundings import check_folder
 
     flight = supervised()  # before anything of MPI is loaded
 

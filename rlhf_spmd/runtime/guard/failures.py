@@ -85,11 +85,17 @@ def explain(error: BaseException) -> str | None:
         )
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
-        fix = "make room there" if error.errno in NO_ROOM else "check the disk"
-        return f"{error.strerror} when writing{where}: {fix}, or put the run elsewhere (--runs FOLDER)"
+        return f"{error.strerror} when writing{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"
     if is_peer_error(error):
         return f"the connection to another rank broke or is late ({first})"
     return None
+
+
+def advice(error: OSError) -> str:
+    """What makes it possible to write a file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (`ulimit -n`)"
+    return "make room there" if error.errno in NO_ROOM else "check the disk and the rights"
 
 
 def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:

@@ -47,9 +47,9 @@ def prepare(*, is_work: bool, speaks: bool = True) -> None:
 
 
 def without(reason: str, *, speaks: bool = True) -> None:
-    """Says that the run goes on without a console."""
+    """Says that the run goes on without a console. Flushes nothing: the caller may be about to."""
     if speaks:
-        say(f"rlhf_spmd: note: standard output can't be written ({reason}): the run goes on without it")
+        _speak(f"rlhf_spmd: note: standard output can't be written ({reason}): the run goes on without it")
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -71,16 +71,20 @@ def put(text: str, stream: TextIO | None) -> bool:
 
 def say(text: str) -> None:
     """Writes a line to descriptor 2, after what was printed before. Never raises."""
-    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    _in_time(_flush)
-    with suppress(Exception):
-        line = (text + "\n").encode(encoding, "backslashreplace")
-        _in_time(lambda: _write(line))
+    flush()
+    _speak(text)
 
 
 def flush() -> None:
     """Writes what sys.stdout and sys.stderr still hold. Never raises."""
     _in_time(_flush)
+
+
+def _speak(text: str) -> None:
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    with suppress(Exception):
+        line = (text + "\n").encode(encoding, "backslashreplace")
+        _in_time(lambda: _write(line))
 
 
 def _flush() -> None:
@@ -108,20 +112,23 @@ def _in_time(action: Callable[[], None]) -> None:
 
 
 class _Output(io.FileIO):
-    """A descriptor whose errors are handed to `lost`; if that returns, what could not be written is dropped."""
+    """A descriptor that takes all it is given. Errors are handed to `lost`; if that returns, the rest is dropped."""
 
     def __init__(self, descriptor: int, lost: Callable[[OSError], None]):
         super().__init__(descriptor, "w", closefd=False)
         self._lost = lost
 
     def write(self, data) -> int:
+        rest = memoryview(data)
         try:
-            while (count := super().write(data)) is None:  # another process has made it non-blocking
-                select.select([], [self], [])
+            while rest:
+                count = super().write(rest)
+                if count is None:  # another process has made it non-blocking
+                    select.select([], [self], [])
+                rest = rest[count or 0 :]
         except OSError as error:
             self._lost(error)
-            return memoryview(data).nbytes
-        return count
+        return len(data)
 
 
 class _Text(io.TextIOWrapper):

@@ -91,8 +91,8 @@ def lack_of_shared_memory(num_ranks: int, num_bytes: int, num_free: int) -> str:
         return ""
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     return (
-        f"most likely {SHARED_MEMORY} is too small: it has {num_bytes / 2**20:.0f} MiB, {num_free / 2**20:.0f} MiB of "
-        f"them free, and MPI may need {needed / 2**20:.0f} MiB for the {ranks} on this node; enlarge it (`docker run "
+        f"most likely {SHARED_MEMORY} is too small: it has {num_bytes / 2**20:.3g} MiB, {num_free / 2**20:.3g} MiB of "
+        f"them free, and MPI may need {needed / 2**20:.3g} MiB for the {ranks} on this node; enlarge it (`docker run "
         f"--shm-size={max(1, needed >> 29)}g`, `mount -o remount,size={max(1, needed >> 29)}g {SHARED_MEMORY}`), or "
         "start fewer ranks here"
     )

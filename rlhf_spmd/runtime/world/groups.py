@@ -76,10 +76,9 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
 
 
 def make_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Rank 0's store, listening on `address` only, and its port. Raises UserError if nothing can be reached there."""
+    """Rank 0's store, listening on `address` only, and its port."""
     from torch.distributed import TCPStore
 
-    check_answer(address)  # torch would try for a minute, and not tell why
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(socket.SOMAXCONN)
@@ -119,6 +118,7 @@ def connect_store(world: Any, timeout_s: float) -> Any:
     interface, address = LOOPBACK_INTERFACE, LOOPBACK
     if not world.one_network and world.rank == 0:
         interface, address = choose_interface(peers)
+        check_answer(address)
     store, port = make_store(address, timeout_s) if world.rank == 0 else (None, 0)
     address, port = world.bcast([address, port], what="the address of the store")
     if store is None:

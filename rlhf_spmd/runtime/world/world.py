@@ -26,7 +26,7 @@ from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, d
 from rlhf_spmd.runtime.guard.hang_watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
-from rlhf_spmd.runtime.guard.surroundings import check_open_files
+from rlhf_spmd.runtime.guard.surroundings import check_answer, check_open_files
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
 from rlhf_spmd.runtime.observe.position_board import Board, new_file
 from rlhf_spmd.runtime.world import devices, network, visible_devices
@@ -280,6 +280,8 @@ class World:
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
         with self.together("importing torch"):
+            if self.one_network:
+                check_answer(torch_groups.LOOPBACK)  # torch would try for a minute, and not tell why
             of_rank = [ranks for ranks in groups.values() if self.rank in ranks]
             check_open_files(self.size + sum(len(ranks) for ranks in of_rank))
             visible_devices.import_torch(threads, self.threads)
