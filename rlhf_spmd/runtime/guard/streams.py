@@ -61,8 +61,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def put(text: str, stream: TextIO | None) -> bool:
     """Prints a line -> whether a further one may be printed: a stream that a function has closed takes no more."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # of a stream that need not be ours
     try:
-        print(text, file=stream, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
     except (OSError, ValueError) as error:
         without(str(error))
         return False

@@ -50,7 +50,7 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
     first. The host's own name is not used: many distributions map it to a loopback address.
     """
     addresses = interface_addresses()
-    if wanted := os.environ.get(INTERFACE_OPTION):
+    if wanted := os.environ.get(INTERFACE_OPTION, "").strip():
         if wanted not in addresses:
             raise UserError(
                 f"{INTERFACE_OPTION}={wanted}, but {socket.gethostname()} has no such network interface with an IPv4 "

@@ -22,7 +22,7 @@ def choose_for_mpi(environment: MutableMapping[str, str]) -> None:
     Between nodes, MPICH's UCX layer publishes a long address, which Slurm's PMI sometimes cuts at 1,024 characters
     ("value not properly terminated"). The libfabric layer's are short. Builds with one layer ignore the variable.
     """
-    interface = LOOPBACK_INTERFACE if on_one_node(environment) else environment.get(INTERFACE_OPTION)
+    interface = LOOPBACK_INTERFACE if on_one_node(environment) else environment.get(INTERFACE_OPTION, "").strip()
     if interface:
         for name in MPI_VARIABLES:
             environment.setdefault(name, interface)
