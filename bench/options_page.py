@@ -205,17 +205,16 @@ def _comments(cls: type) -> dict[str, str]:
 def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
     """Name, type, default and meaning of each option of a strategy. What heterogeneous does not explain itself means
     what it means in separation."""
-    place = load_strategy(name).place
-    parameters = list(inspect.signature(place, eval_str=True).parameters.values())[2:]  # workload, cluster
+    parameters = load_strategy(name).parameters.values()
     meanings = _meanings("separation") | _meanings(name) if name == "heterogeneous" else _meanings(name)
     return [(one.name, one.annotation, one.default, meanings.get(one.name, "")) for one in parameters]
 
 
 def _meanings(name: str) -> dict[str, str]:
     """What the docstring of a strategy's place() says of each option."""
-    place = load_strategy(name).place
-    text = " ".join(inspect.getdoc(place).split())
-    options = "|".join(list(inspect.signature(place).parameters)[2:])
+    strategy = load_strategy(name)
+    text = " ".join(inspect.getdoc(strategy.place).split())
+    options = "|".join(strategy.parameters)
     parts = re.split(rf"(?:^|(?<=\. ))({options}): ", text)[1:]
     return {
         option: text.partition(" The other ")[0].strip() for option, text in zip(parts[::2], parts[1::2], strict=True)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -15,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.model_folders import folder_of, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
@@ -192,7 +192,7 @@ def split_functions(text: str) -> list[str]:
 def prompt_files(config: Config) -> list[str]:
     """The files that data.prompts names. A comma may be a part of the name of a single file."""
     text = config.data.prompts
-    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
+    return [text] if is_file(text) else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def function_labels(config: Config) -> list[str]:

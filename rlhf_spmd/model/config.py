@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
 
@@ -55,7 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; {how_to_get(path.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as JSON ({reason}); copy it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return values
@@ -63,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def how_to_get(folder: Path) -> str:
     """Advice for a missing model folder: a model of the Hugging Face hub must be downloaded first."""
-    if len(folder.parts) == 2 and not folder.exists() and folder.parts[0] not in ("..", folder.root):
+    if len(folder.parts) == 2 and not is_folder(folder) and folder.parts[0] not in ("..", folder.root):
         return (
             f"if {folder} is a model of the Hugging Face hub, download it first on a machine with a network "
             f"connection: `hf download {folder} --local-dir FOLDER` (package huggingface_hub), then give that folder"

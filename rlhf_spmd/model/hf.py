@@ -8,7 +8,7 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 import dataclasses
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
@@ -34,7 +35,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     Raises UserError for a missing folder or file, and for an unsupported family or feature.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{folder} is not a folder; give a local model folder in Hugging Face's format")
     config = model_config.read_config_json(folder / "config.json")
     generation = folder / "generation_config.json"
@@ -97,12 +98,14 @@ def save_state(
     *,
     tokenizer: Tokenizer | None = None,
     source: str | Path | None = None,
+    suppressed: Sequence[int] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes weights with our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
 
     source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer:
-    replaces the tokenizer files of `source`. AutoModelForSequenceClassification pools at the last token that is not
+    replaces the tokenizer files of `source`. suppressed: tokens that are never drawn, for `suppress_tokens` of
+    generation_config.json. AutoModelForSequenceClassification pools at the last token that is not
     padding. If a model with a scalar head pads with its end-of-sequence token, config and tokenizer therefore get
     another special token for padding, so that a final end of sequence is pooled.
     """
@@ -125,6 +128,11 @@ def save_state(
         values["eos_token_id"] = model_config.to_hf(config, head=head, dtype=dtype)["eos_token_id"]
         values = {name: value for name, value in values.items() if value is not None}
         weights.write_json(folder / "generation_config.json", values)
+    if suppressed:
+        path = folder / "generation_config.json"
+        values = read_json(path)
+        values["suppress_tokens"] = sorted({*suppressed, *(values.get("suppress_tokens") or ())})
+        weights.write_json(path, values)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -157,7 +165,7 @@ class ChatTemplate:
         self._template: str | None = None
         if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
             try:
-                self._template = Path(file).read_text()
+                self._template = Path(file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 
@@ -191,8 +199,8 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
     Raises UserError if the packages gguf and accelerate are missing or the file cannot be read.
     """
     gguf_file, folder = Path(gguf_file), Path(folder)
-    if not gguf_file.is_file():
-        raise UserError(f"{gguf_file} is missing; give a GGUF file")
+    if why := why_no_file(gguf_file):
+        raise UserError(f"{gguf_file} {why}; give a GGUF file")
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401

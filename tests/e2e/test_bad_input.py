@@ -304,11 +304,11 @@ def folder(tmp_path_factory) -> Path:
     whole = (folder / "cut" / "model.safetensors").read_bytes()
     (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     shutil.copytree(folder / "actor", folder / "gpt2")
-    config = (folder / "gpt2" / "config.json").read_text().replace('"llama"', '"gpt2"')
-    (folder / "gpt2" / "config.json").write_text(config)
+    config = (folder / "gpt2" / "config.json").read_text(encoding="utf-8").replace('"llama"', '"gpt2"')
+    (folder / "gpt2" / "config.json").write_text(config, encoding="utf-8")
     shutil.copytree(folder / "actor", folder / "null")
-    values = json.loads((folder / "null" / "config.json").read_text())
-    (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}))
+    values = json.loads((folder / "null" / "config.json").read_text(encoding="utf-8"))
+    (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}), encoding="utf-8")
     write_model(folder / "small", vocab_size=40)
     write_model(folder / "narrow", head="scalar", num_layers=1, num_kv_heads=1)
     return folder
@@ -318,7 +318,7 @@ def folder(tmp_path_factory) -> Path:
 def test_one_message(name, folder, warm, tmp_path):
     case = CASES[name]
     for file, text in case.files.items():
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, encoding="utf-8")
     shown = folder if not case.files else tmp_path
     options = [option.format(folder=shown, models=folder) for option in case.options]
     before = contents(folder) | contents(tmp_path)

@@ -63,12 +63,12 @@ def test_a_run_in_odd_surroundings(tmp_path):
     """Its output is a full disk, its threads are a list, and another launcher's variables are left."""
     words = [*write_all(tmp_path), "iterations=1", "num_samples=0", "--runs", str(tmp_path), "--name", "run"]
     odd = {"OMP_NUM_THREADS": "1,1", "SLURM_LOCALID": "3", "PMI_SIZE": "", "PMI_RANK": "x", "PMI_FD": "77"}
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "rlhf_spmd", "train", *words],
             stdout=full,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             timeout=LIMIT_S,
             env=environment_alone(**odd),
             check=False,

@@ -94,7 +94,7 @@ def folder(world, shared_folder):
             row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
             row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
             rows.append({name: " ".join(some) for name, some in row.items()} | {"margin": 0.25 * (index % 3)})
-        (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
             write_model(shared_folder / name, head=head, seed=seed)
         config = config_of("dpo", shared_folder)

@@ -60,5 +60,5 @@ def test_a_rank_starts_without_torchs_compiler():
         p.grad = torch.ones(2)
         AdamW([p], betas=(0.9, 0.9), eps=1e-5, weight_decay=0.0).step(lr=0.1)
         print([name for name in ("torch._dynamo", "deepspeed", "matplotlib") if name in sys.modules])"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout
     assert found.strip() == "[]"

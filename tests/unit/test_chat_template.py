@@ -20,10 +20,10 @@ def test_it_is_rendered_as_transformers_does_with_one_beginning(tmp_path):
     from transformers import AutoTokenizer
 
     folder = write_model(tmp_path / "lm")
-    names = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": TEMPLATE}))
-    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": CHAT}) + "\n")
-    (tmp_path / "other.jinja").write_text("<s>bu")
+    names = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": TEMPLATE}), encoding="utf-8")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": CHAT}) + "\n", encoding="utf-8")
+    (tmp_path / "other.jinja").write_text("<s>bu", encoding="utf-8")
     tokenizer = load_tokenizer(folder)
     found = load_prompts(tmp_path / "p.jsonl", tokenizer, max_prompt_tokens=20, render=ChatTemplate(folder).render)
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -39,6 +39,6 @@ def test_what_is_missing_is_told(tmp_path):
         ChatTemplate(folder).render("p.jsonl, line 1", CHAT)
     with pytest.raises(UserError, match=r"data.chat_template=no.jinja can't be read"):
         ChatTemplate(folder, "no.jinja")  # before, and although no prompt may be a conversation
-    (tmp_path / "strict.jinja").write_text("{{ raise_exception('only user and assistant') }}")
+    (tmp_path / "strict.jinja").write_text("{{ raise_exception('only user and assistant') }}", encoding="utf-8")
     with pytest.raises(UserError, match=r"line 1: the chat template does not take .*: only user and assistant"):
         ChatTemplate(folder, str(tmp_path / "strict.jinja")).render("p.jsonl, line 1", CHAT)

@@ -301,7 +301,7 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     stored = tmp_path / "config.json"
     indent, is_ascii = data.draw(st.sampled_from([2, "\t"])), data.draw(st.booleans())
     values = configs.resolved(config, strategy="flattening")
-    stored.write_text(json.dumps(values, indent=indent, ensure_ascii=is_ascii))
+    stored.write_text(json.dumps(values, indent=indent, ensure_ascii=is_ascii), encoding="utf-8")
     assert loaded(str(stored)) == config
 
 
@@ -330,8 +330,10 @@ def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     config = presets.load("tiny", ["iterations=3"], algorithm=str(page))
-    (folder / "algorithm.py").write_text(page.read_text())
-    (folder / "config.json").write_text(json.dumps(configs.resolved(config, strategy=f"{folder}/strategy.py")))
+    (folder / "algorithm.py").write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(configs.resolved(config, strategy=f"{folder}/strategy.py")), encoding="utf-8"
+    )
     found = parsed(str(folder / "config.json"))
     again = load_config(found)
     assert configs.resolved(again) == configs.resolved(config) and again.algorithm == config.algorithm
@@ -345,6 +347,6 @@ def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
     assert main([*words, "iterations=3"]) == 0
     (command,) = [line for line in capsys.readouterr().out.splitlines() if "-m rlhf_spmd check" in line]
     assert f"--config {path}" in command and "iterations=3" in command
-    text = " ".join(out.read_text().split())
+    text = " ".join(out.read_text(encoding="utf-8").split())
     assert f"Planned with --config {path} iterations=3." in text
     assert main([*shlex.split(command)[3:], "--rank", "7"]) == 0

@@ -10,7 +10,8 @@ import torch
 from rlhf_spmd import presets
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.plan.program.instructions import Program, Run, Wait, merged
-from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.execute import iteration
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.execute.response_hashes import digests, tokens_sha256

@@ -88,7 +88,7 @@ def test_one_of_many_reports_what_all_find(monkeypatch):
 
 def test_variables_that_would_end_mpi_are_forgotten():
     of_step = {"SLURM_STEP_ID": "0", "PATH": "/bin"}
-    with open(os.devnull) as file:
+    with open(os.devnull, "rb") as file:
         for kept in ({"PMI_SIZE": "8", "PMI_RANK": "0"}, {"PMI_SIZE": "8", "PMI_FD": str(file.fileno())}):
             environment = {**kept, **of_step}
             launcher.forget_leftovers(environment)

@@ -33,7 +33,7 @@ def config(**changes) -> ModelConfig:
 
 def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: str, **model) -> list[Prompt]:
     path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     options = load_options(["generation.max_new_tokens=8", *words])
     return read_offline_prompts(path, tokenizer, config(**model), options)
 
@@ -184,7 +184,7 @@ def test_the_file_gets_its_name_at_the_end(tmp_path):
             file.write([{"a": number, "b": "é"}])
             assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-    assert (tmp_path / "out.jsonl").read_text() == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
     with pytest.raises(ZeroDivisionError), OutputFile(tmp_path / "other.jsonl") as file:
         file.write([{}])
         raise ZeroDivisionError
@@ -192,15 +192,15 @@ def test_the_file_gets_its_name_at_the_end(tmp_path):
 
 
 def test_a_file_of_a_broken_run_is_begun_anew(tmp_path):
-    (tmp_path / "out.jsonl.part").write_text("half\n")
+    (tmp_path / "out.jsonl.part").write_text("half\n", encoding="utf-8")
     with OutputFile(tmp_path / "out.jsonl") as file:
         file.write([{"a": 1}])
-    assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 1}\n'
 
 
 def test_where_the_file_must_not_go(tmp_path):
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text("")
+    prompts.write_text("", encoding="utf-8")
     (tmp_path / "link.jsonl").symlink_to(prompts)
     for name, overwrite, message in (
         ("p.jsonl", False, "is the prompt file"),
@@ -210,7 +210,7 @@ def test_where_the_file_must_not_go(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             OutputFile.check(tmp_path / name, prompts, overwrite=overwrite)
-    (tmp_path / "old.jsonl").write_text("")
+    (tmp_path / "old.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="exists.*--overwrite"):
         OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=False)
     OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=True)

@@ -33,8 +33,10 @@ def folder(tmp_path_factory) -> Path:
         words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
         row = {"prompt": words[: 1 + index % 5], "chosen": words[2 : 4 + index % 4]}
         rows.append({name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:] + rows[:1]))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "others.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[1:] + rows[:1]), encoding="utf-8"
+    )
     write_model(folder / "actor", seed=1)
     write_model(folder / "reference", seed=3)
     return folder

@@ -55,9 +55,9 @@ MAY_CHANGE |= {"eval.every", "eval.patience", "rollouts.every", "rollouts.format
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
     """A run folder as a run with these options leaves it."""
     values = json.dumps(resolved(presets.load("tiny", overrides)))
-    (folder / "config.json").write_text(values)
-    (folder / "strategy.py").write_text("def place(): ...\n")
-    (folder / "program.json").write_text(json.dumps({"strategy": "mine"}))
+    (folder / "config.json").write_text(values, encoding="utf-8")
+    (folder / "strategy.py").write_text("def place(): ...\n", encoding="utf-8")
+    (folder / "program.json").write_text(json.dumps({"strategy": "mine"}), encoding="utf-8")
     if iteration is not None:
         draft = checkpoint_files.make_draft(folder / "checkpoints", iteration)
         texts = {"config.json": values, "strategy.py": "", "state.json": json.dumps(state)}
@@ -137,8 +137,8 @@ def test_a_thread_that_cannot_start_is_no_bug_of_the_program():
 
 def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
     """The checkpoint knows what it was made with."""
-    values = json.loads((write_run(tmp_path) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}))
+    values = json.loads((write_run(tmp_path) / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}), encoding="utf-8")
     assert "seed=5 would change the results" in refused(tmp_path)
 
 
@@ -218,13 +218,13 @@ def test_the_options_of_an_older_run_folder_are_read(tmp_path):
     assert config.optimizer.lr == {"actor": 3e-4, "critic": 0.25}
     words = ("ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", "data.key=prompt")
     folder = write_run(tmp_path, *words, state=OLDER)
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     assert resumed(folder).config == config
 
 
 def test_a_cluster_file_is_found_again(tmp_path):
     assert resumed(write_run(tmp_path)).cluster is None
-    (tmp_path / "cluster.toml").write_text("")
+    (tmp_path / "cluster.toml").write_text("", encoding="utf-8")
     assert resumed(tmp_path).cluster == str(tmp_path / "cluster.toml")
 
 
@@ -242,9 +242,9 @@ def test_other_random_numbers_are_refused(tmp_path, layout):
     for iteration in (1, 2):
         write_run(tmp_path, iteration=iteration)
         path = tmp_path / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json"
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         assert values.pop("random_layout") == 2
-        path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}))
+        path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}), encoding="utf-8")
     message = refused(tmp_path)
     assert f"iteration-000002 has layout {layout or 1} of the random numbers, this program has 2" in message
     assert "the version of rlhf_spmd that started the run, or start a new run" in message

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet, load_prompts
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 BOS, EOS = 0, 1
 
@@ -48,7 +49,7 @@ TWO = {"columns": {"better": "chosen", "worse": "rejected"}}
 
 def load(tmp_path: Path, rows: list[dict], **options) -> PromptSet:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     limits = {"max_prompt_tokens": 99, "max_response_tokens": 99, "eos_ids": (EOS,), "render": render}
     return load_prompts(path, Characters(), **(limits | options))
 
@@ -139,7 +140,7 @@ def test_tokens_of_the_prompt_stay_as_they_are(tmp_path):
 
 
 def _written(tmp_path: Path, row: dict) -> Path:
-    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    (tmp_path / "one.jsonl").write_text(json.dumps(row), encoding="utf-8")
     return tmp_path / "one.jsonl"
 
 

@@ -59,7 +59,7 @@ def test_output_that_is_the_work_ends_it():
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     body = f"file = open({str(tmp_path / 'data')!r}, 'w')\n{TALKS}print('e', file=sys.stderr)\n"
     assert run("<&- >&- 2>&-", f"{body}print(file.fileno() > 2, file=file)")[0] == 0
-    assert (tmp_path / "data").read_text() == "True\n"
+    assert (tmp_path / "data").read_bytes() == b"True\n"
 
 
 def test_a_function_that_closes_or_replaces_the_streams_does_not_end_the_run():
@@ -92,7 +92,7 @@ def test_a_pipe_that_does_not_block_gets_everything(unbuffered):
 
 def test_a_message_does_not_wait_for_a_reader_that_has_stopped(monkeypatch, capfd):
     read, write = os.pipe()
-    stuck = os.fdopen(write, "w")
+    stuck = os.fdopen(write, "w", encoding="utf-8")
     os.set_blocking(write, False)
     with pytest.raises(BlockingIOError):
         os.write(write, bytes(2**20)) and os.write(write, bytes(2**20))

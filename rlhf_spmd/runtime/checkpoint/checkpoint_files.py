@@ -123,7 +123,7 @@ def wait_for(draft: Path, names: Iterable[str], *, deadline_s: float) -> dict[st
     while True:
         for name in list(lacking):
             with suppress(FileNotFoundError):
-                found[name] = FileRecord(**json.loads((draft / f".{name}.record").read_text()))
+                found[name] = FileRecord(**json.loads((draft / f".{name}.record").read_text(encoding="utf-8")))
                 lacking.remove(name)
         if not lacking:
             return found
@@ -209,7 +209,7 @@ class Checkpoint:
         """Raises UserError, naming the file and the fix, if the manifest can't be used."""
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT:
                 raise unusable(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
             iteration, random_layout = values["iteration"], values.get("random_layout", 1)
@@ -244,7 +244,7 @@ class Checkpoint:
     def text(self, name: str) -> str:
         """A small file, verified."""
         self.verify([name])
-        return (self.folder / name).read_text()
+        return (self.folder / name).read_text(encoding="utf-8")
 
     @property
     def tensor_files(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
@@ -43,6 +44,8 @@ MAY_CHANGE = (
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
+# Beginnings of the names of inputs that checkpoints of earlier versions do not have.
+LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,14 @@ class Resumed:
     def cluster(self) -> str | None:
         """The cluster file of the run, if it was started with one."""
         path = self.folder / CLUSTER
-        return str(path) if path.is_file() else None
+        return str(path) if is_file(path) else None
 
 
 def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> Resumed:
     """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
     strategy are dropped. Raises UserError."""
     path = Path(folder)
-    if not (path / CONFIG).is_file() or not (path / STRATEGY).is_file():
+    if not is_file(path / CONFIG) or not is_file(path / STRATEGY):
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
@@ -110,6 +113,25 @@ def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
         raise UserError(f"{given}, but {folder} has done {done}; give {fix}")
 
 
+def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed) -> None:
+    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name."""
+    before, lacking = resumed.state["inputs"], not_compared(now, resumed)
+    for name, fingerprint in now.items():
+        if name in lacking or before.get(name) == fingerprint:
+            continue
+        logprobs = resumed.config.data.precomputed_logprobs
+        also = f" (or the logprobs in {logprobs} did)" if logprobs and name.startswith("prompts in ") else ""
+        raise UserError(
+            f"the {name} changed since {resumed.folder} was started{also}; restore the file, or start a new run"
+        )
+
+
+def not_compared(now: Mapping[str, str], resumed: Resumed) -> list[str]:
+    """The inputs of which the checkpoint of an earlier version has no fingerprint."""
+    before = resumed.state["inputs"] if resumed.checkpoint else now
+    return [name for name in now if name not in before and name.startswith(LATER_INPUTS)]
+
+
 def refuse_older(resumed: Resumed) -> None:
     """Raises UserError if another process has continued the run since it was read. Call it with the folder locked."""
     now = newest(resumed.folder / "checkpoints")
@@ -128,7 +150,8 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
         state = values.get("state", values)  # earlier versions kept its parts at the top level
         config.algorithm.read_state(state)
-        return {"state": state, **about}
+        support = values.get("support")  # earlier versions had none
+        return {"state": state, **about, "support": None if support is None else int(support)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
         raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None

@@ -1,15 +1,18 @@
 """The inputs of a run other than weights, checked before any model is loaded."""
 
+import hashlib
 from collections.abc import Sequence
 
-from rlhf_spmd.config import Config, prompt_files
+from rlhf_spmd.config import Config, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.reward_function import source_file
 
 SOURCE = "data_source"  # the column that names where a prompt is from
 
@@ -24,8 +27,8 @@ def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
         )
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: Sequence[int] = ()) -> PromptSet:
-    """The data set of a run, tokenised. num_known: token ids that all models know. eos_ids: the first one ends the
+def read_prompts(config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = ()) -> PromptSet:
+    """The data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
     responses that the set has, if there are any. Raises UserError."""
     prompts = load_prompts(
         prompt_files(config),
@@ -45,20 +48,29 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         render=ChatTemplate(config.main_folder, config.data.chat_template).render,
     )
     for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():
-        unknown = rows.first_above(num_known - 1)
+        unknown = rows.first_above(known.stop - 1)
         if unknown is not None:
             what = "the prompt" if key == PROMPTS else f"{key} of the prompt"
             text, token = prompts.texts[unknown], max(rows[unknown])
             raise UserError(
-                f"{what} {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
+                f"{what} {text[:60]!r} has token {token}, but the models have {known.stop} tokens (vocab_size "
                 f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
-    return with_logprobs(config, prompts) if config.data.precomputed_logprobs else prompts
+    return with_logprobs(config, prompts, known) if config.data.precomputed_logprobs else prompts
+
+
+def functions_fingerprints(config: Config) -> dict[str, str]:
+    """Hashes of the files of reward functions, by name. A host that does not score need not have them."""
+    functions = split_functions(config.reward_function)
+    functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
+    files = filter(None, map(source_file, functions))
+    return {f"reward function in {path}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def sources_of(prompts: PromptSet, num: int) -> list[str]:
     """Where each of the first prompts is from, by its column data_source; empty where it has none."""
-    return [str(record.get(SOURCE, "")) for record in prompts.records(range(num))]
+    found = (record.get(SOURCE) for record in prompts.records(range(num)))
+    return ["" if source is None else str(source) for source in found]
 
 
 def check_best(config: Config, prompts: PromptSet, num: int) -> None:

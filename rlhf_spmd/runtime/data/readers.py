@@ -1,16 +1,20 @@
 """Reads the entries of data files (JSON lines, Parquet, text), each with its place for messages."""
 
+import datetime
+import decimal
 import json
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder, why_no_file
 
 INSTEAD = {"prompt": "messages"}  # the column that is read where this one is missing
 CONVERSATION, TEXT = "messages", "text"  # that hold a prompt and a response
 Record = dict[str, Any]  # column -> value
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
@@ -27,9 +31,8 @@ def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> l
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
-    if not path.is_file():
-        what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
-        raise UserError(f"prompt file {path} {what}")
+    if why := why_no_file(path):
+        raise UserError(f"prompt file {path} {why}" + (": name a file in it" if is_folder(path) else ""))
     try:
         return list(reader(path, key, others_of(key, ()) if others is None else others))
     except OSError as error:
@@ -50,7 +53,8 @@ def number_of(where: str, record: Record, key: str, default: float | None) -> fl
     value = record.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= FLOAT32_MAX:
         raise UserError(f"{where}: the value of {key!r} is {kind_of(value)}, not a finite number")
     return float(value)
 
@@ -94,12 +98,16 @@ def _read_jsonl(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[s
             raise UserError(f"{where}: the line is blank: remove it")
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            message = getattr(error, "msg", str(error))
+        except json.JSONDecodeError as error:
             raise UserError(
-                f'{where}: not valid JSON{column} ({message}): each line is one object such as {{"{key}": "..."}}'
+                f"{where}: not valid JSON at column {error.colno} ({error.msg}): each line is one object such as "
+                f'{{"{key}": "..."}}'
             ) from None
+        except ValueError:
+            limit = f"{sys.get_int_max_str_digits():,}"
+            raise UserError(f"{where}: a whole number has more than {limit} digits: write it as a string") from None
+        except RecursionError:
+            raise UserError(f"{where}: lists or objects are nested too deep: write them as a string") from None
         if not isinstance(record, dict):
             raise UserError(f'{where}: {kind_of(record)}, not an object: write {{"{key}": "..."}}')
         if key not in record and not any(other in record for other in others):
@@ -121,16 +129,49 @@ def _read_parquet(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple
                 raise UserError(
                     f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
                 )
-            records = file.read().to_pylist()
+            columns = [_values_of(column) for column in file.read().columns]
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    for number, record in enumerate(records, start=1):
-        yield f"row {number}", record
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} is not a readable Parquet file: {reason}") from None
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        yield f"row {number}", dict(zip(names, values, strict=True))
+
+
+def _values_of(column: Any) -> list[Any]:
+    """The values of a column of Parquet. Bytes that are UTF-8 become texts, wherever they stand."""
+    import pyarrow
+
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:  # texts that some program wrote in another encoding
+        column = column.cast(pyarrow.large_binary())
+        values = column.to_pylist()
+    except (ValueError, OverflowError):  # nanoseconds, years after 9999 and their like, which Python's types lack
+        values = column.cast(pyarrow.large_string()).to_pylist()
+    is_plain = not any(word in str(column.type) for word in ("binary", "halffloat"))
+    return values if is_plain else [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """A value with texts in the place of bytes that are UTF-8, and numbers of Python in the place of numpy's."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+KINDS = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+KINDS |= {bytes: "bytes that are no UTF-8", decimal.Decimal: "a decimal number", type(None): "null"}
+KINDS |= {datetime.date: "a date", datetime.datetime: "a date with a time", datetime.time: "a time of day"}
+KINDS |= {datetime.timedelta: "a length of time"}
 
 
 def kind_of(value: object) -> str:
-    """The type of a JSON value, with its article."""
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {dict: "an object", list: "a list", int: "a number", float: "a number", str: "a string"}
-    return names.get(type(value), "null")
+    """The type of a value of a data file, with its article."""
+    return KINDS.get(type(value), f"a value of the type {type(value).__name__}")

@@ -50,14 +50,17 @@ class Scorer:
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
-        columns = list(data.records([0])[0]) if data is not None else []
+        columns = data.column_names if data is not None else ()
         self.specs = split_functions(config.reward_function)
         self.functions, self.workers = [], None
+        self.notes: list[str] = []  # of the functions, for the heading
         if not config.reward_workers:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
+            self.notes = [note for function in self.functions for note in function.notes]
         elif calls:
             limits = {"num": config.reward_workers, "timeout_s": config.reward_timeout_s}
             self.workers = RewardWorkers(self.specs, columns, **limits, beat=beat)
+            self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
         self.own_tokenizer = None
@@ -72,7 +75,7 @@ class Scorer:
         reward_function.py), or if none applies to a row for another reason than time."""
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
-        columns = self.data.records(index_B) if self.data is not None else []
+        columns = self.data.whole_records(index_B) if self.data is not None else []
         rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns)
         total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
         by_function, late = self._by_function(rows)

@@ -2,7 +2,7 @@
 
 It reads lines of JSON from a socket and answers each with one:
 
-    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": true}
+    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": [note, ...]}
     {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
 
 An error in the user's code is answered with {"error": message}. The functions run in the main thread, so they may use
@@ -43,6 +43,8 @@ def main() -> None:
     for number in LEFT_TO_THE_RANK:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank
     with socket.socket(fileno=descriptor) as connection:
         functions: list[RewardFunction] = []
         for line in _lines(connection):
@@ -59,7 +61,8 @@ def main() -> None:
 
 def _lines(connection: socket.socket) -> Iterator[str]:
     """The lines that the rank sends, until it ends or closes the connection."""
-    with connection.makefile("r") as lines, suppress(ConnectionResetError):  # it ended without reading our answer
+    # The rank may end without reading our answer.
+    with connection.makefile("r", encoding="utf-8", newline="\n") as lines, suppress(ConnectionResetError):
         yield from lines
 
 
@@ -67,7 +70,7 @@ def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[st
     """What a message asks for. functions: those loaded, filled by the first message. Raises UserError."""
     if "functions" in message:
         functions += [load_reward_function(spec, message["columns"]) for spec in message["functions"]]
-        return {"ready": True}
+        return {"ready": [note for function in functions for note in function.notes]}
     columns = [message["columns"]] if message["columns"] is not None else []
     row = Scored([message["prompt"]], [message["response"]], [message["tokens"]], columns, first=message["row"])
     scores, logs = functions[message["function"]].score(row)

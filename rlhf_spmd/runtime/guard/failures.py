@@ -65,7 +65,7 @@ def is_lost(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> str | None:
     """A message for foreign errors that a user can fix: memory, limits, disk, network; None for all others."""
-    first = (str(error).splitlines() or [""])[0][:200]
+    first = str(error).partition("\n")[0][:200]
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in first for word in NO_MEMORY):
         what = f": {first}" if first else ""

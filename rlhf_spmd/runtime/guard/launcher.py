@@ -160,7 +160,7 @@ def unlink_shared_memory() -> None:
     MPICH unlinks it only at its end, so a killed job would leave megabytes of memory behind, and a later Slurm step
     with the same ids and more ranks would fail.
     """
-    with open("/proc/self/maps") as maps, suppress(OSError):
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps, suppress(OSError):
         for line in maps:
             fields = line.split()  # an unlinked file has one more field: "(deleted)"
             if len(fields) == 6 and fields[5].startswith("/dev/shm/mpich_shm_"):

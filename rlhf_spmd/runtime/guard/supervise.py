@@ -171,7 +171,7 @@ class Supervisor:
     def _stack(self) -> str:
         """The Python stack at a fatal signal, from faulthandler."""
         with suppress(OSError):
-            lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").splitlines()
+            lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").split("\n")
             start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), None)
             if start is not None:
                 return "\n" + "\n".join(line for line in lines[start : start + STACK_LINES] if line)
@@ -210,9 +210,10 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
 def process_fields(process: int) -> tuple[str, float, int] | None:
     """State, processor seconds and bytes of memory of a process; None if it does not exist."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")  # holds its name
     except OSError:
         return None
+    fields = text.rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[21]) * PAGE_BYTES
 
 
@@ -220,7 +221,7 @@ def waits_for_disk() -> bool:
     """Whether a thread of this process is in uninterruptible sleep, e.g. while a file is written."""
     for path in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
-            if path.read_text().rpartition(")")[2].split()[0] == "D":
+            if path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "D":
                 return True
     return False
 

@@ -7,12 +7,12 @@ own.
 # R responses
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class Judge:
         """model, tokenizer: of generation."""
         reward, self.device = options.best_of, device
         self.function = self.model = self.tokenizer = None
-        if Path(reward).is_dir():
+        if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
             if not same_tokenizer(reward, model):
@@ -45,7 +45,8 @@ class Judge:
                     f"tokenizer of {model}; resize its embeddings"
                 )
         else:
-            self.function = load_reward_function(reward, list(prompts[0].columns))
+            columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+            self.function = load_reward_function(reward, list(columns))
 
     def scores(self, prompts: Sequence[Prompt], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
         """One score for each response. texts, tokens: of the responses."""

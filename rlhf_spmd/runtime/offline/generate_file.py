@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, is_folder, json_lines, json_text
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
@@ -58,12 +59,12 @@ class OutputFile(AbstractContextManager):
     @staticmethod
     def check(path: Path, prompts: Path, *, overwrite: bool) -> None:
         """Raises UserError if the file must not or cannot be written."""
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder: name a file" if path.is_dir() else f"can't be made: there is no folder {path.parent}"
+        if is_folder(path) or not is_folder(path.parent):
+            what = "is a folder: name a file" if is_folder(path) else f"can't be made: there is no folder {path.parent}"
             raise UserError(f"--out {path} {what}")
-        if path.exists() and prompts.exists() and path.samefile(prompts):
+        if is_file(path) and is_file(prompts) and path.samefile(prompts):
             raise UserError(f"--out {path} is the prompt file; name another one")
-        if path.exists() and not overwrite:
+        if is_file(path) and not overwrite:
             raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
         if not os.access(path.parent, os.W_OK):
             raise UserError(f"--out {path}: the folder {path.parent} cannot be written to")
@@ -73,7 +74,7 @@ class OutputFile(AbstractContextManager):
         mode, self._begun = "a" if self._begun else "w", True
         try:
             with self.part.open(mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.write(json_lines(lines))
         except OSError as error:
             raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
 
@@ -218,6 +219,7 @@ def make_replica(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),
         eos_ids=tokenizer.eos_ids(config),
+        known=tokenizer.known(config.vocab_size),
         max_sequences=places,
         block_size=generation.block_size,
         free_bytes=generation.cache_fraction * free_bytes(world.device, world.computes.num_ranks),
@@ -242,7 +244,8 @@ def generate_file(
         tokenizer = load_tokenizer(model)
         render = ChatTemplate(model, options.data.chat_template).render
         asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, render)
-    world.agree("the start", {"prompts": repr(asked)})
+    columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
+    world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     replica = make_replica(model, asked, tokenizer, layout, world, options)
     world.barrier("the start of generation")
     started, totals = time.perf_counter(), Counter()

@@ -113,7 +113,7 @@ def read_offline_prompts(
                 f"{where}: the prompt has token {max(tokens)}, but the model has {model.vocab_size} tokens "
                 "(vocab_size in config.json); use the tokenizer that belongs to it"
             )
-        (columns,) = loaded.records([index]) if options.best_of else ({},)
+        (columns,) = loaded.whole_records([index]) if options.best_of else ({},)
         prompts.append(Prompt(index, text, tokens, sampling, columns))
     if not prompts:
         raise UserError(

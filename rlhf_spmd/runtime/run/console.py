@@ -96,7 +96,7 @@ class Console:
             return
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         self._print(self._style("\nResponses before and after training, with their scores", BOLD))
-        for line in format_samples(samples, width).splitlines():
+        for line in format_samples(samples, width).removesuffix("\n").split("\n"):
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
     def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:

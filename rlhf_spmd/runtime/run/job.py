@@ -12,11 +12,18 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config, evaluated, prompt_files
 from rlhf_spmd.data_epochs import in_iterations
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.runtime.data.input_checks import check_best, check_context, check_responses_end, read_prompts
+from rlhf_spmd.runtime.data.input_checks import (
+    check_best,
+    check_context,
+    check_responses_end,
+    functions_fingerprints,
+    read_prompts,
+)
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
@@ -25,6 +32,7 @@ from rlhf_spmd.runtime.execute.handlers.context import CallContext
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
@@ -41,6 +49,7 @@ class Job:
     models: RankModels
     calls: Calls
     eos_ids: tuple[int, ...]
+    known: KnownTokens  # that may be drawn
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
@@ -55,10 +64,10 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         if not prompt_files(config):
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
-        num_known = shared_vocabulary(config, tokenizer)
+        known = shared_vocabulary(config, tokenizer)
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
-        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids))
         steps = None
         if config.mini_batch_tokens:
             steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
@@ -68,7 +77,7 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         check_context(config, model)
         held_out = None
         if evaluation is not None:
-            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
+            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids))
             check_context(of_evaluation, model, "eval.max_new_tokens")
             if (num := evaluation.workload.rollout_batch) > len(held_out):
                 raise UserError(
@@ -84,12 +93,13 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
                 scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
             except UserError as error:  # about columns of its prompts, or a function of its own
                 raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
-    fingerprints = {"prompts": prompts.fingerprint()}
-    world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
+    read = prompts.fingerprints("data.prompts") | (held_out.fingerprints("eval.prompts") if held_out else {})
+    world.agree("the start", read)
+    _agree_on_functions(config, world)
     models.start()
-    context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns=columns, steps=steps)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns=columns, steps=steps)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))
@@ -98,6 +108,19 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
             job, config=of_evaluation, program=evaluation, prompts=held_out, calls=calls, columns=columns
         )
     return job
+
+
+def _agree_on_functions(config: Config, world: World) -> None:
+    """Raises the same UserError on every rank if hosts have different copies of a reward function. Collective."""
+    every = world.allgather(functions_fingerprints(config), "the files of reward functions")
+    for name in sorted({name for theirs in every for name in theirs}):
+        first, *others = [rank for rank, theirs in enumerate(every) if name in theirs]
+        wrong = [rank for rank in others if every[rank][name] != every[first][name]]
+        if wrong:
+            raise UserError(
+                f"the {name} is another one on {name_ranks(wrong, world.hosts)} than on "
+                f"{name_ranks([first], world.hosts)}: copy one of them to all hosts"
+            )
 
 
 def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:

@@ -14,7 +14,7 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer, refuse_older, refuse_other_inputs
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -93,7 +93,10 @@ def train(
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
-    about["surroundings"] = report.surroundings(job)
+    if resumed and (names := not_compared(about["inputs"], resumed)):
+        what = ", of the ".join(names)
+        console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
+    about |= {"surroundings": report.surroundings(job), "support": job.known.count}
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
     running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
@@ -154,6 +157,7 @@ class Iterations:
         self.executor = Executor(job.program, world, job.models, job.calls, self.recorder, asked)
         self.evaluator = Evaluator(job, self.executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
+        console.note(self.rollouts.note)
         self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
         self.alarm = Alarm(known, history)
         self.answers: list[dict] = []  # of the last iteration
@@ -252,11 +256,8 @@ def start_or_resume(
         folder.write_samples(report.join_samples(job, before))
         return state, history, before
     with world.together("comparing with the checkpoint"):
-        for name, fingerprint in report.inputs(job).items():
-            if resumed.state["inputs"].get(name) != fingerprint:
-                raise UserError(
-                    f"the {name} changed since {resumed.folder} was started; restore the file, or start a new run"
-                )
+        refuse_other_inputs(report.inputs(job), resumed)
+        report.refuse_other_support(job, resumed.folder, resumed.state["support"])
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
@@ -287,7 +288,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write("strategy.py", origin.source)
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
-        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.splitlines()}
+        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
         folder.write_values("program.json", about)
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
@@ -358,5 +359,6 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    config = job.models.engines[role].model.config
-                    save_state(state, config, roles[role].head, path, source=job.config.folder(role))
+                    config, head = job.models.engines[role].model.config, roles[role].head
+                    suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
+                    save_state(state, config, head, path, source=job.config.folder(role), suppressed=suppressed)

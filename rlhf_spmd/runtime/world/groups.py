@@ -26,7 +26,7 @@ CONNECT_S = 60.0
 def network_stack() -> str:
     """A text that is the same on two ranks if and only if they can reach each other by loopback."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()

@@ -377,7 +377,7 @@ def _load_mpi() -> Any:
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         if not launcher.reports(os.environ, on_node=True):
             raise SystemExit(0) from None
-        reason = (str(error).splitlines() or [""])[0]
+        reason = str(error).split("\n")[0]
         raise UserError(
             f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
             "environment, or load the site's MPI module"
@@ -391,7 +391,7 @@ def _end_job(status: int, flight: Flight) -> NoReturn:
         flight.leave()
         streams.flush()
         time.sleep(FORWARD_S)
-        with open(os.devnull, "w") as nowhere:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), 2)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
             _load_mpi().COMM_WORLD.Abort(status)
