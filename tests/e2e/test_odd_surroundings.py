@@ -56,7 +56,7 @@ def test_no_working_folder(tmp_path):
     gone = tmp_path / "gone"
     enter = f"mkdir {gone}; cd {gone}; rmdir {gone}; {sys.executable} -m rlhf_spmd"
     assert refusal(f"{enter} train").startswith("the working folder is gone ")
-    assert "mine.py does not exist; the working folder is gone " in refusal(f"{enter} check mine.py")
+    assert "; the working folder is gone (No such file or directory): " in refusal(f"{enter} check mine.py")
 
 
 def test_a_run_in_odd_surroundings(tmp_path):

@@ -17,6 +17,7 @@ import resource
 import signal
 import socket
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -153,6 +154,8 @@ class Supervisor:
                 streams.say(f"rlhf_spmd: error: {text}")
                 time.sleep(LINGER_S)
                 launcher.abort(os.environ, status)
+        except Exception:  # whatever it is, the rank has ended
+            streams.say(traceback.format_exc())
         finally:
             os._exit(status)
 

@@ -11,9 +11,7 @@ from rlhf_spmd.errors import UserError
 
 OPEN_FILES = 32  # of a rank beyond those it has when torch is started, without connections: 26 measured on 1-8 ranks
 SHARED_MEMORY = "/dev/shm"
-MPI_BYTES = (
-    8 << 20
-)  # of shared memory that MPI may need for each rank: 5.4 MB were measured for MPICH 5.0 at 1-16 ranks
+MPI_BYTES = 8 << 20  # of shared memory that MPI may need for a rank: 5.4 MB measured, MPICH 5.0 with 1-16 ranks
 ANSWER_S = 10.0
 
 
