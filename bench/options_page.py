@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 
 from bench.rows import REPOSITORY
@@ -271,7 +272,7 @@ def type_text(annotation: Any) -> str:
         return _tuple_text(get_args(annotation))
     if get_origin(annotation) in (dict, collections.abc.Mapping):
         of_values = get_args(annotation)[1]
-        return "any" if of_values is Any else type_text(of_values)
+        return {Any: "any", JsonValue: "object of JSON"}.get(of_values) or type_text(of_values)
     return {int: "whole number", float: "number", bool: "`true` `false`", str: "text"}[annotation]
 
 

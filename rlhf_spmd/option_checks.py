@@ -5,6 +5,7 @@ import dataclasses
 from rlhf_spmd.config import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
+from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
 
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
@@ -45,6 +46,7 @@ def check_options(config: Config) -> None:
             f"{config.options.epochs}) are too many for one iteration, of at most {MOST_SEQUENCES:,} and "
             f"{MOST_STEPS:,}; lower rollout_batch and raise iterations, or raise mini_batch"
         )
+    check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     files = prompt_files(config)
     if config.data.weights and len(config.data.weights) != len(files):
         raise UserError(

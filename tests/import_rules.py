@@ -27,7 +27,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "world": ("plan",),
     "data": (
         *("config", "kernels", "plan.runtime_words", "plan.workflow"),
-        *("files", "model_folders", "model", "option_suggestions", "user_module"),
+        *("files", "model_folders", "model", "option_suggestions", "option_values", "user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
@@ -39,7 +39,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("algorithm", "algorithms", "config", "data_epochs", "evaluation_metrics"),
         *("files", "kernels", "metric_aliases", "model", "plan"),
     ),
-    "offline": ("algorithms", "config", "files", "kernels", "model", "model_folders", "option_suggestions", "plan"),
+    "offline": (
+        *("algorithms", "config", "files", "kernels", "model", "model_folders"),
+        *("option_suggestions", "option_values", "plan"),
+    ),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
@@ -115,12 +118,13 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),
     "rlhf_spmd.metric_aliases": (),
-    "rlhf_spmd.model_folders": ("plan", "model.config"),
+    "rlhf_spmd.model_folders": ("plan", "model.config", "model.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": ("files",),
+    "rlhf_spmd.model.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.evaluation_metrics": (),
-    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions"),
+    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions", "option_values"),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
@@ -163,6 +167,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "rlhf_spmd.kernels": None,
     "rlhf_spmd.model": None,
     "rlhf_spmd.model.config": (),
+    "rlhf_spmd.model.tokenizer_files": ("tokenizers",),
     "rlhf_spmd.option_values": ("pydantic",),
     "rlhf_spmd.plan": ("numpy",),
     "rlhf_spmd.rewards": ("vaderSentiment", "math_verify"),

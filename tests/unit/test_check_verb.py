@@ -230,11 +230,12 @@ def test_options_and_overrides_reach_the_program(capsys):
 def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "p.jsonl").write_text('{"prompt": "ba"}\n{"prompt": "be", "answer": "x"}\n')
-    (tmp_path / "q.txt").write_text("bo\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ba"}\n{"prompt": "be", "answer": "x"}\n', encoding="utf-8")
+    (tmp_path / "q.txt").write_text("bo\n", encoding="utf-8")
     (tmp_path / "r.py").write_text(
         "def right(responses, answer): ...\ndef places(p, r): ...\ndef other(responses, solution): ...\n"
-        "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n"
+        "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n",
+        encoding="utf-8",
     )
     refused = bool(says) and not says.startswith("warning")
     assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == 2 * refused

@@ -80,7 +80,7 @@ def test_a_json_string_may_hold_line_breaks(tmp_path):
         ('["a"]', ["line 2", "a list", "object"]),
         ('{"promt": "a", "id": 3}', ["line 2", "no key 'prompt'", "'promt', 'id'"]),
         ('{"prompt": 3}', ["line 2", "a number", "not a string"]),
-        ('{"prompt": null}', ["line 2", "null", "not a string"]),
+        ('{"prompt": null}', ["line 2", "the value of 'prompt' is null", "give it a value"]),
         ('{"prompt": true}', ["line 2", "a boolean"]),
         ('{"prompt": [{"role": "user"}]}', ["line 2", "message 1 of 'prompt'", '{"role": "...", "content": "..."}']),
         ('{"prompt": []}', ["line 2", "'prompt' has no message"]),

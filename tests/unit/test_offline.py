@@ -52,6 +52,9 @@ def test_words_set_options():
 @pytest.mark.parametrize("key", options.types())
 def test_every_key_can_be_set(key):
     words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
+    if key == "data.chat_template_kwargs":
+        assert load_options([f'{key}={{"a": [1]}}']).data.chat_template_kwargs == {"a": [1]}
+        return
     value = (words | {"generation.stop": "x"}).get(key, "1")
     options = load_options([f"{key}={value}"])
     for part in key.split("."):
@@ -164,6 +167,9 @@ def test_what_is_dealt_comes_back_in_order(num, copies, samples, window):
         ([5, 6, 7, 8], ("du",), "length"),
         ([5, 6, 7], ("bu",), "stop"),
         ([5, 6, 7, 8], ("da",), "stop"),
+        ([5, 6, 7, 0], ("<s>",), "stop"),  # a special token, which the text does not show
+        ([5, 6, 7, 0], ("bu <s>",), "stop"),
+        ([5, 6, 7, 0], ("s>",), "length"),
     ],
 )
 def test_how_a_response_ended(tokenizer, response, stop, finish):
@@ -172,7 +178,7 @@ def test_how_a_response_ended(tokenizer, response, stop, finish):
     assert (line["finish"], line["num_tokens"], line["logprob"]) == (finish, len(response), -1.2346)
     assert (line["prompt"], line["response"].split()) == (
         "ba",
-        ["bi", "bo", "bu", "da"][: len(response) - (finish == "eos")],
+        ["bi", "bo", "bu", "da"][: len(response) - (response[-1] < 2)],
     )
 
 

@@ -308,7 +308,7 @@ def test_further_numbers_are_for_the_log():
 )
 def test_a_column_that_is_missing_is_named_before_the_run(tmp_path, monkeypatch, source, columns, words):
     monkeypatch.setattr(sys, "path", list(sys.path))  # loading adds the file's folder
-    (tmp_path / "mine.py").write_text(source + "\n")
+    (tmp_path / "mine.py").write_text(source + "\n", encoding="utf-8")
     with pytest.raises(UserError) as caught:
         load_reward_function(f"{tmp_path / 'mine.py'}:f", columns)
     assert all(word in str(caught.value) for word in words), caught.value

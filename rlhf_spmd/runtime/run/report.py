@@ -15,13 +15,16 @@ from rlhf_spmd.config import Config, function_labels
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.template_time import format_time
 from rlhf_spmd.model.tokenizer import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
+from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.input_checks import functions_fingerprints
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
+from rlhf_spmd.runtime.data.response_scores import how_read
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -102,7 +105,8 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     by_function = config.reward_function
     both = by_function and config.reward_function_mode == "add"
     judged = {
-        role: f"{role} model + {by_function}" if both else by_function or f"{role} model"
+        role: (f"{role} model + {by_function}" if both else by_function or f"{role} model")
+        + (how_read(config, role, job.prompts) if job.world.rank == 0 else "")
         for role in shapes
         if config.algorithm.roles[role].judge
     }
@@ -113,6 +117,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         "device": describe_device(job.world.computes, job.world.size),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
+        **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
         "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
@@ -157,7 +162,25 @@ def _lost(prompts: PromptSet) -> str:
         "too long and dropped": prompts.num_dropped,
         "without an answer of the assistant and dropped": prompts.num_silent,
     }
-    return "".join(f", {num} {what}" for what, num in done.items() if num)
+    said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
+    return "".join(f", {one}" for one in said)
+
+
+def _minute(time: str) -> str:
+    return format_time(time, "%Y-%m-%d %H:%M")
+
+
+def notes(job: Job, resumed: Resumed | None) -> list[str]:
+    """What is to be said once at the start, below the heading."""
+    found = list(resumed.notes) if resumed else []
+    if resumed and not resumed.started and job.written_at:
+        found.append(
+            f"{resumed.folder} is of an earlier version, which did not keep the time of the first start; the chat "
+            f"template writes {_minute(job.written_at)}, also when the run is resumed again"
+        )
+    if job.evaluation is not None:
+        found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
+    return found
 
 
 def format_count(num: int) -> str:

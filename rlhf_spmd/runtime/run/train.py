@@ -14,7 +14,15 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer, refuse_older, refuse_other_inputs
+from rlhf_spmd.runtime.checkpoint.resume import (
+    PROGRAM,
+    STARTED,
+    Resumed,
+    not_compared,
+    refuse_fewer,
+    refuse_older,
+    refuse_other_inputs,
+)
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -74,7 +82,7 @@ def train(
     calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
-    job = prepare(config, program, world, evaluation)
+    job = prepare(config, program, world, evaluation, started=origin.resumed.started if origin.resumed else "")
     config = job.config  # with the iterations that data.epochs are
     if origin.resumed:
         with world.together("counting the iterations"):
@@ -89,7 +97,9 @@ def train(
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
-    for note in resumed.notes if resumed else ():
+    for note in job.notes:
+        console.note(f"warning: {note}")
+    for note in report.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
@@ -256,7 +266,7 @@ def start_or_resume(
         folder.write_samples(report.join_samples(job, before))
         return state, history, before
     with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(report.inputs(job), resumed)
+        refuse_other_inputs(report.inputs(job), resumed, started=job.started if job.written_at else "")
         report.refuse_other_support(job, resumed.folder, resumed.state["support"])
         if len(history) != resumed.iteration:
             raise UserError(
@@ -289,7 +299,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
         about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
-        folder.write_values("program.json", about)
+        folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
         folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
