@@ -120,9 +120,7 @@ def test_hosts_with_different_reward_functions_are_told():
 
     name = "reward function in r.py"
     agree({name: "1"}, {}, {name: "1"})  # a host that does not score need not have the file
-    with pytest.raises(
-        UserError, match=r"the reward function in r.py is another one on rank 2 \(host c\) than on rank 0"
-    ):
+    with pytest.raises(UserError, match=r"function in r.py is another one on rank 2 \(host c\) than on rank 0"):
         agree({name: "1"}, {}, {name: "2"})
 
 
