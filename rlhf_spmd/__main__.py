@@ -18,6 +18,7 @@ mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 
 import argparse
 import importlib
+import io
 import os
 import stat
 import sys
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status. The module of a verb is imported when the verb is called."""
     arguments = sys.argv[1:] if arguments is None else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
-    if sys.stdout is not None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a locale without UTF-8 has not every character
     verb = arguments[0] if arguments else ""
     measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)

@@ -1,6 +1,7 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,24 @@ def test_inputs_are_those_of_the_checkpoint(tmp_path):
     for name in now:
         with pytest.raises(UserError, match=f"the {name} changed since"):
             refuse_other_inputs(now | {name: "another"}, run)
+
+
+def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(presets.load("tiny").models["actor"], folder)
+    (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
+    words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
+    prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
+    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
+    before = report.inputs(job)
+    changes = {"chat_template.jinja": "tokenizer files", "generation_config.json": "model", "../r.py": "reward function"}
+    for file, name in changes.items():
+        with (folder / file).open("a", encoding="utf-8") as opened:
+            opened.write(" \n")
+        now = report.inputs(job)
+        (changed,) = [one for one in now if now[one] != before[one]]
+        assert changed.startswith(name) and now.keys() == before.keys()
+        before = now
 
 
 def test_the_options_of_an_older_run_folder_are_read(tmp_path):
