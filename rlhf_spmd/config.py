@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
@@ -38,6 +38,9 @@ class DataOptions:
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
+    chat_template_kwargs: Mapping[str, JsonValue] = field(
+        default_factory=dict
+    )  # variables of the template, for all rows
     max_prompt: PositiveInt = 128  # most tokens of a prompt
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
     precomputed_logprobs: str = ""  # file of `precompute`, in the place of frozen models' passes over the set
@@ -335,7 +338,7 @@ def leaves(config: Config) -> dict[str, str]:
     """Every option as text by its dotted key, for comparing."""
     values = {"algorithm": config.algorithm.name} | {key: value for key, (_, value) in options_of(config).items()}
     values |= {f"strategy.{name}": value for name, value in config.strategy.items()}
-    return {key: str(json.loads(json.dumps(value))) for key, value in values.items()}
+    return {key: str(json.loads(json.dumps(value, sort_keys=True))) for key, value in values.items()}
 
 
 def make_workload(config: Config) -> Workload:

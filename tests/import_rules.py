@@ -26,12 +26,12 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "guard": ("files", "plan"),
     "world": ("plan",),
     "data": (
-        *("config", "plan.runtime_words", "plan.workflow"),
-        *("files", "model_folders", "model", "option_suggestions", "user_module"),
+        *("config", "kernels", "plan.runtime_words", "plan.workflow"),
+        *("files", "model_folders", "model", "option_suggestions", "option_values", "user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
-    "weights": ("config", "model_folders", "model", "plan"),
+    "weights": ("config", "kernels", "model_folders", "model", "plan"),
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
     "checkpoint": ("algorithm", "config", "files", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
@@ -39,7 +39,10 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         *("algorithm", "algorithms", "config", "data_epochs", "evaluation_metrics"),
         *("files", "kernels", "metric_aliases", "model", "plan"),
     ),
-    "offline": ("algorithms", "config", "files", "kernels", "model", "model_folders", "option_suggestions", "plan"),
+    "offline": (
+        *("algorithms", "config", "files", "kernels", "model", "model_folders"),
+        *("option_suggestions", "option_values", "plan"),
+    ),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
@@ -120,7 +123,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.model": ("files", "model", "kernels", "plan.shard"),
     "rlhf_spmd.model.config": ("files",),
     "rlhf_spmd.evaluation_metrics": (),
-    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions"),
+    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions", "option_values"),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,

@@ -6,7 +6,7 @@ file knows what a family implies (Qwen2 always has biases on q, k and v; Qwen3 a
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,29 @@ def naming(path: Path | str) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error.__cause__
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raises UserError for a folder with an adapter (LoRA and others), which is not a whole model."""
+    about, weights = folder / "adapter_config.json", [folder / f"adapter_model.{end}" for end in ("safetensors", "bin")]
+    has_weights = any(map(Path.is_file, weights))
+    whole = [name for name in ("model.safetensors", "model.safetensors.index.json") if (folder / name).is_file()]
+    if not (has_weights or (about.is_file() and not whole)):
+        return
+    values = {}
+    with suppress(UserError):
+        values = read_json(about)
+    kind, base = values.get("peft_type") or "PEFT", values.get("base_model_name_or_path") or "its base model"
+    merged = f"; if {whole[0]} has it merged already, remove the adapter's files" if whole else ""
+    raise UserError(
+        f"{folder} holds an adapter ({kind}) for {base}, not a whole model, and adapters are not read; merge it with "
+        f"peft: AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED'), "
+        f"copy the tokenizer there, and give that folder{merged}"
+    )
+
+
 def read_config_json(path: Path) -> "ModelConfig":
-    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong."""
+    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for a
+    folder with an adapter."""
+    refuse_adapter(path.parent)
     values = read_json(path)
     with naming(path):
         return from_hf(values)

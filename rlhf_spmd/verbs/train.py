@@ -24,6 +24,7 @@ from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import (
     DEFAULT_STRATEGY,
     check_both,
+    check_rewards,
     config_text,
     config_words,
     evaluate_of,
@@ -60,7 +61,9 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         evaluate = evaluate_of(config)
         evaluation = evaluate(program)
         findings = check_both(program, evaluation)
-        if not parsed.dry_run:
+        if parsed.dry_run:
+            findings += check_rewards(config) if world.rank == 0 else []
+        else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
     with world.together("comparing the program"):

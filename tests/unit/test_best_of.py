@@ -53,9 +53,9 @@ def test_a_reward_function_gets_columns(folders, tmp_path):
         "def f(prompts, responses, answer):\n    return [float(r == a) for r, a in zip(responses, answer)]\n",
         encoding="utf-8",
     )
-    prompts = [Prompt(0, "ba", [3], Sampling(4), {"answer": "x"})] * 2
-    found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, ["x", "y"], [[6], [7]])
-    assert found == [1.0, 0.0]
+    prompts = [Prompt(0, "ba", [3], Sampling(4), columns) for columns in ({}, {"answer": "x"}, {"answer": "x"})]
+    found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, ["x", "x", "y"], [[6], [7], [8]])
+    assert found == [0.0, 1.0, 0.0]
 
 
 def test_one_sample_leaves_nothing_to_choose():

@@ -214,6 +214,35 @@ def test_options_and_overrides_reach_the_program(capsys):
     assert result("mini_batch=2", "--layout", "1x4", "--device-type", "cpu")["warnings"] == 6
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("data.prompts=p.jsonl reward_function=r.py:right", ""),  # a column that only the second row has
+        ("data.prompts=p.jsonl reward_function=r.py:places", "no parameter of it receives the response (p, r)"),
+        ("data.prompts=p.jsonl reward_function=r.py:other", "asks for solution, which is no column"),
+        ("data.prompts=p.jsonl reward_function=r.py:verl", "neither this column nor reward_model (answer)"),
+        ("data.prompts=p.jsonl,q.txt reward_function=r.py:source", ""),
+        ("data.prompts=none.jsonl reward_function=r.py:other", ""),  # columns that are not known here
+        ("data.prompts=p.jsonl reward_function=r.py:right eval.prompts=q.txt", "evaluation on q.txt: reward function"),
+        ("data.prompts=p.jsonl reward_function=m:f", "warning: reward function m:f is not here"),
+    ],
+)
+def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ba"}\n{"prompt": "be", "answer": "x"}\n', encoding="utf-8")
+    (tmp_path / "q.txt").write_text("bo\n", encoding="utf-8")
+    (tmp_path / "r.py").write_text(
+        "def right(responses, answer): ...\ndef places(p, r): ...\ndef other(responses, solution): ...\n"
+        "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n",
+        encoding="utf-8",
+    )
+    refused = bool(says) and not says.startswith("warning")
+    assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == 2 * refused
+    out, err = capsys.readouterr()
+    assert says in (err if refused else out) and ("Traceback" not in err)
+
+
 def test_the_asked_rank_is_shown(capsys, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement\n"

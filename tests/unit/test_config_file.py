@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -263,6 +264,11 @@ def values_of(annotation: Any) -> st.SearchStrategy:
         if of_items[-1] is ...:
             return st.lists(values_of(of_items[0]).filter(lambda item: item != ""), max_size=3).map(tuple)
         return st.tuples(*map(values_of, of_items))
+    if get_origin(annotation) is Mapping:
+        plain = st.one_of(
+            st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS
+        )
+        return st.dictionaries(TEXTS, st.one_of(plain, st.lists(plain), st.dictionaries(TEXTS, plain)), max_size=3)
     if isinstance(annotation, type) and annotation is bool:
         return st.booleans()
     if annotation is str:

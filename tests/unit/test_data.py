@@ -80,7 +80,7 @@ def test_a_json_string_may_hold_line_breaks(tmp_path):
         ('["a"]', ["line 2", "a list", "object"]),
         ('{"promt": "a", "id": 3}', ["line 2", "no key 'prompt'", "'promt', 'id'"]),
         ('{"prompt": 3}', ["line 2", "a number", "not a string"]),
-        ('{"prompt": null}', ["line 2", "null", "not a string"]),
+        ('{"prompt": null}', ["line 2", "the value of 'prompt' is null", "give it a value"]),
         ('{"prompt": true}', ["line 2", "a boolean"]),
         ('{"prompt": [{"role": "user"}]}', ["line 2", "message 1 of 'prompt'", '{"role": "...", "content": "..."}']),
         ('{"prompt": []}', ["line 2", "'prompt' has no message"]),
@@ -128,6 +128,7 @@ def test_conversations_are_rendered_without_the_last_answer_and_further_columns_
     assert list(found.texts) == ["user hello you| assistant"] * 2 + ["a b"]
     assert list(found.prompts) == [[4, 5, 4, 9]] * 2 + [[9, 1, 1]]  # a template begins the sequence itself
     assert found.records([2, 0]) == [{}, rows[0]] and found.records([1]) == [rows[1]]
+    assert found.column_names == ("prompt", "answer", "extra_info", "messages")  # of all rows
     assert load(write(tmp_path, "q.jsonl", b'{"prompt": "a"}\n')).columns is None
 
 

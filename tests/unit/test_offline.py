@@ -52,6 +52,9 @@ def test_words_set_options():
 @pytest.mark.parametrize("key", options.types())
 def test_every_key_can_be_set(key):
     words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
+    if key == "data.chat_template_kwargs":
+        assert load_options([f'{key}={{"a": [1]}}']).data.chat_template_kwargs == {"a": [1]}
+        return
     value = (words | {"generation.stop": "x"}).get(key, "1")
     options = load_options([f"{key}={value}"])
     for part in key.split("."):

@@ -68,19 +68,13 @@ def test_vocabularies_that_do_not_fit(folder, models, words):
     [
         {},
         {"reference": "large", "critic": "large"},  # padded embeddings
+        {"actor": "large"},
         {"reward": "other reward"},  # reads text
     ],
 )
 def test_vocabularies_that_fit(folder, models):
     run = RunOf(config_of(folder, **models))
     run.iteration()
-
-
-def test_padded_embeddings_are_fine_until_such_a_token_is_drawn(folder):
-    """A random model of 70 rows does draw the seven that no text has."""
-    run = RunOf(config_of(folder, actor="large"))
-    with pytest.raises(UserError, match="the actor drew token 6[3-9].* only 63 tokens"):
-        run.iteration()
 
 
 def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
@@ -92,7 +86,7 @@ def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folde
 def test_a_reward_that_is_only_a_function_has_no_vocabulary(folder, tmp_path):
     (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [0.0] * len(prompts)\n", encoding="utf-8")
     config = config_of(folder, f"reward_function={tmp_path}/r.py:f", actor="large", reward="other small reward")
-    assert shared_vocabulary(config, load_tokenizer(config.main_folder)) == 70
+    assert shared_vocabulary(config, load_tokenizer(config.main_folder)).count == 63
 
 
 def test_the_same_tokenizer_in_other_words(folder, tmp_path):

@@ -78,7 +78,10 @@ ROWS = Scored(
     ["p", "q", "r", "s", "t"],
     ["a", "bb", "b", "", "\udc80\n"],
     [[1], [2, 3], [3], [], [5]],
-    [{"place": place, "data_source": "d", "ground_truth": "b", "reward_model": None} for place in range(5)],
+    [
+        {"place": place, "data_source": "d", "ground_truth": "b", "reward_model": None, "completion_ids": "column"}
+        for place in range(5)
+    ],
 )
 COLUMNS = list(ROWS.columns[0])
 
@@ -112,6 +115,7 @@ def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     names = ("length", "some", "each")
     alone = [load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.one(row)) for name in names for row in range(5)]
     pool = workers(*names, num=num)
+    assert pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
     for _ in range(2):
         found, late = pool.score(ROWS)
         assert late == set() and [one[0][row] for one in found for row in range(5)] == [one[0][0] for one in alone]

@@ -1,11 +1,14 @@
 """Scores of rows: by a reward model's own tokens, by its text, by a function, and by both."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
 from rlhf_spmd.runtime.data.response_scores import Scorer
+from rlhf_spmd.runtime.run import report
 from tests.folders import write_all
 from tests.runs import load
 
@@ -55,6 +58,16 @@ def _with_a_beginning(text: str) -> str:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer.to_str()
+
+
+def test_the_heading_says_which_names_are_the_programs():
+    """Of training and of evaluation, from the ranks that score, each once."""
+    notes = {0: [], 1: ["prompts of a.py:f: the program's"], 2: ["prompts of a.py:f: the program's", "more"]}
+    scorers = [SimpleNamespace(notes=notes[1]), None]
+    jobs = [SimpleNamespace(calls=SimpleNamespace(context=SimpleNamespace(scorer=scorer))) for scorer in scorers]
+    world = SimpleNamespace(allgather=lambda mine, what: [notes[0], mine, notes[2]])
+    job = SimpleNamespace(**vars(jobs[0]), evaluation=jobs[1], world=world, config=load([], "reward_function=a.py:f"))
+    assert report._names_of_functions(job) == "prompts of a.py:f: the program's; more"
 
 
 def test_a_function_gets_the_text_and_is_added_on_request(score):

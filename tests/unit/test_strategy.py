@@ -245,8 +245,20 @@ def test_a_place_that_fails(write, body, words):
 
 
 def test_a_place_with_other_parameters(write):
-    assert "place() raised TypeError" in refused(write("def place(workload): ..."))
-    assert "missing 1 required keyword-only argument: 'must'" in refused(write("def place(w, c, *, must): ..."))
+    assert "missing 1 required keyword-only argument: 'must'" in refused(
+        write("def place(workload, cluster, *, must): ...")
+    )
+    for source in ("def place(workload): ...", "def place(w, c): ...", "def place(workload, cluster, /): ..."):
+        assert "write place(workload, cluster, *, ...)" in refused(write(source))
+
+
+def test_the_order_of_parameters_means_nothing(write):
+    strategy = load_strategy(
+        write(EVERYWHERE.replace("workload, cluster, *, zero: int = 0", "zero: int = 0, cluster=0, *, workload"))
+    )
+    assert list(strategy.parameters) == ["zero"]
+    program = strategy.compile(make_workload(), Cluster.parse("1x4"), {"zero": "1"})
+    assert program.placement.layouts["actor_train"].zero == 1
 
 
 @pytest.mark.parametrize(

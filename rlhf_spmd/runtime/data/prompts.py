@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records
+from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class PromptSet:
     num_cut: int = 0  # rows with a response that was cut
     num_silent: int = 0  # rows that were left out, because nothing in them is learned
     column_names: tuple[str, ...] = ()  # of the other columns of all rows together
+    remarks: tuple[str, ...] = ()  # for the heading: what is odd about the rows
+    written_at: str = ""  # the time that the chat template wrote (template_time.py); empty: it wrote none
     _order: PromptOrder = field(init=False, repr=False, compare=False)
     _hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -157,6 +160,7 @@ class _Rows:
     num_cut: int = 0  # responses
     num_dropped: int = 0
     num_silent: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)  # -> number of rows
 
 
 def load_prompts(
@@ -179,7 +183,8 @@ def load_prompts(
     columns: of responses to the prompts, by their keys (row_tokens.py). A response ends with an end of sequence; one of
     more than max_response_tokens tokens is an error, loses its last tokens, or its whole row is left out, as
     long_prompts says, too. A conversation in which the assistant says nothing is left out. numbers: columns with
-    numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation.
+    numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation,
+    with template_kwargs and what a row has for the template (template_arguments.py).
     Further columns are kept for reward functions; with several files, `data_source` is the name of the file where a row
     has no such column.
     """
@@ -208,6 +213,7 @@ def load_prompts(
         num_cut=rows.num_cut,
         num_silent=rows.num_silent,
         column_names=tuple(rows.names),
+        remarks=tuple(f"{num} {remark}" for remark, num in rows.remarks.items()),
     )
 
 
@@ -227,9 +233,12 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
     """Adds the rows of a file. name: for the column data_source of rows that have none; empty: no such column."""
     too_long: list[tuple[str, int]] = []
     num_before, long_prompts, num_silent = len(rows.texts), reading.long_prompts, 0
+    is_arrow = path.suffix.lower() == ".parquet"
     for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
-        row = read_row(where, record, reading)
+        row = read_row(
+            where, {name: without_nulls(value) for name, value in record.items()} if is_arrow else record, reading
+        )
         if row is None:
             num_silent += 1
             continue
@@ -264,7 +273,8 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.tokens.extend(tokens)
         rows.ends.append(len(rows.tokens))
         rows.texts.append(text)
-        record = {SOURCE: name} | record if name else record
+        rows.remarks.update(filter(None, [row.remark]))
+        record = record | {SOURCE: name} if name and record.get(SOURCE) is None else record
         texts = (reading.key,) if row.is_plain else (TEXT,) if given else ()
         others = {name: one for name, one in record.items() if name not in (*reading.columns.values(), *texts)}
         rows.names |= dict.fromkeys(others)

@@ -53,11 +53,14 @@ class Scorer:
         columns = data.column_names if data is not None else ()
         self.specs = split_functions(config.reward_function)
         self.functions, self.workers = [], None
+        self.notes: list[str] = []  # of the functions, for the heading
         if not config.reward_workers:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
+            self.notes = [note for function in self.functions for note in function.notes]
         elif calls:
             limits = {"num": config.reward_workers, "timeout_s": config.reward_timeout_s}
             self.workers = RewardWorkers(self.specs, columns, **limits, beat=beat)
+            self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
         self.own_tokenizer = None

@@ -2,7 +2,7 @@
 
 It reads lines of JSON from a socket and answers each with one:
 
-    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": true}
+    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": [note, ...]}
     {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
 
 An error in the user's code is answered with {"error": message}. The functions run in the main thread, so they may use
@@ -68,7 +68,7 @@ def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[st
     """What a message asks for. functions: those loaded, filled by the first message. Raises UserError."""
     if "functions" in message:
         functions += [load_reward_function(spec, message["columns"]) for spec in message["functions"]]
-        return {"ready": True}
+        return {"ready": [note for function in functions for note in function.notes]}
     columns = [message["columns"]] if message["columns"] is not None else []
     row = Scored([message["prompt"]], [message["response"]], [message["tokens"]], columns, first=message["row"])
     scores, logs = functions[message["function"]].score(row)

@@ -18,7 +18,8 @@ from rlhf_spmd.runtime.world.world import World
 
 SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
 COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
-FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names")  # the other fields of a set
+# the other fields of a set
+FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks", "written_at")
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:

@@ -45,7 +45,8 @@ class Judge:
                     f"tokenizer of {model}; resize its embeddings"
                 )
         else:
-            self.function = load_reward_function(reward, list(prompts[0].columns))
+            columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+            self.function = load_reward_function(reward, list(columns))
 
     def scores(self, prompts: Sequence[Prompt], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
         """One score for each response. texts, tokens: of the responses."""

@@ -29,6 +29,7 @@ from rlhf_spmd.files import is_file, is_folder, json_lines, json_text
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.generation import random_streams
@@ -219,6 +220,7 @@ def make_replica(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),
         eos_ids=tokenizer.eos_ids(config),
+        known=tokenizer.known(config.vocab_size),
         max_sequences=places,
         block_size=generation.block_size,
         free_bytes=generation.cache_fraction * free_bytes(world.device, world.computes.num_ranks),
@@ -237,12 +239,13 @@ def generate_file(
     world: World, layout: Layout, options: GenerateOptions, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
     """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the values of its last line."""
+    started = world.bcast(time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
-        render = ChatTemplate(model, options.data.chat_template).render
-        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, render)
+        template = ChatTemplate(model, options.data.chat_template, started=started)
+        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     replica = make_replica(model, asked, tokenizer, layout, world, options)

@@ -12,7 +12,9 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config, evaluated, prompt_files
 from rlhf_spmd.data_epochs import in_iterations
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
@@ -48,24 +50,35 @@ class Job:
     models: RankModels
     calls: Calls
     eos_ids: tuple[int, ...]
+    known: KnownTokens  # that may be drawn
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
+    started: str = ""  # the time that chat templates write
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
+    @property
+    def written_at(self) -> str:
+        """The time that a chat template has written into prompts; empty: none did."""
+        return self.prompts.written_at or (self.evaluation.prompts.written_at if self.evaluation else "")
 
-def prepare(config: Config, program: Program, world: World, evaluation: Program | None = None) -> Job:
+
+def prepare(
+    config: Config, program: Program, world: World, evaluation: Program | None = None, *, started: str = ""
+) -> Job:
     """Loads prompts, tokenizer and models. evaluation: the program of the run's evaluations, if there are any.
+    started: the time of the first start of the run (template_time.py); empty: it is now.
     Collective; an error on one rank ends all ranks together."""
     of_evaluation = evaluated(config)
+    started = world.bcast(started or time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not prompt_files(config):
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
-        num_known = shared_vocabulary(config, tokenizer)
+        known = shared_vocabulary(config, tokenizer)
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
-        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
         steps = None
         if config.mini_batch_tokens:
             steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
@@ -75,7 +88,9 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         check_context(config, model)
         held_out = None
         if evaluation is not None:
-            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
+            held_out = once_per_node(
+                world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids, started=started)
+            )
             check_context(of_evaluation, model, "eval.max_new_tokens")
             if (num := evaluation.workload.rollout_batch) > len(held_out):
                 raise UserError(
@@ -95,9 +110,9 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
     world.agree("the start", read)
     _agree_on_functions(config, world)
     models.start()
-    context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns=columns, steps=steps)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, started, steps)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))

@@ -15,7 +15,15 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, not_compared, refuse_fewer, refuse_older, refuse_other_inputs
+from rlhf_spmd.runtime.checkpoint.resume import (
+    PROGRAM,
+    STARTED,
+    Resumed,
+    not_compared,
+    refuse_fewer,
+    refuse_older,
+    refuse_other_inputs,
+)
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
@@ -74,7 +82,7 @@ def train(
     calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
-    job = prepare(config, program, world, evaluation)
+    job = prepare(config, program, world, evaluation, started=origin.resumed.started if origin.resumed else "")
     config = job.config  # with the iterations that data.epochs are
     if origin.resumed:
         with world.together("counting the iterations"):
@@ -89,14 +97,14 @@ def train(
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
-    for note in resumed.notes if resumed else ():
+    for note in report.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
     if resumed and (names := not_compared(about["inputs"], resumed)):
         what = ", of the ".join(names)
         console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
-    about["surroundings"] = report.surroundings(job)
+    about |= {"surroundings": report.surroundings(job), "support": job.known.count}
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
     running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
@@ -256,7 +264,8 @@ def start_or_resume(
         folder.write_samples(report.join_samples(job, before))
         return state, history, before
     with world.together("comparing with the checkpoint"):
-        refuse_other_inputs(report.inputs(job), resumed)
+        refuse_other_inputs(report.inputs(job), resumed, started=job.started if job.written_at else "")
+        report.refuse_other_support(job, resumed.folder, resumed.state["support"])
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
@@ -288,7 +297,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
         about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
-        folder.write_values("program.json", about)
+        folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
         folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
@@ -358,5 +367,6 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    config = job.models.engines[role].model.config
-                    save_state(state, config, roles[role].head, path, source=job.config.folder(role))
+                    config, head = job.models.engines[role].model.config, roles[role].head
+                    suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
+                    save_state(state, config, head, path, source=job.config.folder(role), suppressed=suppressed)
