@@ -35,14 +35,15 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     write_model(folder / "actor", seed=1)
     rows = [{"prompt": prompt} | row for prompt, row in zip((SEPARATED, "ba é 😀", "ba", "da"), COLUMNS, strict=True)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name in ("rows.jsonl", "eval.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
     options = {
         "algorithm": "grpo",
         "models.actor": str(folder / "actor"),
         "data.prompts": str(folder / "rows.jsonl"),
         "data.shuffle": "false",
-        "eval.prompts": str(folder / "rows.jsonl"),
+        "eval.prompts": str(folder / "eval.jsonl"),
         "generation.max_new_tokens": 6,
         "reward_function": f"{folder / 'rewards.py'}:length",
         "rollout_batch": 4,
@@ -107,31 +108,12 @@ def test_a_run_of_an_earlier_version_goes_on_and_then_compares_all_columns(tmp_p
     assert "columns of the prompts in" in state.read_text(encoding="utf-8")
 
 
-def test_changed_columns_end_a_resume(tmp_path, warm):
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("data", "eval")}
-    for file in files.values():
-        shutil.copy(REPOSITORY / EARLIER / "prompts.jsonl", file)
-    words = [
-        "--algorithm",
-        "grpo",
-        f"models.actor={EARLIER / 'actor'}",
-        f"eval.prompts={files['eval']}",
-        "iterations=1",
-    ]
-    words += [f"data.prompts={files['data']}", f"reward_function={EARLIER / 'answers.py'}:score", "rollout_batch=2"]
-    words += [
-        "iterations=1",
-        "samples_per_prompt=2",
-        "mini_batch=4",
-        "generation.max_new_tokens=4",
-        "num_samples=0",
-        "grpo.kl_coef=0",
-    ]
-    status, _, stderr = warm.run(["train", *words, "--runs", tmp_path, "--name", "run"])
-    assert status == 0, stderr
-    for file in files.values():
+def test_changed_columns_end_a_resume(folder, warm):
+    """Of the run that the first test has made."""
+    for name in ("rows.jsonl", "eval.jsonl"):
+        file = folder / name
         text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace('"answer": "b', '"answer": "x', 1), encoding="utf-8")
-        status, _, stderr = warm.run(["train", "--resume", tmp_path / "run", "iterations=2"])
+        file.write_text(text.replace('"truth": "', '"truth": "another '), encoding="utf-8")
+        status, _, stderr = warm.run(["train", "--resume", folder / "utf8", "iterations=2"])
         assert status == 2 and f"the columns of the prompts in {file} changed since" in stderr
         file.write_text(text, encoding="utf-8")

@@ -382,7 +382,7 @@ assert not any(name.split(".")[0] in ("transformers", "accelerate", "deepspeed")
 
 
 def test_gguf_says_what_is_missing(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"none\.gguf is missing"):
+    with pytest.raises(UserError, match=r"none\.gguf does not exist"):
         hf.convert_gguf(tmp_path / "none.gguf", tmp_path / "out")
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)

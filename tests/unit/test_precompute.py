@@ -109,7 +109,10 @@ def test_without_the_reference_less_memory_is_needed(folder):
         (["models.reference=FOLDER/actor"], "computed with another reference than .*actor"),
         (["dtype=bfloat16"], "computed with dtype=float32, and this run has bfloat16"),
         (["generation.temperature=0.5"], "computed with generation.temperature=1, and this run has 0.5"),
-        (["data.precomputed_logprobs=none"], "none does not exist: write it with `precompute --out none`"),
+        (
+            ["data.precomputed_logprobs=none"],
+            r"none does not exist \(looked in .*\): write it with `precompute --out none`",
+        ),
         (["data.precomputed_logprobs=FOLDER/rows.jsonl"], "rows.jsonl holds no precomputed logprobs"),
         (["data.precomputed_logprobs=FOLDER/actor/model.safetensors"], "holds no precomputed logprobs: compute it"),
     ],

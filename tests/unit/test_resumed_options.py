@@ -1,6 +1,7 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,14 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import checkpoint_files
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
-from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import (
+    config_of,
+    not_compared,
+    read_run,
+    refuse_changes,
+    refuse_older,
+    refuse_other_inputs,
+)
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import report
@@ -202,6 +210,41 @@ def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
     assert state == ppo.State(0.1, RunningMoments(3.0, 0.1, 2.5))
     assert {name: run.state[name] for name in ABOUT} == ABOUT
     assert report.run_state(RunState(state)) == {"state": OF_PPO}
+
+
+def test_inputs_are_those_of_the_checkpoint(tmp_path):
+    """What an earlier version had no fingerprint of is not compared; everything else is."""
+    run = resumed(write_run(tmp_path))
+    now = {"prompts in x": "abc", "columns of the prompts in x": "1", "algorithm": "2", "tokenizer files in y": "3"}
+    refuse_other_inputs(now, run)
+    assert not_compared(now, run) == list(now)[1:]
+    for changed in ({"prompts in x": "abd"}, {"model in y": "1"}):
+        with pytest.raises(UserError, match=f"the {next(iter(changed))} changed since {tmp_path} was started; restore"):
+            refuse_other_inputs(now | changed, run)
+    (tmp_path / "new").mkdir()
+    run = resumed(write_run(tmp_path / "new", state=STATE | {"inputs": now}))
+    assert not_compared(now, run) == []
+    for name in now:
+        with pytest.raises(UserError, match=f"the {name} changed since"):
+            refuse_other_inputs(now | {name: "another"}, run)
+
+
+def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(presets.load("tiny").models["actor"], folder)
+    (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
+    words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
+    prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
+    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
+    before = report.inputs(job)
+    changes = {"chat_template.jinja": "tokenizer files", "generation_config.json": "model", "../r.py": "reward function"}
+    for file, name in changes.items():
+        with (folder / file).open("a", encoding="utf-8") as opened:
+            opened.write(" \n")
+        now = report.inputs(job)
+        (changed,) = [one for one in now if now[one] != before[one]]
+        assert changed.startswith(name) and now.keys() == before.keys()
+        before = now
 
 
 def test_the_options_of_an_older_run_folder_are_read(tmp_path):

@@ -96,6 +96,7 @@ def write_part(
     whole, fields, arrays = list(rows), [], []
 
     def add(name: str, kind: Any, values: Iterable[Any], metadata: Mapping[bytes, bytes] | None = None) -> None:
+        name = name.encode(errors="backslashreplace").decode()  # a reward function may name its numbers anything
         fields.append(arrow.field(name, kind, metadata=metadata))
         arrays.append(arrow.array(values, type=kind))
 
