@@ -237,7 +237,7 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
     job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
     before = report.inputs(job)
-    changes = {"chat_template.jinja": "tokenizer files", "generation_config.json": "model", "../r.py": "reward function"}
+    changes = {"chat_template.jinja": "tokenizer files", "generation_config.json": "model", "../r.py": "reward"}
     for file, name in changes.items():
         with (folder / file).open("a", encoding="utf-8") as opened:
             opened.write(" \n")
