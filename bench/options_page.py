@@ -62,6 +62,7 @@ data:
   dashes. A verb ignores those that it does not have.
 - A value means what its text means on the command line: `1e-3` is a number, and `on` is a text where a text is wanted.
   `null` is `none`, or empty. A list may stand for commas; `generation.stop: ["a, b"]` is then one text.
+- `data.chat_template_kwargs` holds a mapping, in which values mean what they mean in YAML: `off` is false.
 - Paths are relative to the folder in which the program is started.
 - `--strategy` with another name leaves out the `strategy` options of the file, `--algorithm` those of its algorithm,
   and `plan` those of its strategy.

@@ -15,13 +15,14 @@ from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_file
-from rlhf_spmd.model_folders import folder_of, shape_of_folder
+from rlhf_spmd.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
 from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 from rlhf_spmd.role_shapes import shapes_by_role
 
+Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -50,7 +51,7 @@ class DataOptions:
 class Generation:
     max_new_tokens: PositiveInt = 128  # most tokens of a response
     min_new_tokens: NonNegativeInt = 0  # no end of sequence is drawn before this many tokens
-    temperature: PositiveFloat = 1.0  # logits are divided by it, in generation and in every later pass
+    temperature: PositiveFloat = 1.0  # at least 1e-6; logits are divided by it, in generation and in every later pass
     top_k: NonNegativeInt = 0  # draw from the k most likely tokens; 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the fewest tokens with this total probability
     min_p: Fraction01 = 0.0  # draw from tokens with at least this share of the largest probability
@@ -73,6 +74,7 @@ class Optimizer:
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
 
 
@@ -185,6 +187,13 @@ class Config:
         """The folder of a role; empty if a reward function replaces the role, or if no folder is known."""
         roles = self.algorithm.roles
         return "" if roles[role].judge and self.only_function else folder_of(role, self.models, roles)
+
+    @property
+    def tokenizer_folders(self) -> list[str]:
+        """The folders of the tokenizers of a run: the first role's, and those of judges that have another one."""
+        judges = filter(None, (self.folder(role) for role, about in self.algorithm.roles.items() if about.judge))
+        others = [folder for folder in judges if not same_tokenizer(folder, self.main_folder)]
+        return list(dict.fromkeys(filter(None, [self.main_folder, *others])))
 
 
 def split_functions(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.model.tokenizer_files import same_behaviour
 from rlhf_spmd.plan.workflow import Role
 from rlhf_spmd.plan.workload import ModelShape
 
@@ -19,9 +20,9 @@ def folder_of(role: str, folders: Mapping[str, str], roles: Mapping[str, Role]) 
 
 
 def same_tokenizer(one: str, other: str) -> bool:
-    """Whether two folders hold the same tokenizer.json."""
-    files = [Path(folder) / "tokenizer.json" for folder in (one, other)]
-    return one == other or (all(f.is_file() for f in files) and files[0].read_bytes() == files[1].read_bytes())
+    """Whether two folders hold tokenizers that do the same, however their files are written. Raises UserError for a
+    tokenizer that cannot be read."""
+    return one == other or bool(one and other and same_behaviour(Path(one), Path(other)))
 
 
 def shape_of_folder(folder: str) -> ModelShape:

@@ -6,6 +6,7 @@ from rlhf_spmd.config import Config, Evaluation, RolloutFiles, function_labels, 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
 from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.plan.workflow import check_temperature
 
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
@@ -28,6 +29,7 @@ def check_options(config: Config) -> None:
             "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
             "e.g. generation.top_k=200"
         )
+    check_temperature("generation.temperature", generation.temperature, or_zero=False)
     if generation.min_new_tokens > generation.max_new_tokens:
         raise UserError(
             f"generation.min_new_tokens={generation.min_new_tokens} is larger than "
@@ -147,6 +149,7 @@ def _check_evaluation(config: Config) -> None:
             f"eval.patience={evaluation.patience}: say which metric has to become better, e.g. "
             f"checkpoint.best={names[0]}"
         )
+    check_temperature("eval.temperature", evaluation.temperature)
     if evaluation.samples_per_prompt > 1 and not evaluation.temperature:
         raise UserError(
             f"eval.samples_per_prompt={evaluation.samples_per_prompt}: greedy responses to a prompt are all the same; "

@@ -66,6 +66,7 @@ class Metric:
     this is the standard deviation; its squares are summed as NAME_sq. headline: the unit ("": none) with which the
     first and last value are reported at the end of a run; None: not reported. floor: values below it cause no warning;
     advice: what to do when a value is ten times the largest so far (metrics.py). limits: the range without a warning.
+    zero: what it means if the value is 0, which is warned of; empty: nothing unusual.
     over: what becomes of the values of all calls in an iteration: their mean by weights, or the largest or smallest
     value whose weight is not 0. better: whether larger or smaller values are better, for checkpoint.best.
     """
@@ -78,5 +79,6 @@ class Metric:
     floor: float | None = None
     limits: tuple[float, float] | None = None
     advice: str = ""
+    zero: str = ""
     over: Literal["mean", "max", "min"] = "mean"
     better: Literal["more", "less"] = "more"

@@ -22,16 +22,10 @@ from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
-from rlhf_spmd.model.stored_names import (
-    HEADS,
-    OF_ADAPTERS,
-    VALUE_HEAD,
-    hugging_face_names,
-    prefix_of,
-    tensors_of,
-)
+from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
 from rlhf_spmd.model.template_time import format_time
-from rlhf_spmd.model.tokenizer import TOKENIZER_FILES, Tokenizer, padding_token
+from rlhf_spmd.model.tokenizer import Tokenizer, padding_token
+from rlhf_spmd.model.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -156,13 +150,19 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return Tokenizer.from_json(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there")
+    return transformers_tokenizer(folder)
+
+
+def transformers_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder as transformers reads it. Raises UserError."""
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers and its many backends raise, the cause is the folder
-        raise UserError(f"{folder}: transformers cannot read the tokenizer ({error}); add a tokenizer.json") from None
-    return Tokenizer.from_transformers(slow, folder)
+        fix = "correct its files" if (folder / "tokenizer.json").exists() else "add a tokenizer.json"
+        raise UserError(f"{folder}: transformers cannot read the tokenizer ({error}); {fix}") from None
+    return Tokenizer.from_transformers(found, folder)
 
 
 class ChatTemplate:

@@ -12,18 +12,8 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig, read_json
+from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, NAMES, read_backend, special_names
 from rlhf_spmd.model.weights import write_json
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +28,7 @@ class Tokenizer:
     _encode: Callable[[str, bool], list[int]]
     _decode: Callable[[list[int], bool], str]
     vocabulary: Callable[[], dict[str, int]]  # token -> id, including added tokens; the ids may have gaps
+    added: tuple[str, ...] = ()  # the texts of added tokens, special ones included
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; with `special`, including the special tokens that the tokenizer adds (such as a beginning of
@@ -68,11 +59,12 @@ class Tokenizer:
         return KnownTokens(stop, tuple(token for token in range(stop) if token not in ids))
 
     def eos_ids(self, config: ModelConfig) -> tuple[int, ...]:
-        """The token ids that end a response: the model's, else the tokenizer's; empty if neither has one. Raises
-        UserError for one that the tokenizer lacks, because it is never drawn."""
-        ids = tuple(config.eos_token_ids) or (() if self.eos_token_id is None else (self.eos_token_id,))
-        unknown = set(ids) - set(self.vocabulary().values())
-        if unknown:
+        """The token ids that end a response: the model's, else the tokenizer's; empty if neither has one. The first is
+        the one that ends given texts: the tokenizer's, if it is among them. Raises UserError for one that the tokenizer
+        lacks, because it is never drawn."""
+        own = () if self.eos_token_id is None else (self.eos_token_id,)
+        ids = tuple(sorted(config.eos_token_ids, key=lambda token: token not in own)) or own
+        if unknown := set(ids) - set(self.vocabulary().values()):
             raise UserError(
                 f"the end of sequence {min(unknown)} (eos_token_id in {self.folder}/generation_config.json or "
                 "config.json) is no token of its tokenizer, so no response could end with it: write the id of a token, "
@@ -82,18 +74,9 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":
-        """From tokenizer.json and tokenizer_config.json. Raises UserError if tokenizer.json cannot be read."""
-        from tokenizers import Tokenizer as Backend
-
-        path = folder / "tokenizer.json"
-        try:
-            backend = Backend.from_file(str(path))
-        except Exception as error:  # the package raises bare Exceptions
-            raise UserError(f"{path} is not a tokenizer ({error}); copy it again") from None
-        backend.no_padding()
-        backend.no_truncation()
-        names = _special_names(folder)
-        ids = {kind: backend.token_to_id(name) for kind, name in names.items()}
+        """From tokenizer.json and the files beside it (tokenizer_files.py). Raises UserError if they cannot be read."""
+        backend = read_backend(folder)
+        ids = {kind: backend.token_to_id(name) for kind, name in special_names(folder).items()}
         return cls(
             folder=folder,
             vocab_size=backend.get_vocab_size(with_added_tokens=True),
@@ -103,6 +86,7 @@ class Tokenizer:
             _encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
             _decode=lambda ids, special: backend.decode(ids, skip_special_tokens=not special),
             vocabulary=backend.get_vocab,
+            added=tuple(token.content for token in backend.get_added_tokens_decoder().values()),
         )
 
     @classmethod
@@ -117,7 +101,20 @@ class Tokenizer:
             _encode=lambda text, special: tokenizer.encode(text, add_special_tokens=special),
             _decode=lambda ids, special: tokenizer.decode(ids, skip_special_tokens=not special),
             vocabulary=tokenizer.get_vocab,
+            added=tuple(token.content for token in tokenizer.added_tokens_decoder.values()),
         )
+
+
+def has_stop(decode: Callable[..., str], tokens: Sequence[int], stop: Sequence[str]) -> bool:
+    """Whether the text of these tokens has one of the stop texts. Special tokens are no part of the text, but for a
+    stop text that is or contains one of them. decode: of a Tokenizer."""
+    text = decode(tokens) if stop else ""
+    if any(one in text for one in stop):
+        return True
+    shown = decode(tokens, special=True) if stop else ""
+    found = [one for one in stop if one in shown]
+    special = [decode([token], special=True) for token in tokens if found and not decode([token])]
+    return any(token and token in one for token in special for one in found)
 
 
 def padding_token(folder: Path, config: ModelConfig) -> int:
@@ -126,10 +123,9 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     The tokenizer's own padding token if it qualifies, else the model's, else another special token; then the tokenizer
     files in `folder` are changed to pad with it. Without a tokenizer: the model's, or the last possible id.
     """
-    names = _special_names(folder)
-    path = folder / "tokenizer.json"
-    tokens = read_json(path).get("added_tokens", []) if path.exists() else []
-    text_of = {token["id"]: token["content"] for token in tokens}
+    names = special_names(folder)
+    added = read_backend(folder, named=False).get_added_tokens_decoder() if (folder / BACKEND).exists() else {}
+    text_of = {token_id: token.content for token_id, token in added.items()}
     id_of = {text: token_id for token_id, text in text_of.items()}
     ends = {*config.eos_token_ids, id_of.get(names.get("eos_token"))}
 
@@ -137,7 +133,7 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
         return token_id is not None and 0 <= token_id < config.vocab_size and token_id not in ends
 
     own = id_of.get(names.get("pad_token"))
-    special = [token["id"] for token in tokens if token.get("special") and allowed(token["id"])]
+    special = [token_id for token_id, token in added.items() if token.special and allowed(token_id)]
     if allowed(own):
         return own
     if allowed(config.pad_token_id) and (config.pad_token_id in text_of or not text_of):
@@ -147,7 +143,7 @@ def padding_token(folder: Path, config: ModelConfig) -> int:
     else:
         return max(filter(allowed, range(config.vocab_size)), default=0)
     if chosen in text_of:
-        for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        for path in (folder / CONFIG, folder / NAMES):
             if path.exists():
                 write_json(path, read_json(path) | {"pad_token": text_of[chosen]})
     return chosen
@@ -160,15 +156,3 @@ def _preference(name: str, names: dict[str, str]) -> int:
     if "reserved" in name.lower():
         return 1
     return {names.get("bos_token"): 3, names.get("unk_token"): 2}.get(name, 4)
-
-
-def _special_names(folder: Path) -> dict[str, str]:
-    """kind ("eos_token", ...) -> the token's text."""
-    names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / file).exists():
-            for kind, token in read_json(folder / file).items():
-                token = token.get("content") if isinstance(token, dict) else token
-                if kind in ("bos_token", "eos_token", "pad_token", "unk_token") and isinstance(token, str):
-                    names[kind] = token
-    return names

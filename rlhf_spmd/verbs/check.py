@@ -15,6 +15,7 @@ from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
+from rlhf_spmd.model.tokenizer_check import reading_note
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Program
@@ -39,9 +40,14 @@ def run(parsed: argparse.Namespace) -> int:
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
-    findings = check_both(program, evaluate(program)) + check_rewards(config)
+    findings = check_both(program, evaluate(program)) + check_rewards(config) + tokenizer_findings(config)
     text = config_text(parsed, config, parsed.strategy)
     return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluate)
+
+
+def tokenizer_findings(config: Config) -> list[Finding]:
+    """Warnings about what transformers makes of the tokenizers. Raises UserError if that is something else."""
+    return [Finding("warning", note) for note in filter(None, map(reading_note, config.tokenizer_folders))]
 
 
 def evaluate_of(config: Config) -> Evaluate:
@@ -97,7 +103,8 @@ def _check_reward(spec: str, config: Config) -> Finding | None:
     """check_rewards() for one function. Rows are read only if it asks for a column, and if all files are here."""
     from rlhf_spmd.runtime.data.reward_function import load_reward_function, source_file
 
-    if source_file(spec) is None:
+    module, _, name = spec.rpartition(":")
+    if module and name.isidentifier() and source_file(spec) is None:  # else loading says what is wrong with it
         return Finding("warning", f"reward function {spec} is not here, so its parameters are not checked")
     paths = [Path(path) for path in prompt_files(config)]
     function = load_reward_function(spec, None)

@@ -278,6 +278,15 @@ CASES = {
         ("ppo.old_logprobs=recompute", "ppo.rejection=token", "ppo.rejection_range=2,0.5"),
         ("rejection_range=(2.0, 0.5)", "first number must be smaller"),
     ),
+    "an adaptive coefficient that becomes negative": Case(
+        ("--strategy", "flattening", "ppo.kl_controller=adaptive", "ppo.kl_horizon=4"),
+        ("= 24 sequences may lower kl_coef", "set kl_horizon to at least 5"),
+        by_check=True,
+    ),
+    "a divergence without the reference": Case(
+        ("--algorithm", "grpo", "samples_per_prompt=2", "grpo.kl_coef=0.1", "grpo.kl_estimator=k1"),
+        ("has no gradient from the reference", "kl_estimator=k2 or k3, or kl_unbiased=true"),
+    ),
     "oversampling without dropping": Case(
         ("--algorithm", "grpo", "samples_per_prompt=2", "grpo.oversampling=2"),
         ("oversampling makes up for what is left out", "set drop_equal_groups=true"),

@@ -12,6 +12,7 @@ from rlhf_spmd.runtime.offline.prompts import Prompt
 from tests.folders import write_model
 
 DEVICE = torch.device("cpu")
+LINES = [{"response": "x", "finish": "eos"}, {"response": "y", "finish": "length"}]
 
 
 def test_the_best_of_those_that_ended_is_written():
@@ -39,7 +40,7 @@ def judge(folder, reward: str, prompts: list[Prompt]) -> Judge:
 def test_a_reward_model_scores_tokens(folders):
     prompts = [Prompt(0, "ba", [3], Sampling(4)), Prompt(1, "be bi", [4, 5], Sampling(4))]
     responses = [[6, 7, 1], [8]]
-    found = judge(folders, str(folders / "reward"), prompts).scores(prompts, ["", ""], responses)
+    found = judge(folders, str(folders / "reward"), prompts).scores(prompts, LINES, responses)
     model = load_model(folders / "reward", head="scalar")
     for prompt, response, score in zip(prompts, responses, found, strict=True):
         expected = model.scalar(model(torch.tensor([[*prompt.tokens, *response]]))[0])[-1]
@@ -53,9 +54,9 @@ def test_a_reward_function_gets_columns(folders, tmp_path):
         "def f(prompts, responses, answer):\n    return [float(r == a) for r, a in zip(responses, answer)]\n",
         encoding="utf-8",
     )
-    prompts = [Prompt(0, "ba", [3], Sampling(4), columns) for columns in ({}, {"answer": "x"}, {"answer": "x"})]
-    found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, ["x", "x", "y"], [[6], [7], [8]])
-    assert found == [0.0, 1.0, 0.0]
+    prompts = [Prompt(0, "ba", [3], Sampling(4), columns) for columns in ({}, {"answer": "y"})]
+    found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, LINES, [[6], [7]])
+    assert found == [0.0, 1.0]
 
 
 def test_one_sample_leaves_nothing_to_choose():

@@ -225,6 +225,8 @@ def test_options_and_overrides_reach_the_program(capsys):
         ("data.prompts=none.jsonl reward_function=r.py:other", ""),  # columns that are not known here
         ("data.prompts=p.jsonl reward_function=r.py:right eval.prompts=q.txt", "evaluation on q.txt: reward function"),
         ("data.prompts=p.jsonl reward_function=m:f", "warning: reward function m:f is not here"),
+        ("data.prompts=p.jsonl reward_function=r.py", "write it as module:function"),
+        ("data.prompts=p.jsonl reward_function=r.py:rihgt", "did you mean 'right'?"),
     ],
 )
 def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp_path, monkeypatch):

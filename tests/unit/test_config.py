@@ -203,7 +203,34 @@ def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
     assert "generation.top_k" in refused("generation.top_p=0.9")
+    for temperature in ("1e-45", "9e-7"):
+        text = refused(f"generation.temperature={temperature}")
+        assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
+        assert text.endswith("give at least 1e-06")
+        text = refused("eval.prompts=p.jsonl", f"eval.temperature={temperature}")
+        assert text.endswith("give at least 1e-06, or 0 for the most likely token")
     assert "unknown shape 'llama-7' (did you mean 'llama-7b'?)" in refused("shape=llama-7", preset="llama-13b")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "fix"),
+    [
+        ("grpo", [], "k2 or k3, or kl_unbiased=true"),
+        ("reinforce_plus_plus", ["kl_in=loss"], "k2 or k3"),
+    ],
+)
+def test_k1_in_the_loss_is_refused(algorithm, more, fix):
+    """Its gradient does not depend on the reference. Multiplied by the ratio it does, and in the reward it counts."""
+
+    def load_with(*options: str) -> Config:
+        return load(None, [f"{algorithm}.{option}" for option in [*options, *more]], algorithm=algorithm)
+
+    with pytest.raises(UserError, match=f"kl_estimator=k1 as a term of the loss has no gradient .*={fix}$"):
+        load_with("kl_coef=0.1", "kl_estimator=k1")
+    assert load_with("kl_coef=0", "kl_estimator=k1").options.kl_estimator == "k1"
+    assert load_with("kl_coef=0.1", "kl_estimator=k2").options.kl_coef == 0.1
+    more = ["kl_in=reward"] if more else ["kl_unbiased=true"]
+    assert load_with("kl_coef=0.1", "kl_estimator=k1").options.kl_coef == 0.1
 
 
 def test_values_that_are_no_text_are_checked_too():

@@ -356,3 +356,24 @@ def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
     text = " ".join(out.read_text(encoding="utf-8").split())
     assert f"Planned with --config {path} iterations=3." in text
     assert main([*shlex.split(command)[3:], "--rank", "7"]) == 0
+
+
+def test_the_mapping_of_a_template(tmp_path):
+    """Its values mean what they mean in YAML; `config.json` of a run folder is read alike."""
+    text = "data:\n  chat_template_kwargs:\n    {on: off, 'b': True, day: 2026-02-03, deep: {a: [null, 'no', 1e-3]}}"
+    wanted = {"on": False, "b": True, "day": "2026-02-03", "deep": {"a": [None, "no", 1e-3]}}
+    assert loaded(write(tmp_path, text)).data.chat_template_kwargs == wanted
+    for empty in ("data:\n  chat_template_kwargs:", "data: {chat_template_kwargs: {}}"):
+        assert loaded(write(tmp_path, empty)).data.chat_template_kwargs == {}
+    bomb = "a0: &a0 [x, x, x]\n" + "".join(f"    a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+    wrong = {
+        "{a: 1, a: 2}": "'a' twice",
+        "{[a]: 1}": "a list as a name",
+        "{a: .5}": "write a number as JSON does, such as 0.5",
+        "{messages: 1}": "has 'messages', which every chat template is given by the program",
+        "{a: !!python/name:os.system }": "has the tag tag:yaml.org,2002:python/name:os.system, which is not read",
+        "\n    " + bomb: "holds more than 1000 values",
+    }
+    for value, expected in wrong.items():
+        with pytest.raises(UserError, match=expected):
+            check_options(loaded(write(tmp_path, f"data:\n  chat_template_kwargs: {value}")))

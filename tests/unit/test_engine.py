@@ -140,7 +140,7 @@ def test_places_are_refilled_at_once():
     assert len(rounds) < 2 * 16 + 8  # batches of four would take 4 * 15
 
 
-def decode(tokens) -> str:
+def decode(tokens, *, special: bool = False) -> str:
     """Token 3 is `d`, and so on."""
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 

@@ -34,18 +34,26 @@ def test_these_change_no_token(options, overrides):
     assert torch.equal(found, expected)
 
 
-def test_stop_texts_end_responses(overrides):
-    """As an EOS does: the response ends there, counts as ended, and its score is used."""
-    free_BG, before = responses_of(overrides)
-    words = range(0, len(WORDS), 3)
-    stopped_BG, after = responses_of(overrides, "generation.stop=" + ",".join(WORDS[word] for word in words))
-    stops = {3 + word for word in words}  # as tokens
-    num_shorter = 0
+STOPS = {
+    "texts": ([WORDS[word] for word in range(0, len(WORDS), 3)], set(range(3, 63, 3))),
+    "special tokens": (["<s>", WORDS[0]], {0, 3}),
+    "special tokens with a text": ([f"{word} <s>" for word in WORDS], {(token, 0) for token in range(3, 63)}),
+    "parts of special tokens": (["s>", "</"], set()),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_texts_end_responses(name, overrides):
+    """As an EOS does, in the last place, too: the response ends there, counts as ended, and its score is used."""
+    words, stops = STOPS[name]  # as texts and as tokens
+    (free_BG, before), num_shorter = responses_of(overrides), 0
+    stopped_BG, after = responses_of(overrides, "generation.stop=" + ",".join(words))
     for free, stopped in zip(free_BG.tolist(), stopped_BG.tolist(), strict=True):
-        end = next((place + 1 for place, token in enumerate(free) if token in stops), len(free))
+        found = [place for place in range(len(free)) if {free[place], tuple(free[place - 1 : place + 1])} & stops]
+        end = found[0] + 1 if found else len(free)
         assert stopped == free[:end] + [-1] * (len(free) - end)
-        num_shorter += end < len(free) and free[-1] >= 0 and free[-1] not in EOS_IDS
-    assert num_shorter > 2
+        num_shorter += bool(found) and free[-1] >= 0 and free[-1] not in EOS_IDS
+    assert num_shorter > 1 or not stops
     gained = (after["ended_fraction"] - before["ended_fraction"]) * len(free_BG)
     assert gained == pytest.approx(num_shorter)
 

@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline import generate_file, options
@@ -29,6 +30,39 @@ def config(**changes) -> ModelConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
     shape = {"model_type": "llama", "vocab_size": 63, "head_dim": 16, "max_position_embeddings": CONTEXT}
     return ModelConfig(**(sizes | shape | changes))
+
+
+def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "ba"}], "tools": [{}]}\n'
+        '{"messages": [{"role": "user", "content": "ba"}], "chat_template_kwargs": {"x": "bo"}}\n{"prompt": "bi"}\n',
+        encoding="utf-8",
+    )
+    (tmp_path / "t.jinja").write_text("{{ x }} {% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    write_tokenizer(tmp_path)
+
+    def read(kwargs: str) -> list[str]:
+        words = ["generation.max_new_tokens=8", f"data.chat_template_kwargs={kwargs}"]
+        template = ChatTemplate(tmp_path, str(tmp_path / "t.jinja"), started="2026-02-03T00:00:00")
+        given = load_options(words), None, template
+        return [one.text for one in read_offline_prompts(tmp_path / "p.jsonl", tokenizer, config(), *given)]
+
+    assert read('{"x": "be"}') == ["be ba", "bo ba", "bi"]
+    assert capsys.readouterr().err.split("\n")[:-1] == [
+        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: 1 of text, which no chat template renders, so that "
+        "chat_template_kwargs have no effect",
+        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: the chat template does not read 'tools'",
+    ]
+    with pytest.raises(
+        UserError, match=r"data.chat_template_kwargs has 'y', which the chat template .* \(it reads x\)"
+    ):
+        read('{"y": "be"}')
+    with pytest.raises(UserError, match="data.chat_template_kwargs has 'tools', which every chat template is given by"):
+        options.check_options(load_options(['data.chat_template_kwargs={"tools": []}']))
+    for wrong in ("1", "[1]", '{"x": False}', "x=1"):
+        with pytest.raises(UserError, match=r'write an object of JSON, such as {"enable_thinking": false}'):
+            load_options([f"data.chat_template_kwargs={wrong}"])
+    assert load_options(["data.chat_template_kwargs=none"]).data.chat_template_kwargs == {}
 
 
 def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: str, **model) -> list[Prompt]:
@@ -167,6 +201,9 @@ def test_what_is_dealt_comes_back_in_order(num, copies, samples, window):
         ([5, 6, 7, 8], ("du",), "length"),
         ([5, 6, 7], ("bu",), "stop"),
         ([5, 6, 7, 8], ("da",), "stop"),
+        ([5, 6, 7, 0], ("<s>",), "stop"),  # a special token, which the text does not show
+        ([5, 6, 7, 0], ("bu <s>",), "stop"),
+        ([5, 6, 7, 0], ("s>",), "length"),
     ],
 )
 def test_how_a_response_ended(tokenizer, response, stop, finish):
@@ -175,7 +212,7 @@ def test_how_a_response_ended(tokenizer, response, stop, finish):
     assert (line["finish"], line["num_tokens"], line["logprob"]) == (finish, len(response), -1.2346)
     assert (line["prompt"], line["response"].split()) == (
         "ba",
-        ["bi", "bo", "bu", "da"][: len(response) - (finish == "eos")],
+        ["bi", "bo", "bu", "da"][: len(response) - (response[-1] < 2)],
     )
 
 

@@ -240,7 +240,7 @@ def test_memory_is_kept_for_evaluations(capsys, tmp_path):
 def test_a_launcher_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "0")
-    assert "plan runs in one process" in refusal(capsys)
+    assert "plan runs in one process, but 2 were started (PMI_SIZE)" in refusal(capsys)
 
 
 # ---- train --strategy auto -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import checkpoint_files
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.resume import (
+    _started,
     config_of,
     not_compared,
     read_run,
@@ -237,7 +238,11 @@ def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
     prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
     job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
     before = report.inputs(job)
-    changes = {"chat_template.jinja": "tokenizer files", "generation_config.json": "model", "../r.py": "reward"}
+    changes = {
+        "chat_template.jinja": "tokenizer files",
+        "generation_config.json": "model",
+        "../r.py": "reward function",
+    }
     for file, name in changes.items():
         with (folder / file).open("a", encoding="utf-8") as opened:
             opened.write(" \n")
@@ -328,3 +333,37 @@ def test_other_surroundings_are_told():
     assert report.changed(now, {}) == ""  # of a version that did not write them
     text = report.changed(now, {"program": "a", "torch": "2.11", "threads": "1"})
     assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"
+
+
+# ---- the time of the first start -------------------------------------------------------------------------------------
+
+
+def test_the_time_of_the_first_start(tmp_path):
+    """That of the checkpoint, whose prompts are compared, else that of the folder; a run without one says so once."""
+    folder = write_run(tmp_path, iteration=None)
+    assert read_run(str(folder), [], other_strategy=False).started == ""
+    first, second = "2026-02-03T00:00:00+01:00", "2026-02-04T00:00:00+01:00"
+    (folder / "program.json").write_text(json.dumps({"started": first}), encoding="utf-8")
+    assert read_run(str(folder), [], other_strategy=False).started == first
+    of_checkpoint = SimpleNamespace(
+        folder=folder / "c", files={"program.json": None}, text=lambda _: json.dumps({"started": second})
+    )
+    assert _started(folder, {"started": first}, of_checkpoint) == second
+    of_checkpoint.text = lambda _: "{}"
+    assert _started(folder, {"started": first}, of_checkpoint) == first
+    (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"program.json: 3 is no time of a start, such as '20.*; restore it"):
+        read_run(str(folder), [], other_strategy=False)
+
+
+def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
+    run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
+    job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
+    assert "writes 2026-02-03 00:00, also when the run is resumed again" in report.notes(job, run)[-1]
+    assert f'add it to {tmp_path / "program.json"}, such as "started": "now"' in report.lost_time(
+        job, run, "prompts in x"
+    )
+    assert report.lost_time(job, run, "model in x") == ""
+    job.written_at = ""
+    assert report.notes(job, run) == [*run.notes] and report.lost_time(job, run, "prompts in x") == ""
+    assert report.notes(job, None) == []

@@ -33,7 +33,7 @@ def score(tmp_path):
         assert scorer.shape == (model and model.config)
         scores_B = torch.zeros(3)
         if model is not None:
-            batch = scorer.batch(PROMPTS_BP, RESPONSES_BG)
+            batch = scorer.batch(PROMPTS_BP, RESPONSES_BG, torch.zeros(3, dtype=torch.bool), range(3))
             scores_B += sequence_scores(model, batch, forward(model, batch))
         return scores_B + (scorer.of_functions(PROMPTS_BP, RESPONSES_BG, range(3)).scores_B if scorer.specs else 0.0)
 

@@ -143,7 +143,7 @@ def test_files_that_are_no_strategy(write, source, words):
 
 def test_a_folder_is_no_file(tmp_path):
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(UserError, match="folder.py does not exist"):
+    with pytest.raises(UserError, match="folder.py is a folder"):
         load_strategy(str(tmp_path / "folder.py"))
 
 

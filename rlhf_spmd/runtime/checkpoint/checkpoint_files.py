@@ -24,6 +24,7 @@ from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
+from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, number_of
 
 FORMAT = 1
@@ -85,7 +86,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
 
 def unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
-        f"the checkpoint file {path} can't be written: {error.strerror or error}; make room there, or lower "
+        f"the checkpoint file {path} can't be written: {error.strerror or error}; {advice(error)}, or lower "
         "checkpoint.keep. Earlier checkpoints are unchanged"
     )
 

@@ -11,13 +11,16 @@ from torch import Tensor
 from rlhf_spmd.config import Config, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model_folders import same_tokenizer
+from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
+from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.data.reward_function import label_of, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.data.reward_texts import RewardTexts
 from rlhf_spmd.runtime.data.reward_workers import RewardWorkers, Scores
 
 
@@ -63,9 +66,11 @@ class Scorer:
             self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
-        self.own_tokenizer = None
-        if folder and not same_tokenizer(folder, config.main_folder):
-            self.own_tokenizer = load_tokenizer(folder)
+        self.texts = None
+        if reads_text(config, role):
+            self.texts = RewardTexts(folder, self.shape, config.data.key or config.algorithm.data[PROMPTS], role)
+            if data is not None:
+                self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
     def of_functions(self, prompts_BP: Tensor, responses_BG: Tensor, index_B: Sequence[int]) -> Judged:
         """The weighted sums of all functions, and for the log the scores of each, if there are several, and whatever
@@ -105,20 +110,33 @@ class Scorer:
         """Prompt and response of each row, without padding and special tokens."""
         return list(map(self.tokenizer.decode_pair, prompts_BP.tolist(), responses_BG.tolist()))
 
-    def lengths(self, prompts_BP: Tensor, responses_BG: Tensor) -> list[int]:
-        """Number of tokens of each row in the reward model's input."""
-        return list(self.batch(prompts_BP, responses_BG).lengths) if len(prompts_BP) else []
+    def _columns(self, index_B: Sequence[int]) -> list[Record]:
+        return self.data.records(index_B) if self.data is not None else [{}] * len(index_B)
 
-    def batch(self, prompts_BP: Tensor, responses_BG: Tensor) -> Sequences:
-        """The reward model's input for these rows."""
-        if self.own_tokenizer is None:
+    def lengths(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> list[int]:
+        """Number of tokens of each row in the reward model's input."""
+        return list(self.batch(prompts_BP, responses_BG, ended_B, index_B).lengths) if len(prompts_BP) else []
+
+    def batch(self, prompts_BP: Tensor, responses_BG: Tensor, ended_B: Tensor, index_B: Sequence[int]) -> Sequences:
+        """The reward model's input for these rows. ended_B: whether each response ended by itself. index_B: of the
+        prompts in the data set."""
+        if self.texts is None:
             return Sequences.join(prompts_BP, responses_BG)
-        limit = self.shape.max_position_embeddings
-        texts = (prompt + response for prompt, response in self._texts(prompts_BP, responses_BG))
-        tokens_BT = pad([self.own_tokenizer.encode(text)[-limit:] for text in texts]).to(prompts_BP.device)
-        if int(tokens_BT.max()) >= self.shape.vocab_size:
-            raise UserError(
-                f"the tokenizer of the {self.role} made token {int(tokens_BT.max())}, but the model has "
-                f"{self.shape.vocab_size} tokens; give models.{self.role} the tokenizer that belongs to it"
-            )
-        return Sequences.of(tokens_BT)
+        rows = zip(self._texts(prompts_BP, responses_BG), ended_B.tolist(), self._columns(index_B), strict=True)
+        made = [self.texts.tokens(*texts, ended=ended, columns=columns) for texts, ended, columns in rows]
+        return Sequences.of(pad(made).to(prompts_BP.device))
+
+
+def reads_text(config: Config, role: str) -> bool:
+    """Whether a judge is a model with another tokenizer than the first role's, so that it gets text."""
+    folder = config.folder(role)
+    return bool(folder) and not same_tokenizer(folder, config.main_folder)
+
+
+def how_read(config: Config, role: str, data: PromptSet) -> str:
+    """How a judge with another tokenizer gets the rows, for the heading of a run; empty: as tokens."""
+    if not reads_text(config, role):
+        return ""
+    folder = config.folder(role)
+    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS])
+    return f" ({texts.describe(data.records([0])[0])})"

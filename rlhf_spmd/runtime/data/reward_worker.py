@@ -24,6 +24,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
 
 # What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
@@ -34,6 +35,7 @@ LEFT_TO_THE_RANK = ASKED_BY | {signal.SIGUSR1, signal.SIGUSR2}
 def main() -> None:
     """Serves the rank at the other end of the socket until that closes. Arguments: the socket's descriptor, and the
     process id of the rank."""
+    streams.prepare(is_work=False, speaks=False)
     descriptor, rank = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != rank:  # it ended before that
@@ -50,7 +52,7 @@ def main() -> None:
                 answer = _answer(json.loads(line), functions)
             except UserError as error:
                 answer = {"error": str(error)}
-            sys.stdout.flush()  # what the function printed, before the rank goes on
+            streams.flush()  # what the function printed, before the rank goes on
             try:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
             except (BrokenPipeError, ConnectionResetError):  # the rank has ended

@@ -12,7 +12,7 @@ Two conversations beside a prompt that is text begin with their prompt; the text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
@@ -257,7 +257,7 @@ def _answered(
             )
         between = _continued(text, tokens, opened[len(text) :], reading, special=False) if opened != text else []
         said = _continued(opened, [*tokens, *between], closed[len(opened) :], reading, special=False)
-        kept = _up_to_end(said, reading)
+        kept = up_to_end(said, reading.tokenizer, reading.eos_ids)
         marks += [0] * len(between) + [1] * len(kept)
         tokens += between + kept
         if place < last:  # what the template writes behind an end of sequence belongs to no turn
@@ -288,16 +288,16 @@ def _continued(before: str, tokens: list[int], text: str, reading: Reading, *, s
     return alone[1:] if alone and alone[0] == tokenizer.bos_token_id else alone
 
 
-def _up_to_end(tokens: list[int], reading: Reading) -> list[int]:
+def up_to_end(tokens: list[int], tokenizer: Tokenizer, eos_ids: Sequence[int]) -> list[int]:
     """A turn without the white space that a chat template writes behind its end of sequence."""
-    places = [place for place, token in enumerate(tokens) if token in reading.eos_ids]
-    if not places or reading.tokenizer.decode(tokens[places[-1] + 1 :]).strip():
+    places = [place for place, token in enumerate(tokens) if token in eos_ids]
+    if not places or tokenizer.decode(tokens[places[-1] + 1 :]).strip():
         return tokens
     return tokens[: places[-1] + 1]
 
 
 def _ended(tokens: list[int], reading: Reading) -> list[int]:
-    """With an end of sequence, if there is none."""
+    """With the first of the ends of sequence (Tokenizer.eos_ids), if there is none."""
     if not reading.eos_ids or (tokens and tokens[-1] in reading.eos_ids):
         return tokens
     return [*tokens, reading.eos_ids[0]]

@@ -29,6 +29,7 @@ from rlhf_spmd.kernels.sample_shard import sample_shard
 from rlhf_spmd.model.fast_attributes import fast_attributes
 from rlhf_spmd.model.linear import logits_of
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
+from rlhf_spmd.model.tokenizer import has_stop
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.decoder import Decoder
 from rlhf_spmd.runtime.generation.kv_cache import GPU_BLOCK, KVCache, blocks_that_fit
@@ -53,12 +54,12 @@ class Engine:
         num_blocks: int = 0,
         free_bytes: float = math.inf,
         num_stored: int = 0,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Callable[..., str] | None = None,
     ):
         """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
         max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
         a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
-        largest sampling support to store for replay; 0: none. decode: converts token ids to text, for stop texts.
+        largest sampling support to store for replay; 0: none. decode: of a Tokenizer, for stop texts.
         """
         self.model, self.parallel, self.decode = model, model.parallel, decode
         self.device = next(model.parameters()).device
@@ -228,8 +229,8 @@ class Engine:
         tails = drawn_BG.gather(1, places_BT.clamp_min(0)).masked_fill(places_BT < 0, -1).tolist()  # one read for all
         stopped = []
         for stop, reach, tail in zip(stops, reaches, tails, strict=True):
-            text = self.decode([token for token in tail[-reach:] if token >= 0]) if stop else ""
-            stopped.append(any(one in text for one in stop))
+            drawn = [token for token in tail[-reach:] if token >= 0] if stop else []
+            stopped.append(has_stop(self.decode, drawn, stop))
         return torch.tensor(stopped, device=self.device)
 
     def _from_last_stage(self, x: Tensor) -> None:

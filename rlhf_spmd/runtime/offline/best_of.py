@@ -13,13 +13,14 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_folder
-from rlhf_spmd.model.hf import load_model, load_tokenizer
+from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.data.reward_function import load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.data.reward_texts import RewardTexts, conversation_of
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
@@ -32,13 +33,14 @@ class Judge:
 
     def __init__(self, options: GenerateOptions, model: str, tokenizer: Tokenizer, prompts: Sequence[Prompt], device):
         """model, tokenizer: of generation."""
-        reward, self.device = options.best_of, device
-        self.function = self.model = self.tokenizer = None
+        reward, self.device, self.of_responses = options.best_of, device, tokenizer
+        self.function = self.model = self.texts = None
         if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
             if not same_tokenizer(reward, model):
-                self.tokenizer = load_tokenizer(reward)
+                self.texts = RewardTexts(reward, self.model.config, options.data.key or "prompt", "reward model")
+                self.texts.try_on(prompt.columns for prompt in prompts)
             elif self.model.config.vocab_size <= max(tokenizer.vocabulary().values()):
                 raise UserError(
                     f"best_of={reward}: the reward model has {self.model.config.vocab_size} tokens, fewer than the "
@@ -48,24 +50,31 @@ class Judge:
             columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
             self.function = load_reward_function(reward, list(columns))
 
-    def scores(self, prompts: Sequence[Prompt], texts: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[float]:
-        """One score for each response. texts, tokens: of the responses."""
+    def scores(
+        self, prompts: Sequence[Prompt], lines: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """One score for each response. lines, tokens: of the responses, with `response` and `finish`."""
+        responses = [line["response"] for line in lines]
         if self.function is not None:
             columns = [prompt.columns for prompt in prompts]
-            found = self.function.score(Scored([prompt.text for prompt in prompts], texts, tokens, columns))[0]
+            found = self.function.score(Scored([prompt.text for prompt in prompts], responses, tokens, columns))[0]
             if None in found:
                 raise UserError(f"{self.function.name} gives a response no score; return a number for each")
             return found
-        if self.tokenizer is not None:
-            limit = self.model.config.max_position_embeddings
-            pairs = zip(prompts, texts, strict=True)
-            rows = [self.tokenizer.encode(prompt.text + text)[-limit:] for prompt, text in pairs]
+        if self.texts is not None:
+            rows = [self._of_text(*row) for row in zip(prompts, lines, tokens, strict=True)]
         else:
             rows = [[*prompt.tokens, *response] for prompt, response in zip(prompts, tokens, strict=True)]
         found = []
         for start in range(0, len(rows), ROWS_AT_ONCE):
             found += self._scores_of_model(rows[start : start + ROWS_AT_ONCE])
         return found
+
+    def _of_text(self, prompt: Prompt, line: Mapping[str, Any], tokens: Sequence[int]) -> list[int]:
+        """The tokens of a reward model with another tokenizer."""
+        is_chat = conversation_of(prompt.columns, self.texts.key) is not None
+        text = self.of_responses.decode_pair(prompt.tokens, tokens)[0] if is_chat else prompt.text
+        return self.texts.tokens(text, line["response"], ended=line["finish"] != "length", columns=prompt.columns)
 
     @torch.no_grad()
     def _scores_of_model(self, rows: Sequence[Sequence[int]]) -> list[float]:

@@ -30,8 +30,10 @@ from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.template_time import time_of_start
-from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.model.tokenizer import Tokenizer, has_stop
+from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
+from rlhf_spmd.runtime.data.input_checks import tokenizer_notes
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
@@ -122,8 +124,8 @@ def line_of(
     prompt: Prompt, response: Sequence[int], logprob: float, tokenizer: Tokenizer, eos_ids: Sequence[int]
 ) -> dict[str, Any]:
     """A line of the file. num_tokens includes the EOS; logprob is under the distribution sampled from."""
-    decoded = tokenizer.decode(response) if prompt.sampling.stop else ""
-    stopped = len(response) < prompt.sampling.max_new_tokens or any(text in decoded for text in prompt.sampling.stop)
+    sampling = prompt.sampling
+    stopped = len(response) < sampling.max_new_tokens or has_stop(tokenizer.decode, response, sampling.stop)
     return {
         "prompt": prompt.text,
         "response": tokenizer.decode_pair(prompt.tokens, response)[1],
@@ -163,7 +165,7 @@ class Replica:
         self.engine.requests.forget(numbers.stop)
         if self.judge is None:
             return lines
-        scores = self.judge.scores(prompts, [line["response"] for line in lines], tokens)
+        scores = self.judge.scores(prompts, lines, tokens)
         return best_lines(lines, scores, self.options.samples_per_prompt)
 
     def _submit(self, window: Sequence[Prompt]) -> tuple[list[Prompt], range]:
@@ -244,11 +246,17 @@ def generate_file(
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
+        has_judge = options.best_of and is_folder(options.best_of)
+        notes = tokenizer_notes(world, [model, options.best_of] if has_judge else [model])
         template = ChatTemplate(model, options.data.chat_template, started=started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     replica = make_replica(model, asked, tokenizer, layout, world, options)
+    if has_judge and not same_tokenizer(options.best_of, model):
+        notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")
+    for note in notes if world.rank == 0 else ():
+        print(f"note: {note}", flush=True)
     world.barrier("the start of generation")
     started, totals = time.perf_counter(), Counter()
     share = len(asked[layout.dp_index(world.rank) :: layout.dp]) / len(asked)

@@ -13,6 +13,7 @@ from rlhf_spmd.config import Given, NonNegative
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.plan.workflow import check_temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def assigned(options: GenerateOptions, key: str, given: Given) -> GenerateOption
 def check_options(options: GenerateOptions) -> None:
     """Raises UserError if options contradict each other."""
     check_template_kwargs(TEMPLATE_KWARGS, options.data.chat_template_kwargs)
+    check_temperature("generation.temperature", options.generation.temperature)
     if options.best_of and options.samples_per_prompt < 2:
         raise UserError(f"best_of={options.best_of} chooses among the samples of a prompt; give samples_per_prompt=8")
 

@@ -24,6 +24,7 @@ from rlhf_spmd.runtime.data.input_checks import (
     check_responses_end,
     functions_fingerprints,
     read_prompts,
+    tokenizer_notes,
 )
 from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.response_scores import Scorer
@@ -54,6 +55,7 @@ class Job:
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     started: str = ""  # the time that chat templates write
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
+    notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
     @property
@@ -76,6 +78,7 @@ def prepare(
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
         known = shared_vocabulary(config, tokenizer)
+        notes = tokenizer_notes(world, config.tokenizer_folders)
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
         prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
@@ -112,7 +115,7 @@ def prepare(
     models.start()
     context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, started, steps)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, started, steps, notes)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))

@@ -26,6 +26,8 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
     """Runs the program of precompute_program over all rows, and writes the file on rank 0 -> facts for the last line.
     Collective; raises UserError."""
     began, job = time.perf_counter(), prepare(config, program, world)
+    for note in job.notes if world.rank == 0 else ():
+        print(f"warning: {note}", flush=True)
     executor = Executor(program, world, job.models, job.calls, Tracer(world.rank, world.hosts[world.rank]))
     calls, at_once, num_rows = program.workload.workflow.calls, program.workload.mini_batch, len(job.prompts)
     parts: dict[str, list[np.ndarray]] = {call.outputs[0]: [] for call in calls}

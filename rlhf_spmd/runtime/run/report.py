@@ -24,6 +24,7 @@ from rlhf_spmd.runtime.checkpoint.resume import Resumed
 from rlhf_spmd.runtime.data.input_checks import functions_fingerprints
 from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
+from rlhf_spmd.runtime.data.response_scores import how_read
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -104,7 +105,8 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     by_function = config.reward_function
     both = by_function and config.reward_function_mode == "add"
     judged = {
-        role: f"{role} model + {by_function}" if both else by_function or f"{role} model"
+        role: (f"{role} model + {by_function}" if both else by_function or f"{role} model")
+        + (how_read(config, role, job.prompts) if job.world.rank == 0 else "")
         for role in shapes
         if config.algorithm.roles[role].judge
     }

@@ -35,6 +35,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import json_lines, json_text, read_lines
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
+from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
@@ -291,7 +292,7 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
             raise gone(path.parent) from None
         raise UserError(
-            f"{path} can't be written: {error.strerror or error}; make room there, and resume from the newest "
+            f"{path} can't be written: {error.strerror or error}; {advice(error)}, and resume from the newest "
             "checkpoint (--resume)"
         ) from error
 

@@ -1,7 +1,6 @@
 """The train verb on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
@@ -97,6 +97,8 @@ def train(
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
+    for note in job.notes:
+        console.note(f"warning: {note}")
     for note in report.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
@@ -317,7 +319,7 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
     folder.close()
     if world.rank == 0:
         text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: "
-        print(text + resume_command(folder.path, world.size), file=sys.stderr, flush=True)
+        streams.say(text + resume_command(folder.path, world.size))
 
 
 def _write_timeline(

@@ -141,6 +141,7 @@ class RankModels:
                     betas=(optimizer.beta1, optimizer.beta2),
                     eps=optimizer.eps,
                     weight_decay=optimizer.weight_decay,
+                    weight_decay_on=optimizer.weight_decay_on,
                     max_grad_norm=optimizer.max_grad_norm,
                 )
             elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:

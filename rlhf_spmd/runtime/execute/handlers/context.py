@@ -6,16 +6,18 @@ of a data-parallel shard hold. One of these ranks counts them for the log (`Layo
 
 # M mini-batches, C columns (= mini_batch), G response tokens
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.config import Config
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.tokenizer import has_stop
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.plan.runtime_words import MASK
@@ -38,8 +40,8 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """eos_ids: tokens that end a response. known: those that may be drawn, and that all models know. decode: token
-    ids to text, for stop texts. stream: of random numbers for the generate call; None: each call has its own."""
+    """eos_ids: tokens that end a response. known: those that may be drawn, and that all models know. decode: of the
+    tokenizer, for stop texts. stream: of random numbers for the generate call; None: each call has its own."""
 
     program: Program
     config: Config
@@ -48,7 +50,7 @@ class CallContext:
     scorer: Scorer | None
     eos_ids: tuple[int, ...]
     known: KnownTokens
-    decode: Callable[[Sequence[int]], str] | None = None
+    decode: Callable[..., str] | None = None
     stream: int | None = None
 
     @property
@@ -105,10 +107,13 @@ class CallContext:
         return data.store.at(key, place)
 
     def ended(self, responses_BG: Tensor) -> Tensor:
-        """True where a response ended by itself, False where it was truncated: bool [B]. A stop text in the very last
-        place does not count."""
-        ended_B = ended(responses_BG, self.eos_ids)
-        return ended_B | (responses_BG[:, -1] < 0) if self.config.generation.stop else ended_B
+        """True where a response ended by itself, False where it was truncated: bool [B]."""
+        ended_B, stop = ended(responses_BG, self.eos_ids), self.config.generation.stop
+        if stop:
+            ended_B |= responses_BG[:, -1] < 0
+            for row in torch.nonzero(~ended_B).flatten().tolist():  # its last token may complete a stop text
+                ended_B[row] = has_stop(self.decode, responses_BG[row].tolist(), stop)
+        return ended_B
 
     def masks(self, words: Mapping[str, tuple[str, str]], rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The masks that functions may ask for. words: of algorithm.mask_words; rows: [B, G] by key."""

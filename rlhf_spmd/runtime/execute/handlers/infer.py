@@ -70,16 +70,23 @@ def inference(context: CallContext, call: Call, step: Run, data: Iteration, mode
     prompts, responses = (context.held(data, key, place) for key in call.tokens)
     last = model.parallel.is_last
     kept = context.held(data, call.kept, place) if last and call.kept else None
+    by_text, index_MC = judges(context, call) and context.scorer.texts is not None, data.prompt_MC[place]
     join, lengths = Sequences.join, lengths_of
-    if judges(context, call):
+    if by_text:
         join, lengths = context.scorer.batch, context.scorer.lengths
+
+    def rows_of(row: int, places: Tensor) -> tuple:
+        """What the input of some rows is made of."""
+        rows = prompts[row, places], responses[row, places]
+        return (*rows, context.ended(rows[1]), index_MC[row, places.cpu()].tolist()) if by_text else rows
+
     used_MC = prompts[..., 0] >= 0  # places without a row have no prompt
     parts = []
     for row, used_C in enumerate(used_MC):
         (places,) = torch.nonzero(used_C, as_tuple=True)
-        of_row = lengths(prompts[row, places], responses[row, places])
+        of_row = lengths(*rows_of(row, places))
         parts += [(row, places[part]) for part in cut(of_row, layout, context.micro_batch(layout))]
-    batches = [join(prompts[part], responses[part]) for part in parts]
+    batches = [join(*rows_of(*part)) for part in parts]
     results: list[Tensor] = []
 
     def read(index: int, output_nD: Tensor) -> None:
@@ -177,7 +184,8 @@ def scores(
     ranks of a stage before the last one. index_B: of the prompts in the data set."""
     of_model_B = None
     if context.workload.models[call.model] is not None:
-        batches = [context.scorer.batch(prompts_BP, responses_BG)] if len(prompts_BP) else []
+        rows = prompts_BP, responses_BG, context.ended(responses_BG), index_B
+        batches = [context.scorer.batch(*rows)] if len(prompts_BP) else []
         with torch.no_grad():
             of_model_B, is_last = _scores_of_model(context, call, batches)
         if not is_last:

@@ -1,0 +1,152 @@
+"""Whether transformers reads a tokenizer as this program does; asked once for each tokenizer, and remembered.
+
+Importing transformers takes seconds, so what was found about files with a given hash is kept in the user's cache
+folder, `$XDG_CACHE_HOME/rlhf_spmd/tokenizers/` or `~/.cache/rlhf_spmd/tokenizers/`. This file imports neither torch nor
+transformers until it must.
+"""
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import read_json
+from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, files_hash
+
+if TYPE_CHECKING:
+    from rlhf_spmd.model.tokenizer import Tokenizer
+
+RULES = 1  # to be raised when more is compared than before
+PREPENDING = ("normalizer", "pre_tokenizer")  # parts of tokenizer.json
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+TEXTS = (
+    "Hello world",
+    " It's 1,234.50!",
+    "two  spaces\n\n\tand a tab, then\r\nlines ",
+    "def f(x):\n    return {'a': x[0] ** 2}",
+    "naïve café – 数学 Привет 🙂",
+)
+
+
+def reading_note(folder: str | Path) -> str:
+    """What the user should know about how transformers reads the tokenizer in a folder; empty: nothing. Without
+    tokenizer.json transformers is the only reader. Raises UserError if it makes other tokens of a text."""
+    folder = Path(folder)
+    if not (folder / BACKEND).is_file():
+        return ""
+    digest = files_hash(folder)
+    if digest in _of_embedded():
+        return ""
+    versions = [version(package) for package in ("transformers", "tokenizers")]
+    name = hashlib.sha256(repr([RULES, digest, *versions]).encode()).hexdigest()
+    note = _remembered(name)
+    if note is None:
+        note = _compared(folder)
+        _remember(name, note)
+    return note
+
+
+# ---- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def _of_embedded() -> set[str]:
+    """The hashes of the embedded models' tokenizers, which tests compare."""
+    return {files_hash(path.parent) for path in EMBEDDED.glob(f"*/*/{BACKEND}")}
+
+
+def _memory() -> Path | None:
+    """The folder of what is known; None without a home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return cache / "rlhf_spmd" / "tokenizers"
+
+
+def _remembered(name: str) -> str | None:
+    memory = _memory()
+    with suppress(OSError, ValueError, UserError):
+        note = read_json(memory / name).get("note") if memory else None
+        return note if isinstance(note, str) else None
+    return None
+
+
+def _remember(name: str, note: str) -> None:
+    """Keeps a note, if the folder can be written; several processes may do so at once."""
+    memory = _memory()
+    with suppress(OSError):
+        if memory is not None:
+            memory.mkdir(parents=True, exist_ok=True)
+            part = memory / f"{name}.{os.getpid()}.{os.urandom(4).hex()}"
+            part.write_text(json.dumps({"note": note}), encoding="utf-8")
+            part.replace(memory / name)
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def _compared(folder: Path) -> str:
+    """The note about a folder. Raises UserError."""
+    from rlhf_spmd.model.hf import load_tokenizer, transformers_tokenizer
+
+    ours = load_tokenizer(folder)
+    try:
+        theirs = transformers_tokenizer(folder)
+    except UserError as error:
+        return f"{error}; whether it makes other tokens than this program is not known"
+    found, unnamed = _difference(ours, theirs), _unnamed(folder, ours, theirs)
+    if not found:
+        return unnamed
+    if _prepends(folder) and all(_ids(ours, one) == _ids(theirs, one) for one in _texts() if one[0][0] != " "):
+        known = (
+            f"{folder}: {found}. {BACKEND} puts a '▁' before a text and behind each special token, transformers only "
+            f"where none is; this program does as {BACKEND} says"
+        )
+        return f"{known}. {unnamed}" if unnamed else known
+    raise UserError(
+        f"{folder}: {found}. If transformers is right, write the files anew by AutoTokenizer.from_pretrained(FOLDER)"
+        f'.save_pretrained(FOLDER); if {BACKEND} is, set "tokenizer_class": "PreTrainedTokenizerFast" in {CONFIG}'
+    )
+
+
+def _difference(ours: "Tokenizer", theirs: "Tokenizer") -> str:
+    """The first difference between two readings of a folder; empty: there is none."""
+    for name in ("bos", "eos"):
+        mine, other = (getattr(one, f"{name}_token_id") for one in (ours, theirs))
+        if mine is not None and mine != other:
+            return f"the id of {name}_token is {mine} by its files, and {other} in transformers"
+    for text in _texts(*ours.added, *theirs.added):
+        mine, other = _ids(ours, text), _ids(theirs, text)
+        if mine != other:
+            return f"{BACKEND} makes the tokens {mine} of the text {text[0]!r}, and transformers {other}"
+    return ""
+
+
+def _texts(*added: str) -> list[tuple[str, bool]]:
+    """Texts to compare, and whether with what the tokenizer adds. added: texts of added tokens."""
+    around = [text for token in dict.fromkeys(added) for text in (token, f"a{token}b {token} c\n{token}\n")]
+    return [(text, special) for special in (False, True) for text in TEXTS] + [(text, False) for text in around]
+
+
+def _ids(tokenizer: "Tokenizer", text: tuple[str, bool]) -> list[int]:
+    return tokenizer.encode(text[0], special=text[1])
+
+
+def _unnamed(folder: Path, ours: "Tokenizer", theirs: "Tokenizer") -> str:
+    """A note about ends that only transformers knows, by the class of the tokenizer."""
+    names = [name for name in ("bos", "eos") if getattr(ours, f"{name}_token_id") is None]
+    known = [name for name in names if getattr(theirs, f"{name}_token_id") is not None]
+    if not known:
+        return ""
+    ids = ", ".join(f"{name}_token is {getattr(theirs, f'{name}_token_id')}" for name in known)
+    return f"{folder / CONFIG} does not name what transformers assumes: {ids}; name it there if it is meant"
+
+
+def _prepends(folder: Path) -> bool:
+    """Whether the tokenizer puts a '▁' before each piece of text, as that of Llama 2."""
+    return any("▁" in json.dumps(read_json(folder / BACKEND).get(part), ensure_ascii=False) for part in PREPENDING)

@@ -1,0 +1,88 @@
+"""The input of a reward model that has another tokenizer than the responses: their text, in its own tokens."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
+from rlhf_spmd.model.tokenizer_files import has_chat_template
+from rlhf_spmd.runtime.data.readers import INSTEAD, messages_of
+from rlhf_spmd.runtime.data.row_tokens import ASSISTANT, Message, up_to_end
+
+MARK = "\ue000"  # for private use, so no text has it; stands behind a response that was cut
+
+
+class RewardTexts:
+    """Makes the tokens that a reward model reads. A conversation is rendered by its own chat template, if it has one;
+    any other text gets the special tokens that its tokenizer adds. An end of sequence stands only where the response
+    ended: the one of its tokenizer, or else of its config.json."""
+
+    def __init__(self, folder: str, shape: ModelConfig, key: str, role: str = "reward"):
+        """shape: of the reward model. key: the column of prompts. role: for messages. Raises UserError."""
+        self.folder, self.shape, self.key, self.role = folder, shape, key, role
+        self.tokenizer = load_tokenizer(folder)
+        own = self.tokenizer.eos_token_id
+        self.ends = tuple(shape.eos_token_ids) if own is None else (own, *shape.eos_token_ids)
+        self.template = ChatTemplate(folder) if has_chat_template(Path(folder)) else None
+
+    def tokens(self, prompt: str, response: str, *, ended: bool, columns: Mapping[str, Any]) -> list[int]:
+        """The tokens of a row; of a longer one than the model reads, the last. ended: whether the response ended by
+        itself. columns: of the data set, with the conversation, if the prompt is one. Raises UserError."""
+        messages = conversation_of(columns, self.key) if self.template else None
+        if messages is None:
+            tokens = self._closed(self.tokenizer.encode(prompt + response), ended, self.ends[:1])
+        else:
+            tokens = self._of_conversation(messages, response, ended)
+        if max(tokens, default=0) >= self.shape.vocab_size:
+            raise UserError(
+                f"the tokenizer of the {self.role} made token {max(tokens)}, but the model has {self.shape.vocab_size} "
+                f"tokens; give {self.folder} the tokenizer that belongs to it"
+            )
+        return tokens[-self.shape.max_position_embeddings :]
+
+    def _of_conversation(self, messages: list[Message], response: str, ended: bool) -> list[int]:
+        text = self._rendered(messages, response)
+        if not ended:  # without what the template writes behind an answer
+            text, mark, _ = self._rendered(messages, response + MARK).rpartition(MARK)
+            text = text if mark else self.template.render(self.folder, messages) + response
+        tokens = up_to_end(self.tokenizer.encode(text, special=False), self.tokenizer, self.ends)
+        return self._closed(tokens, ended, self.ends)
+
+    def _rendered(self, messages: list[Message], response: str) -> str:
+        answer: Message = {"role": ASSISTANT, "content": response}
+        return self.template.render(self.folder, [*messages, answer], answers=False)
+
+    def try_on(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raises UserError if the chat template refuses the roles of a row. rows: columns of the data set."""
+        tried: set[tuple[str, ...]] = set()
+        for columns in rows if self.template else ():
+            messages = conversation_of(columns, self.key)
+            roles = tuple(message["role"] for message in messages or ())
+            if messages and roles not in tried:
+                self._rendered(messages, "Yes.")
+                tried.add(roles)
+
+    def describe(self, columns: Mapping[str, Any]) -> str:
+        """What the model reads, for people. columns: of a row of the data set."""
+        is_chat = conversation_of(columns, self.key) is not None
+        how = "conversations by its own chat template" if is_chat and self.template else "text"
+        lacks = "" if self.ends else "; it names no end of sequence, so it cannot see where a response ends"
+        return f"has another tokenizer, so it is given {how}{lacks}"
+
+    def _closed(self, tokens: list[int], ended: bool, ends: tuple[int, ...]) -> list[int]:
+        """Tokens with an end of sequence or, if the response did not end, without."""
+        is_closed = bool(tokens) and tokens[-1] in ends
+        if ended:
+            return tokens if is_closed else [*tokens, *ends[:1]]
+        return tokens[:-1] if is_closed else tokens
+
+
+def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | None:
+    """The messages before the answer, if a row has some instead of a text."""
+    name = key if columns.get(key) is not None else INSTEAD.get(key, "")
+    if not isinstance(columns.get(name), list):
+        return None
+    messages = messages_of("the data set", dict(columns), name)
+    return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
