@@ -45,11 +45,13 @@ class Scorer:
         tokenizer: Tokenizer,
         data: PromptSet | None = None,
         *,
+        started: str = "",
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
     ):
         """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
-        calls: whether this rank calls the reward functions, and starts workers for them; beat: see RewardWorkers."""
+        started: the time that chat templates write. calls: whether this rank calls the reward functions, and starts
+        workers for them; beat: see RewardWorkers."""
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
@@ -68,7 +70,8 @@ class Scorer:
         self.late_score = config.reward_on_timeout
         self.texts = None
         if reads_text(config, role):
-            self.texts = RewardTexts(folder, self.shape, config.data.key or config.algorithm.data[PROMPTS], role)
+            key = config.data.key or config.algorithm.data[PROMPTS]
+            self.texts = RewardTexts(folder, self.shape, key, role, started=started)
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
@@ -138,5 +141,5 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)
-    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS])
+    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS], started="")
     return f" ({texts.describe(data.records([0])[0])})"
