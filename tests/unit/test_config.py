@@ -184,21 +184,6 @@ def test_sizes_that_do_not_divide_name_all_three():
     assert load("tiny", ["rollout_batch=10", "samples_per_prompt=2", "mini_batch=4"]).mini_batch == 4
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        ["samples_per_prompt=10000000000"],
-        ["rollout_batch=3200000000"],
-        ["rollout_batch=3200000000", "mini_batch=3200000000"],
-        ["ppo.epochs=1000000"],
-    ],
-)
-def test_an_iteration_has_a_largest_size(sizes):
-    """`check` would go through each optimizer step, and every rank holds the order of all rows."""
-    text = refused(*sizes)
-    assert "too many for one iteration, of at most 1,048,576 and 10,000; lower rollout_batch" in text, text
-
-
 def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text

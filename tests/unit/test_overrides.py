@@ -1,11 +1,13 @@
-"""Every option can be set by a word of the command line, and the word changes nothing else."""
+"""Every option can be set by a word of the command line, and the word changes nothing else; the largest sizes."""
 
 from typing import get_args
+
+import pytest
 
 from rlhf_spmd import presets
 from rlhf_spmd.config import options_of
 from rlhf_spmd.presets import load
-from tests.unit.test_config import bare, value_of
+from tests.unit.test_config import bare, refused, value_of
 
 NEEDED = {  # options that make no sense without others
     **dict.fromkeys(("ppo.importance_weights", "ppo.rejection"), ["ppo.old_logprobs=recompute"]),
@@ -42,3 +44,18 @@ def test_every_key_can_be_overridden():
         base, changed = (load("tiny", [*needs, *more], algorithm=page) for more in ([], [f"{key}={text}"]))
         assert value_of(changed, key) != value_of(base, key), key
         assert sum(value_of(changed, other) != value_of(base, other) for other in options_of(base)) == 1, key
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["samples_per_prompt=10000000000"],
+        ["rollout_batch=3200000000"],
+        ["rollout_batch=3200000000", "mini_batch=3200000000"],
+        ["ppo.epochs=1000000"],
+    ],
+)
+def test_an_iteration_has_a_largest_size(sizes):
+    """`check` would go through each optimizer step, and every rank holds the order of all rows."""
+    text = refused(*sizes)
+    assert "too many for one iteration, of at most 1,048,576 and 10,000; lower rollout_batch" in text, text

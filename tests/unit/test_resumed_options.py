@@ -34,7 +34,7 @@ from tests.runs import OneRank
 MOMENTS = {"count": 3.0, "mean": 0.1, "squares": 2.5}
 OF_PPO = {"kl_coef": 0.1, "score_moments": MOMENTS}
 ABOUT = {"inputs": {"prompts in x": "abc"}, "surroundings": {"torch": "2.11"}}
-STATE = {"state": OF_PPO} | ABOUT
+STATE = {"state": OF_PPO, "support": 63} | ABOUT
 OLDER = {"kl_coef": 0.1, "scores": MOMENTS} | ABOUT  # of versions before algorithms had pages
 
 # config.json of a run of `--preset tiny`, but for its folders, as a version before algorithms had pages wrote it
@@ -190,6 +190,7 @@ def test_a_folder_without_a_manifest_is_noted(tmp_path):
         ABOUT,
         STATE | {"state": {}},
         STATE | {"state": 3},
+        STATE | {"support": "all"},
         STATE | {"state": OF_PPO | {"kl_coef": "much"}},
         STATE | {"state": OF_PPO | {"score_moments": {"count": "x"}}},
         STATE | {"state": OF_PPO | {"score_moments": {"number": 1.0}}},
@@ -360,10 +361,9 @@ def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
     run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
     job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
     assert "writes 2026-02-03 00:00, also when the run is resumed again" in report.notes(job, run)[-1]
-    assert f'add it to {tmp_path / "program.json"}, such as "started": "now"' in report.lost_time(
-        job, run, "prompts in x"
-    )
-    assert report.lost_time(job, run, "model in x") == ""
     job.written_at = ""
-    assert report.notes(job, run) == [*run.notes] and report.lost_time(job, run, "prompts in x") == ""
-    assert report.notes(job, None) == []
+    assert report.notes(job, run) == [*run.notes] and report.notes(job, None) == []
+    run = read_run(str(write_run(tmp_path / "b")), [], other_strategy=False)
+    for started, fix in (("now", f'add it to {tmp_path}/b/program.json, such as "started": "now"'), ("", "restore")):
+        with pytest.raises(UserError, match=f"the prompts in x changed since .*{fix}"):
+            refuse_other_inputs({"prompts in x": "other"}, run, started=started)

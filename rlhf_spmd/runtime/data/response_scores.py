@@ -141,5 +141,6 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)
-    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS], started="")
+    key = config.data.key or config.algorithm.data[PROMPTS]
+    texts = RewardTexts(folder, read_config(folder), key, role, started="")
     return f" ({texts.describe(data.records([0])[0])})"
