@@ -135,5 +135,5 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)
-    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS])
+    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS], role)
     return f" ({texts.describe(data.records([0])[0])})"
