@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 
 from bench.rows import REPOSITORY
@@ -61,6 +62,7 @@ data:
   dashes. A verb ignores those that it does not have.
 - A value means what its text means on the command line: `1e-3` is a number, and `on` is a text where a text is wanted.
   `null` is `none`, or empty. A list may stand for commas; `generation.stop: ["a, b"]` is then one text.
+- `data.chat_template_kwargs` holds a mapping, in which values mean what they mean in YAML: `off` is false.
 - Paths are relative to the folder in which the program is started.
 - `--strategy` with another name leaves out the `strategy` options of the file, `--algorithm` those of its algorithm,
   and `plan` those of its strategy.
@@ -205,17 +207,16 @@ def _comments(cls: type) -> dict[str, str]:
 def strategy_options(name: str) -> list[tuple[str, Any, Any, str]]:
     """Name, type, default and meaning of each option of a strategy. What heterogeneous does not explain itself means
     what it means in separation."""
-    place = load_strategy(name).place
-    parameters = list(inspect.signature(place, eval_str=True).parameters.values())[2:]  # workload, cluster
+    parameters = load_strategy(name).parameters.values()
     meanings = _meanings("separation") | _meanings(name) if name == "heterogeneous" else _meanings(name)
     return [(one.name, one.annotation, one.default, meanings.get(one.name, "")) for one in parameters]
 
 
 def _meanings(name: str) -> dict[str, str]:
     """What the docstring of a strategy's place() says of each option."""
-    place = load_strategy(name).place
-    text = " ".join(inspect.getdoc(place).split())
-    options = "|".join(list(inspect.signature(place).parameters)[2:])
+    strategy = load_strategy(name)
+    text = " ".join(inspect.getdoc(strategy.place).split())
+    options = "|".join(strategy.parameters)
     parts = re.split(rf"(?:^|(?<=\. ))({options}): ", text)[1:]
     return {
         option: text.partition(" The other ")[0].strip() for option, text in zip(parts[::2], parts[1::2], strict=True)
@@ -272,7 +273,7 @@ def type_text(annotation: Any) -> str:
         return _tuple_text(get_args(annotation))
     if get_origin(annotation) in (dict, collections.abc.Mapping):
         of_values = get_args(annotation)[1]
-        return "any" if of_values is Any else type_text(of_values)
+        return {Any: "any", JsonValue: "object of JSON"}.get(of_values) or type_text(of_values)
     return {int: "whole number", float: "number", bool: "`true` `false`", str: "text"}[annotation]
 
 

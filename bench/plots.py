@@ -211,7 +211,7 @@ def differences(rows: Sequence[Mapping], path: Path, *, promise: float) -> Path:
 def timelines(folder: Path = RESULTS) -> list[Path]:
     """What `bench strategies` keeps: one iteration of each strategy on one axis, and the demo's. Both say whether they
     were measured."""
-    found = json.loads(TIMELINES.read_text())
+    found = json.loads(TIMELINES.read_text(encoding="utf-8"))
     workflow = make_workload(load("tiny")).workflow
     panels = [Timeline(name, one["records"], one["note"]) for name, one in found["strategies"].items()]
     paths = [folder / "strategies.png", folder / "timeline_demo.png"]

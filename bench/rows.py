@@ -52,7 +52,9 @@ def version_of(package: str) -> str | None:
 def _git(*words: str) -> str:
     """What git prints; nothing where there is no git."""
     try:
-        done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *words], cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
     except OSError:
         return ""
     return done.stdout.strip()
@@ -60,7 +62,7 @@ def _git(*words: str) -> str:
 
 def _cpu_info() -> list[str]:
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def write(name: str, rows: list[dict]) -> Path:
@@ -68,13 +70,16 @@ def write(name: str, rows: list[dict]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
     about = provenance()
-    path.write_text("".join(json.dumps(row | {key: row.get(key, about[key]) for key in ABOUT}) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps(row | {key: row.get(key, about[key]) for key in ABOUT}) + "\n" for row in rows),
+        encoding="utf-8",
+    )
     return path
 
 
 def read_rows(path: Path) -> list[dict]:
     """The rows of a file of results."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def add(name: str, rows: list[dict]) -> Path:
@@ -107,5 +112,8 @@ def train(
     if done.returncode:
         raise RuntimeError(f"{' '.join(options)} ended with {done.returncode}:\n{done.stderr}")
     result = json.loads(done.stdout.splitlines()[-1])
-    rows = [json.loads(line) for line in (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(result["run_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return result, rows

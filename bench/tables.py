@@ -21,8 +21,8 @@ BLOCK = re.compile(r"<!-- rows: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 def main(arguments: list[str]) -> int:
     assert not arguments, "tables takes no options"
     for page in PAGES:
-        page.write_text(render(page.read_text()))
-    options_page.PAGE.write_text(options_page.page())
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")
+    options_page.PAGE.write_text(options_page.page(), encoding="utf-8")
     print(json.dumps({"bench": "tables", "ok": True}))
     return 0
 

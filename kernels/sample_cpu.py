@@ -62,6 +62,8 @@ def block_masses(
     """
     num_rows, width = logits_BV.shape
     num_blocks = -(-(offset + width) // BLOCK)
+    if not width:  # a slice of the vocabulary without known tokens
+        return torch.full_like(temperature_B, -torch.inf), temperature_B.new_zeros(num_rows, num_blocks).double()
     max_B = torch.empty_like(temperature_B)
     masses_BN = max_B.new_empty(num_rows, num_blocks)
     scaled = bool((temperature_B != 1).any())

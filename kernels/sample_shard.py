@@ -44,11 +44,11 @@ def sample_shard(
 ) -> Sampled:
     """sample() for rows whose logits [B, v] each rank of the group holds for its slice of the vocabulary.
 
-    slices: of each rank, consecutive; they need not align with the blocks. All arguments except the logits, and the
-    result, are the same on all ranks.
+    slices: of each rank, consecutive; they need not align with the blocks, and the last ones may be empty. All
+    arguments except the logits, and the result, are the same on all ranks.
     """
     vocabulary, vocab_size = slices[group.rank()], slices[-1].stop
-    assert logits_Bv.shape[1] == len(vocabulary) > 0 and vocabulary.step == 1 and len(slices) == group.size()
+    assert logits_Bv.shape[1] == len(vocabulary) and vocabulary.step == 1 and len(slices) == group.size()
     if logits_Bv.is_cuda:
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         return sample(gather_slices(logits_Bv, slices, group), bits_B, **options, num_stored=num_stored)
@@ -141,8 +141,10 @@ def _draw_unrestricted(
     blocks_R = torch.from_numpy(descend(masses_RN.cpu().numpy(), numbers_RL[:, :over])).to(logits_Rv.device)
     ids_RK = blocks_R[:, None] * BLOCK + torch.arange(BLOCK, device=logits_Rv.device)
     here_RK = (ids_RK >= vocabulary.start) & (ids_RK < vocabulary.stop)
-    z_RK = logits_Rv.gather(1, (ids_RK - vocabulary.start).clamp_(0, len(vocabulary) - 1)) / temperature_R[:, None]
-    z_RK = torch.where(here_RK, z_RK, 0.0)
+    z_RK = torch.zeros(ids_RK.shape, dtype=temperature_R.dtype, device=ids_RK.device)
+    if len(vocabulary):
+        own_RK = logits_Rv.gather(1, (ids_RK - vocabulary.start).clamp_(0, len(vocabulary) - 1))
+        z_RK = torch.where(here_RK, own_RK / temperature_R[:, None], 0.0)
     dist.all_reduce(z_RK, group=group)  # every other rank adds 0
     z_RK = z_RK.masked_fill(ids_RK >= vocab_size, -torch.inf)
     return draw_inside(z_RK, max_R, blocks_R, numbers_RL[:, over:], masses_RN.sum(1), None, vocab_size)

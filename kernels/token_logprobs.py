@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_spmd.kernels.known_tokens import TILE, KnownTokens
 from rlhf_spmd.kernels.softmax_chunk import (
     HIGHEST,
     TOKEN,
@@ -35,7 +36,6 @@ from rlhf_spmd.kernels.softmax_chunk import (
 
 CHUNK_BYTES = 32 * 2**20  # of a chunk's logits, counted as float32; see columns_per_chunk
 MOST_CHUNKS = 24  # with fewer columns than V / 24, sums over chunks would cost more than is saved
-MULTIPLE = 128  # a chunk's columns are whole tiles of the matrix product
 
 Banned = tuple[tuple[int, ...], Tensor]  # token ids, and early_N (bool): the rows in which they are banned
 
@@ -44,7 +44,7 @@ def columns_per_chunk(num_rows: int, vocab_size: int) -> int:
     """Columns C of a chunk: as many as fit CHUNK_BYTES, at least V / MOST_CHUNKS."""
     least = -(-vocab_size // MOST_CHUNKS)
     columns = max(CHUNK_BYTES // (4 * max(num_rows, 1)), least)
-    return min(-(-columns // MULTIPLE) * MULTIPLE, vocab_size)
+    return min(-(-columns // TILE) * TILE, vocab_size)
 
 
 # ---- the reference: holds [N, V] and leaves the gradient to autograd -------------------------------------------------
@@ -58,6 +58,7 @@ def token_logprobs_ref(
     temperature: float = 1.0,
     banned: Banned | None = None,
     support_NK: Tensor | None = None,
+    known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -74,6 +75,8 @@ def token_logprobs_ref(
         ids_V = torch.zeros(len(weight_VD), dtype=torch.bool, device=z_NV.device)
         ids_V[list(banned[0])] = True
         possible_NV = possible_NV & ~(banned[1][:, None] & ids_V)
+    if known is not None:
+        possible_NV[:, known.missing(len(weight_VD))] = False
     logprobs_NV = z_NV.masked_fill(~possible_NV, -math.inf).log_softmax(1)
     logprobs_N = logprobs_NV.gather(1, tokens_N.clamp(min=0)[:, None])[:, 0]
     logprobs_N = torch.where(real_N, logprobs_N, 0.0)
@@ -97,10 +100,19 @@ class _Settings:
 
     temperature: float
     banned: Banned | None
+    known: KnownTokens | None
     entropy: bool
     first: int  # this rank's slice of the vocabulary begins with this token
     group: dist.ProcessGroup | None
     triton: bool
+
+    def chunks(self, num_rows: int, vocab_size: int) -> list[range]:
+        """The columns of this rank's slice that hold known tokens, in chunks; there may be none."""
+        width = vocab_size
+        if self.known is not None:
+            width = self.known.width(range(self.first, self.first + vocab_size))
+        columns = max(columns_per_chunk(num_rows, width), 1)
+        return [range(start, min(start + columns, width)) for start in range(0, width, columns)]
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, columns: range, out_NC: Tensor) -> Tensor:
         """The logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are -inf."""
@@ -108,6 +120,8 @@ class _Settings:
         return self.ban(out_NC, columns, -math.inf)
 
     def ban(self, x_NC: Tensor, columns: range, value: float) -> Tensor:
+        if self.known is not None:
+            self.known.fill_(x_NC, range(self.first + columns.start, self.first + columns.stop), value)
         ids, early_N = self.banned or ((), None)
         for column in (token - self.first - columns.start for token in ids):
             if 0 <= column < len(columns):
@@ -141,9 +155,9 @@ class _Settings:
         return sums_4N
 
 
-def _chunks(num_rows: int, vocab_size: int) -> list[range]:
-    columns = columns_per_chunk(num_rows, vocab_size)
-    return [range(start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns)]
+def _buffer(hidden_ND: Tensor, chunks: list[range]) -> Tensor:
+    """The memory that all chunks share."""
+    return hidden_ND.new_empty(len(hidden_ND) * max(map(len, chunks), default=0))
 
 
 def _view(buffer: Tensor, num_rows: int, columns: range) -> Tensor:
@@ -151,12 +165,20 @@ def _view(buffer: Tensor, num_rows: int, columns: range) -> Tensor:
     return buffer[: num_rows * len(columns)].view(num_rows, len(columns))
 
 
+def _nothing(hidden_ND: Tensor) -> Tensor:
+    """The statistics [4, N] of a slice without known tokens."""
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    statistics_4N = torch.zeros(4, len(hidden_ND), dtype=wide, device=hidden_ND.device)
+    statistics_4N[HIGHEST] = -math.inf
+    return statistics_4N
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, tokens_N, support_NK, how: _Settings):
         (num_rows, _), vocab_size = hidden_ND.shape, len(weight_VD)
-        chunks = _chunks(num_rows, vocab_size)
-        buffer = hidden_ND.new_empty(num_rows * len(chunks[0]))
+        chunks = how.chunks(num_rows, vocab_size)
+        buffer = _buffer(hidden_ND, chunks)
         local_N, candidates_NK, member_N, parts = tokens_N - how.first, None, None, []
         if support_NK is not None:
             is_token_NK = support_NK == tokens_N[:, None]
@@ -177,11 +199,13 @@ class _TokenLogprobs(torch.autograd.Function):
             mine_N = member_N & (local_N >= 0) & (local_N < vocab_size)
             local_N = torch.where(mine_N, is_token_NK.int().argmax(1), -1)
             parts.append(how.statistics(candidates_NK, local_N, temperature=1.0))
-        highest_N, total_N, weighted_N, token_N = how.merged(parts)
+        highest_N, total_N, weighted_N, token_N = how.merged(parts or [_nothing(hidden_ND)])
         log_N, real_N = total_N.log(), tokens_N >= 0
         logprobs_N = torch.where(real_N, token_N - highest_N - log_N, 0.0)
         if member_N is not None:
             logprobs_N = logprobs_N.masked_fill(real_N & ~member_N, -math.inf)
+        if how.known is not None:  # no rank has such a column
+            logprobs_N = logprobs_N.masked_fill(tokens_N >= how.known.stop, -math.inf)
         entropy_N = torch.where(real_N, log_N - weighted_N / total_N, 0.0) if how.entropy else None
         top_N = real_N & (token_N >= highest_N)
         top_N &= True if member_N is None else member_N
@@ -201,10 +225,12 @@ class _TokenLogprobs(torch.autograd.Function):
             ctx.saved_tensors
         )
         how, (wants_hidden, wants_weight, *_) = ctx.how, ctx.needs_input_grad
-        num_rows, chunks = len(hidden_ND), _chunks(len(hidden_ND), len(weight_VD))
+        num_rows, chunks = len(hidden_ND), how.chunks(len(hidden_ND), len(weight_VD))
         grads = [None if x is None else torch.where(real_N, x, 0.0) for x in (grad_N, entropy_N, grad_entropy_N)]
-        buffer = hidden_ND.new_empty(num_rows * len(chunks[0]))
+        buffer = _buffer(hidden_ND, chunks)
         weight_grad_VD = torch.empty_like(weight_VD) if wants_weight else None
+        if wants_weight:
+            weight_grad_VD[chunks[-1].stop if chunks else 0 :].zero_()  # rows without a token
         wide = torch.promote_types(hidden_ND.dtype, torch.float32) if len(chunks) > 1 else hidden_ND.dtype
         hidden_grad_ND = torch.zeros(hidden_ND.shape, dtype=wide, device=hidden_ND.device) if wants_hidden else None
         if support_NK is not None:
@@ -242,6 +268,7 @@ def token_logprobs(
     temperature: float = 1.0,
     banned: Banned | None = None,
     support_NK: Tensor | None = None,
+    known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
     first: int = 0,
@@ -252,13 +279,14 @@ def token_logprobs(
     bool [N].
 
     banned: (token ids, early_N bool): these tokens have probability 0 in those rows. support_NK: the support of each
-    token (ids, padded with -1), to which the distribution is restricted. first, group: weight_VD is the slice of the
+    token (ids, padded with -1), to which the distribution is restricted. known: all other tokens have probability 0 in
+    all rows; None: all are known. first, group: weight_VD is the slice of the
     vocabulary that begins with token `first`; the other ranks of the group hold the other slices and the same
     hidden_ND. All ranks get the same results and must use them identically: the backward pass sends no message, and
     each rank's gradient of hidden_ND is a partial sum.
     """
     on_gpu = hidden_ND.is_cuda and hidden_ND.dtype != torch.float64
-    how = _Settings(temperature, banned, entropy, first, group, triton=on_gpu)
+    how = _Settings(temperature, banned, known, entropy, first, group, triton=on_gpu)
     return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 
 
@@ -270,13 +298,14 @@ def token_logprobs_triton(
     temperature: float = 1.0,
     banned: Banned | None = None,
     support_NK: Tensor | None = None,
+    known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """token_logprobs by the Triton kernels, wherever the tensors are."""
-    how = _Settings(temperature, banned, entropy, first, group, triton=True)
+    how = _Settings(temperature, banned, known, entropy, first, group, triton=True)
     return _run(hidden_ND, weight_VD, tokens_N, support_NK, how, top=top)
 
 

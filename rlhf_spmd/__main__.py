@@ -32,29 +32,62 @@ ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always r
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status. The module of a verb is imported when the verb is called."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Entry point; returns the exit status. The module of a verb is imported when the verb is called.
+
+    arguments: by default those of this process, whose standard streams are then prepared, too.
+    """
+    from rlhf_spmd.runtime.guard import launcher, streams
+
+    is_process = arguments is None
+    arguments = sys.argv[1:] if is_process else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
     verb = arguments[0] if arguments else ""
     measures = verb == "plan" and any(word.partition("=")[0] == "--measure-top" for word in arguments)
-    if (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments):
-        return _on_ranks(arguments)
-    from rlhf_spmd.runtime.guard.launcher import first_on_node, num_launched
+    on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments)
+    if is_process:
+        launcher.forget_leftovers(os.environ)
+        streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
+    return _on_ranks(arguments) if on_ranks else _alone(arguments)
 
+
+def _alone(arguments: list[str]) -> int:
+    """Runs a verb in one process.
+
+    The variables of an interactive step of Slurm (srun -n 4 --pty bash) are those of the first of several processes. So
+    under srun the first process works, and copies do nothing. Under mpirun the verb is refused.
+    """
+    from rlhf_spmd.runtime.guard import launcher, streams
+    from rlhf_spmd.runtime.guard.surroundings import without_folder
+
+    place = launcher.launched(os.environ)
     try:
         parsed = _with_file(_parse(arguments))
-        if num_launched(os.environ) > 1:
-            raise UserError(f"{parsed.verb} runs in one process: start it without mpirun or srun")
+        if place.num > 1 and not place.by_srun:
+            raise UserError(
+                f"{parsed.verb} runs in one process, but {place.num} were started ({place.variable}): start it without "
+                f"mpirun; if it was, with `{launcher.alone(os.environ)}`"
+            )
+        if place.rank > 0:
+            where = f"copy {place.rank} of {place.num} ({place.variable})"
+            note = f"rlhf_spmd: note: {parsed.verb} runs in one process: {where} leaves it to copy 0"
+            print(note, file=sys.stderr)
+            return 0
         status = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}").run(parsed)
         print(end="", flush=True)  # a broken pipe must be noticed here, inside the try
         return status
-    except UserError as error:
-        if first_on_node(os.environ):  # a launcher may have started several processes
-            print(f"rlhf_spmd: error: {error}", file=sys.stderr)
-        return USER_STATUS
-    except BrokenPipeError:  # the reader, e.g. `head`, has exited; the interpreter's last flush must not fail, too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, e.g. `head`, has exited
         return PIPE_STATUS
+    except SystemExit:  # of --help
+        streams.flush()
+        raise
+    except (UserError, OSError) as error:
+        gone = without_folder()
+        if not gone and not isinstance(error, UserError):
+            raise
+        text = f"{error}; {gone}" if gone and isinstance(error, UserError) else gone or str(error)
+        if launcher.reports(os.environ):
+            print(f"rlhf_spmd: error: {text}", file=sys.stderr)
+        return USER_STATUS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -259,7 +292,9 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
+    from rlhf_spmd.runtime.guard import streams
     from rlhf_spmd.runtime.guard.supervise import supervised
+    from rlhf_spmd.runtime.guard.surroundings import check_folder
 
     flight = supervised()  # before anything of MPI is loaded
 
@@ -272,10 +307,11 @@ def _on_ranks(arguments: list[str]) -> int:
     try:
         world = World.discover(flight=flight)
     except UserError as error:
-        print(f"rlhf_spmd: error: {error}", file=sys.stderr)
+        streams.say(f"rlhf_spmd: error: {error}")
         return USER_STATUS
     try:
         with world.together("reading the command line"):
+            check_folder()
             parsed = _with_file(_parse(arguments))
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         if parsed.verb == "train":
@@ -283,7 +319,7 @@ def _on_ranks(arguments: list[str]) -> int:
         else:
             status = (verb.measure if parsed.verb == "plan" else verb.run)(world, parsed)
         world.shutdown()
-        sys.stdout.flush()
+        streams.flush()
         world.finalize()
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)

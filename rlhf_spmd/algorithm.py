@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
-from rlhf_spmd.user_module import load_module, modules_in
+from rlhf_spmd.user_module import described, load_module, modules_in
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
@@ -31,6 +32,8 @@ NO_PAGES = (  # modules beside the pages
 )
 NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
+OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
+OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 
@@ -84,7 +87,7 @@ class Algorithm:
         """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
 
         def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
-            self.module.workflow(options, model, compute, **data)
+            self.module.workflow(options=options, model=model, compute=compute, **data)
 
         try:
             shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
@@ -137,7 +140,7 @@ class Algorithm:
 
     def initial_state(self, options: page.Options) -> Any:
         """The state before the first iteration; None where nothing changes."""
-        return self.module.initial_state(options) if self.has_state else None
+        return self._state_by("initial_state", options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
         """The state of a checkpoint. Raises whatever the page raises for wrong values."""
@@ -147,7 +150,47 @@ class Algorithm:
         self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
     ) -> Any:
         """The state after an iteration, from global numbers only."""
-        return self.module.after_iteration(state, options, means, weights, num_sequences) if self.has_state else None
+        values = state, options, means, weights, num_sequences
+        named = dict(zip(OF_ITERATION, values, strict=True))
+        return self._state_by("after_iteration", **named) if self.has_state else None
+
+    def _state_by(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """The state that a function of the page makes. Raises UserError if a user's function fails."""
+        function = getattr(self.module, name)
+        try:
+            made = function(*arguments, **named)
+        except (Exception, SystemExit) as error:
+            if not self.from_file:
+                raise
+            text = described(error, function)
+            raise UserError(f"algorithm {self.name}: {name}() raised {text}; fix the page") from error
+        if not isinstance(made, self.module.State):
+            raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
+        return made
+
+    def check_state(self, options: page.Options) -> None:
+        """Raises UserError if a checkpoint could not hold the state, or if `after_iteration` cannot be called: both
+        would show only after an iteration."""
+        if not self.has_state:
+            return
+        state, who = self.initial_state(options), f"algorithm {self.name}:"
+        try:
+            inspect.signature(self.module.after_iteration).bind(**dict.fromkeys(OF_ITERATION))
+        except TypeError as error:
+            fix = f"after_iteration is called with {', '.join(OF_ITERATION)}, by these names"
+            raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
+        try:
+            again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
+        except (Exception, SystemExit) as error:
+            text = described(error, self.module.read_state)
+            raise UserError(
+                f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "
+                "texts, and read_state(values) makes one of their dict"
+            ) from None
+        if again != state:
+            raise UserError(
+                f"{who} read_state() makes {again!r:.100} of the values of {state!r:.100}; return the same State"
+            )
 
     def numbers(self, options: page.Options, state: Any) -> dict[str, Any]:
         """The arguments of functions besides data, by name: every option and every part of the state."""
@@ -165,6 +208,8 @@ def bound(function: Callable, available: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         word = word_of(parameter.name)
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UserError(f"{function.__name__}() takes {parameter.name} by place only; remove the / behind it")
         if word in available:
             found[parameter.name] = available[word]
         elif parameter.default is parameter.empty:
@@ -198,7 +243,9 @@ def _qualified(keys: tuple[str, ...], words: list[str]) -> dict[str, tuple[str, 
 
 
 def check_functions(algorithm: Algorithm, workflow: Workflow, options: page.Options) -> None:
-    """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs."""
+    """Raises UserError if a call gives a function an unknown argument, or lacks one that the function needs, or if the
+    state is none."""
+    algorithm.check_state(options)
     numbers = algorithm.numbers(options, algorithm.initial_state(options))
     for call in workflow.calls:
         if call.kind in ("compute", "train"):
@@ -238,6 +285,21 @@ def _check_call(algorithm: Algorithm, workflow: Workflow, call: Call, numbers: M
 def algorithm_names() -> list[str]:
     """The algorithms that come with the package."""
     return modules_in("rlhf_spmd.algorithms", besides=NO_PAGES)
+
+
+def _odd_metric(metric: page.Metric) -> str:
+    """What is wrong with a metric, which the console would notice after an iteration; empty if nothing is."""
+    try:
+        metric.form.format(0.0)
+    except (ValueError, LookupError, AttributeError) as error:
+        return f"form={metric.form!r}, which cannot write a number ({error}); give e.g. '{{:8.4f}}'"
+    limits = metric.limits
+    pair = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(one, int | float) for one in limits)
+    if limits is not None and not pair:
+        return f"limits={limits!r}; give the smallest and the largest value without a warning"
+    if metric.floor is not None and not isinstance(metric.floor, int | float):
+        return f"floor={metric.floor!r}; give a number"
+    return "" if metric.over in ("mean", "max", "min") else f"over={metric.over!r}; choose mean, max or min"
 
 
 def load_algorithm(name: str, title: str | None = None) -> Algorithm:
@@ -287,8 +349,11 @@ def _problem(module: ModuleType) -> str:
             return f"{name} has the key {odd[0]!r}; a key is a word of letters, digits and underscores"
     if not isinstance(module.TITLE, str) or not module.TITLE.strip() or not module.TITLE.isprintable():
         return f"TITLE is {module.TITLE!r}, not a line of text"
-    if odd := [name for name, metric in module.METRICS.items() if not isinstance(metric, page.Metric)]:
-        return f"METRICS does not give {odd[0]} a page.Metric"
+    for name, metric in module.METRICS.items():
+        if not isinstance(metric, page.Metric):
+            return f"METRICS does not give {name} a page.Metric"
+        if odd := _odd_metric(metric):
+            return f"METRICS gives {name} {odd}"
     if PROMPTS not in module.DATA:
         return f"DATA has no {PROMPTS}"
     texts = [key for key, one in module.DATA.items() if isinstance(one, str)]
@@ -311,4 +376,11 @@ def _problem(module: ModuleType) -> str:
     unknown = [
         (name, other) for name, role in module.ROLES.items() for other in role.starts_from if other not in module.ROLES
     ]
-    return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role" if unknown else ""
+    if unknown:
+        return f"{unknown[0][0]} starts from {unknown[0][1]}, which is no role"
+    words = (*OF_WORKFLOW, *module.DATA)
+    try:
+        inspect.signature(module.workflow).bind(**dict.fromkeys(words))
+    except TypeError as error:
+        return f"workflow() cannot be called with {', '.join(words)} by their names ({error})"
+    return ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, is_folder
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
 
@@ -73,7 +74,7 @@ def read_calibration(path: str) -> Calibration:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"calibration {path} cannot be read ({error.strerror}); give a .json file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"calibration {path} is not JSON: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if isinstance(version, int) and version != VERSION:
@@ -113,9 +114,9 @@ def check_out(path: str, *, overwrite: bool = False) -> None:
     file = Path(path)
     if file.suffix != ".json":
         raise UserError(f"--out {path} is not a .json file; name one")
-    if file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+    if is_folder(file) or not is_folder(file.parent) or not os.access(file.parent, os.W_OK):
         raise UserError(f"--out {path} cannot be written; name a file in an existing, writable folder")
-    if file.exists() and not overwrite:
+    if is_file(file) and not overwrite:
         raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
 
 

@@ -48,12 +48,12 @@ def read_cluster(path: str) -> Cluster:
         file = _ClusterFile.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"cluster file {path} cannot be read ({error.strerror}); give a .toml file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"cluster file {path} is not TOML: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
         raise UserError(f"cluster file {path}: {where}: {first['msg']}; see rlhf_spmd/cluster_file.py") from None
+    except ValueError as error:  # of TOML, of UTF-8, or a NUL in the path
+        raise UserError(f"cluster file {path} is not TOML: {error}") from None
     known = sorted(DEVICE_BYTES.keys() | file.types.keys())
     nodes: list[Node] = []
     for kind in file.nodes:

@@ -7,14 +7,14 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.algorithms.page import Fraction01, NonNegative, Options
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.model_folders import folder_of, same_tokenizer, shape_of_folder
 from rlhf_spmd.option_suggestions import suggest_option
 from rlhf_spmd.option_values import EPOCHS, ITERATIONS, Given, check_length, parse_value
@@ -22,6 +22,7 @@ from rlhf_spmd.plan.workflow import NOTHING_REPEATED
 from rlhf_spmd.plan.workload import SHAPES, ModelShape, Workload
 from rlhf_spmd.role_shapes import shapes_by_role
 
+Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -38,6 +39,9 @@ class DataOptions:
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`, or as the page says
     turns: Literal["last", "all"] = "last"  # of the assistant in a conversation that an algorithm learns from
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
+    chat_template_kwargs: Mapping[str, JsonValue] = field(
+        default_factory=dict
+    )  # variables of the template, for all rows
     max_prompt: PositiveInt = 128  # most tokens of a prompt
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # what to do with one; truncate keeps its last tokens
     precomputed_logprobs: str = ""  # file of `precompute`, in the place of frozen models' passes over the set
@@ -47,7 +51,7 @@ class DataOptions:
 class Generation:
     max_new_tokens: PositiveInt = 128  # most tokens of a response
     min_new_tokens: NonNegativeInt = 0  # no end of sequence is drawn before this many tokens
-    temperature: PositiveFloat = 1.0  # logits are divided by it, in generation and in every later pass
+    temperature: PositiveFloat = 1.0  # at least 1e-6; logits are divided by it, in generation and in every later pass
     top_k: NonNegativeInt = 0  # draw from the k most likely tokens; 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the fewest tokens with this total probability
     min_p: Fraction01 = 0.0  # draw from tokens with at least this share of the largest probability
@@ -70,6 +74,7 @@ class Optimizer:
     beta2: BelowOne = 0.95  # decay of AdamW's second moment
     eps: PositiveFloat = 1e-5  # added to the denominator of AdamW
     weight_decay: NonNegative = 0.0  # weight decay of AdamW
+    weight_decay_on: Decaying = "all"  # weights that decay; matrices: no norms and biases; linear: no embeddings either
     max_grad_norm: PositiveFloat = 1.0  # gradients are clipped to this global norm
 
 
@@ -199,7 +204,7 @@ def split_functions(text: str) -> list[str]:
 def prompt_files(config: Config) -> list[str]:
     """The files that data.prompts names. A comma may be a part of the name of a single file."""
     text = config.data.prompts
-    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
+    return [text] if is_file(text) else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def function_labels(config: Config) -> list[str]:
@@ -342,7 +347,7 @@ def leaves(config: Config) -> dict[str, str]:
     """Every option as text by its dotted key, for comparing."""
     values = {"algorithm": config.algorithm.name} | {key: value for key, (_, value) in options_of(config).items()}
     values |= {f"strategy.{name}": value for name, value in config.strategy.items()}
-    return {key: str(json.loads(json.dumps(value))) for key, value in values.items()}
+    return {key: str(json.loads(json.dumps(value, sort_keys=True))) for key, value in values.items()}
 
 
 def make_workload(config: Config) -> Workload:

@@ -1,21 +1,24 @@
 """Files of `--config`: YAML, in which nested keys are the dotted names of options. Reads them and writes them.
 
 A value is read as the text that stands in the file, so it means what it means on the command line: `1e-3` is a number
-where a number is wanted, and `on` or `no` is a text where a text is wanted. The only values of YAML's own are null and
-lists. PyYAML is imported when a file is read; nothing is constructed from tags.
+where a number is wanted, and `on` or `no` is a text where a text is wanted. The only values of YAML's own are null,
+lists, and what the mapping of data.chat_template_kwargs holds. PyYAML is imported when a file is read; nothing is
+constructed from tags.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.option_values import EPOCHS, ITERATIONS, check_length, is_given
+from rlhf_spmd.option_values import EPOCHS, ITERATIONS, TEMPLATE_KWARGS, check_length, is_given
 
 # Keys that name what options with dashes name on the command line.
 WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calibration", "runs", "name")
@@ -24,6 +27,7 @@ CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names
 NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has
 MOST_GROUPS = 1  # around an option
+MOST_VALUES = 1000  # in an option that is a mapping
 PLAIN = re.compile(r"[A-Za-z_/.][\w/.,:=@+-]*(?<!:)", re.ASCII)  # texts that need no quotes
 QUOTED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null", ".", "..", "---", "...", ".inf", ".nan")
 
@@ -149,7 +153,9 @@ def _flat(path: str, node: Any, prefix: str) -> Iterator[Setting]:
         if name in seen:
             raise UserError(f"{where}: {key} is already given in line {seen[name]}; drop one")
         seen[name] = line
-        if hasattr(value, "value") and isinstance(value.value, list) and value.tag.endswith(":map"):
+        if key == TEMPLATE_KWARGS and value.tag.endswith(":map"):
+            yield Setting(key, json.dumps(_object(where, key, value, count())), line)
+        elif hasattr(value, "value") and isinstance(value.value, list) and value.tag.endswith(":map"):
             if prefix.count(".") >= MOST_GROUPS:
                 raise UserError(f"{where}: {key} holds more options: an option has at most one group around it")
             yield from _flat(path, value, f"{key}.")
@@ -172,6 +178,34 @@ def _value(where: str, key: str, node: Any) -> str | list[str] | None:
         return node.value.encode("utf-16", "surrogatepass").decode("utf-16")  # JSON may write a character as a pair
     except UnicodeDecodeError:
         raise UserError(f"{where}: {key} has half a surrogate pair: write the character itself") from None
+
+
+def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
+    """What a node means in YAML: a mapping, a list, a truth value (also `off`), a number, null, or text. number: of the
+    values so far, which aliases can multiply."""
+    if next(number) > MOST_VALUES:
+        raise UserError(f"{where}: {key} holds more than {MOST_VALUES} values")
+    if node.tag.endswith(":map") and isinstance(node.value, list):
+        found: dict[str, Any] = {}
+        for name_node, value in node.value:
+            name = _value(where, key, name_node) if _is_text(name_node) else None
+            if name is None or name in found:
+                what = f"{name!r} twice" if name in found else f"{_kind(name_node)} as a name"
+                raise UserError(f"{where}: {key} has {what}: write `name: value`, each name once")
+            found[name] = _object(where, key, value, number)
+        return found
+    if node.tag.endswith(":seq") and isinstance(node.value, list):
+        return [_object(where, key, item, number) for item in node.value]
+    text = _value(where, key, node)
+    if node.style is not None or text is None:
+        return text
+    if node.tag.endswith(":bool"):
+        return text.lower() in ("true", "yes", "on")
+    with suppress(ValueError):
+        return json.loads(text)
+    if node.tag.endswith((":int", ":float")):
+        raise UserError(f"{where}: {key} has {text}: write a number as JSON does, such as 0.5, or put it into quotes")
+    return text
 
 
 def _is_text(node: Any) -> bool:
@@ -211,13 +245,28 @@ def to_text(values: Mapping[str, Any]) -> str:
 
 
 def _scalar(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return _of_object(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(_scalar(item) for item in value)}]"
     if not isinstance(value, str):
         return json.dumps(value)  # numbers, booleans and null are the same in YAML
     if PLAIN.fullmatch(value) and value.lower() not in QUOTED and "," not in value:
         return value
-    return '"' + "".join(_escaped(char) for char in value) + '"'
+    return _quoted(value)
+
+
+def _of_object(value: Any) -> str:
+    """What _object reads."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_quoted(name)}: {_of_object(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_of_object, value)) + "]"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    return '"' + "".join(map(_escaped, text)) + '"'
 
 
 def _escaped(char: str) -> str:

@@ -5,9 +5,13 @@ import dataclasses
 from rlhf_spmd.config import Config, Evaluation, RolloutFiles, function_labels, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.evaluation_metrics import metric_names
+from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.plan.workflow import check_temperature
 
 # options of an evaluation that concern generated responses
 GENERATED = ("samples_per_prompt", "temperature", "max_new_tokens", "reward_function", "right_at")
+# Of an iteration: optimizer steps that `check` goes through in a minute, and rows whose order a rank can hold.
+MOST_STEPS, MOST_SEQUENCES = 10_000, 2**20
 MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets
 
 
@@ -25,6 +29,7 @@ def check_options(config: Config) -> None:
             "generation.top_p and generation.min_p need generation.top_k, which bounds the sets that are stored; "
             "e.g. generation.top_k=200"
         )
+    check_temperature("generation.temperature", generation.temperature, or_zero=False)
     if generation.min_new_tokens > generation.max_new_tokens:
         raise UserError(
             f"generation.min_new_tokens={generation.min_new_tokens} is larger than "
@@ -35,6 +40,15 @@ def check_options(config: Config) -> None:
     if type(config.options.epochs) is not int or config.options.epochs < 1:
         name = config.algorithm.name
         raise UserError(f"{name}.epochs={config.options.epochs}: give a whole number of at least 1")
+    num_steps = sequences // config.mini_batch * config.options.epochs
+    if num_steps > MOST_STEPS or sequences > MOST_SEQUENCES:
+        raise UserError(
+            f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences:,} "
+            f"sequences and {num_steps:,} optimizer steps (mini_batch {config.mini_batch}, epochs "
+            f"{config.options.epochs}) are too many for one iteration, of at most {MOST_SEQUENCES:,} and "
+            f"{MOST_STEPS:,}; lower rollout_batch and raise iterations, or raise mini_batch"
+        )
+    check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     files = prompt_files(config)
     if config.data.weights and len(config.data.weights) != len(files):
         raise UserError(
@@ -135,6 +149,7 @@ def _check_evaluation(config: Config) -> None:
             f"eval.patience={evaluation.patience}: say which metric has to become better, e.g. "
             f"checkpoint.best={names[0]}"
         )
+    check_temperature("eval.temperature", evaluation.temperature)
     if evaluation.samples_per_prompt > 1 and not evaluation.temperature:
         raise UserError(
             f"eval.samples_per_prompt={evaluation.samples_per_prompt}: greedy responses to a prompt are all the same; "

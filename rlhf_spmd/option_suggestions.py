@@ -57,6 +57,7 @@ _SYNONYMS = {
     "gpu_memory_utilization vllm_gpu_memory_utilization": "generation.cache_fraction",
     "dataset dataset_name prompt_data train_files": "data.prompts",
     "prompt_data_probs": "data.weights",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
     "shuffle_dataset": "data.shuffle",
     "filter_overlong_prompts": "data.long_prompts",
     "input_key prompt_key": "data.key",

@@ -12,6 +12,12 @@ from rlhf_spmd.errors import UserError
 
 Given = str | Sequence[str] | None  # text; of a file also a list, or null
 ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long a run is
+TEMPLATE_KWARGS = "data.chat_template_kwargs"  # the option that is an object of JSON
+# what transformers' apply_chat_template takes for itself, or defines for templates
+RESERVED = ("conversation", "conversations", "messages", "self", "tools", "chat_template", "add_generation_prompt")
+RESERVED += ("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length")
+RESERVED += ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "compiled_template")
+RESERVED += ("strftime_now", "raise_exception", "namespace", "dict")
 
 
 def check_length(given: Mapping[str, Given]) -> None:
@@ -28,6 +34,18 @@ def is_given(epochs: Given) -> bool:
     return isinstance(epochs, str) and bool(epochs.strip("0."))
 
 
+def check_template_kwargs(where: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises UserError for variables that no chat template can be given. where: an option, or a place in a file."""
+    taken = next((name for name in kwargs if name in RESERVED), None)
+    if taken is not None:
+        fix = "give it as the column 'tools' of a row" if taken == "tools" else "rename it, in the template too"
+        raise UserError(f"{where} has {taken!r}, which every chat template is given by the program: {fix}")
+    try:
+        json.dumps(kwargs, allow_nan=False)
+    except ValueError:
+        raise UserError(f"{where} has a number that is not finite") from None
+
+
 def parse_value(annotation: Any, text: Any, key: str) -> Any:
     """Converts text to the annotated type: as text, else as JSON ("none" is null), else as a list with commas. None is
     null, else empty; a list is one of texts, or a text with commas. Raises UserError naming key and value, also for
@@ -40,7 +58,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         if odd := next((item for item in text if "," in item), None):
             raise UserError(f"{key}: the list has {odd!r}, and a comma would divide it in two; rename it")
         text = ",".join(text)
-    candidates: list[Any] = [None, "", []] if text is None else [text]
+    candidates: list[Any] = [None, "", [], {}] if text is None else [text]
     text = "null" if text is None else text
     if isinstance(text, str) and candidates == [text]:
         with suppress(ValueError, RecursionError):
@@ -48,6 +66,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
             if isinstance(candidates[-1], bool):  # as text it is a truth value; JSON's would be a number, too
                 candidates.pop()
         candidates.append([part.strip() for part in text.split(",")] if text else [])
+        candidates += [{}] if text.lower() in ("", "none") else []
     problem = None
     for candidate in candidates:
         try:
@@ -59,5 +78,7 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={text}: Input should be a finite number")
         return value
+    if all(item["type"] in ("dict_type", "mapping_type") for item in problem.errors()):
+        raise UserError(f'{key}={text}: write an object of JSON, such as {{"enable_thinking": false}}')
     detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
     raise UserError(f"{key}={text}: {detail}")

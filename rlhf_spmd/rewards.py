@@ -1,57 +1,70 @@
 """Reward functions that come with the package, used as `rlhf_spmd.rewards:numeric_answer`, and makers of some.
 
-`answer` is a column of the data set. Functions that execute code are not among them: docs/data_and_rewards.md says how
-to call a sandbox.
+`answer` is a column of the data set. A row without an answer (null) has no score: these functions do not apply to it.
+Functions that execute code are not among them: docs/data_and_rewards.md says how to call a sandbox.
 """
 
 import functools
 import logging
 import re
 from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+# A number may begin with its point only where that is not the end of a sentence, a word or another number.
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d+)?")
+MINUS = "\N{MINUS SIGN}"
 GIVEN = "####"  # what stands before the answer in GSM8K
 
 
-def exact_answer(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
-    """1 if the response, without space around it, is the answer; else 0."""
-    return [float(response.strip() == str(right).strip()) for response, right in zip(responses, answer, strict=True)]
+def exact_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
+    """1 if the response, without space around it, is the answer; else 0. None where the answer is null."""
+    pairs = zip(responses, answer, strict=True)
+    return [None if right is None else float(response.strip() == str(right).strip()) for response, right in pairs]
 
 
-def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float]:
-    """1 if the last number of the response is the last number of the answer; else 0.
+def numeric_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
+    """1 if the last number of the response is exactly the last number of the answer; else 0. None where the answer is
+    null.
 
-    Numbers may have thousands separators, a sign and an exponent. An answer that holds no number never matches; text
-    after `####` counts alone, as in GSM8K.
+    Numbers may have thousands separators, a sign and an exponent, and may begin with their point. An answer that holds
+    no number never matches; text after `####` counts alone, as in GSM8K.
     """
     return [
-        float((number := last_number(response)) is not None and number == last_number(str(right)))
+        None
+        if right is None
+        else float((number := last_number(response)) is not None and number == last_number(str(right)))
         for response, right in zip(responses, answer, strict=True)
     ]
 
 
-def last_number(text: str) -> float | None:
-    """The last number in a text, after `####` if there is one; None if there is no number."""
-    found = NUMBER.findall(text.rpartition(GIVEN)[2])
-    return float(found[-1].replace(",", "")) if found else None
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, exactly, after `####` if there is one; None if there is no number, or one whose
+    exponent has more than 18 digits."""
+    found = NUMBER.findall(text.rpartition(GIVEN)[2].replace(MINUS, "-"))
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
 
 
-def boxed_answer(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
-    r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0.
+def boxed_answer(prompts: list[str], responses: list[str], answer: list[Any]) -> list[float | None]:
+    r"""1 if the last \boxed{} of the response is mathematically equal to the answer; else 0. None where the answer is
+    null.
 
-    Equality is that of math-verify (symbolic, by SymPy). The answer is LaTeX or plain text, with or without \boxed{}.
-    An expression may take SymPy very long. The time limits of math-verify itself are off, because a score of 0 after
-    one would depend silently on the speed of the machine; reward_workers with reward_timeout_s limits and counts them.
+    Equality is that of math-verify: symbolic, by SymPy, but of decimal fractions to six places. The answer is LaTeX or
+    plain text, with or without \boxed{}. An expression may take SymPy very long. The time limits of math-verify itself
+    are off, because a score of 0 after one would depend silently on the speed of the machine; reward_workers with
+    reward_timeout_s limits and counts them.
     """
     parse, verify = _math_verify()
     scores = []
     for response, right in zip(responses, answer, strict=True):
         found = last_boxed(response)
-        if found is None:
-            scores.append(0.0)
+        if right is None or found is None:
+            scores.append(None if right is None else 0.0)
             continue
         wanted = last_boxed(str(right)) or str(right)
         sides = [parse(f"${text}$", parsing_timeout=None) for text in (wanted, found)]

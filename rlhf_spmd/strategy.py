@@ -16,6 +16,8 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.user_module import load_module, modules_in
 
+GIVEN = ("workload", "cluster")  # what place() is called with besides its options, by name
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -26,6 +28,13 @@ class Strategy:
     place: Callable[..., Placement]
 
     @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Its options, as place() has them."""
+        found = inspect.signature(self.place, eval_str=True).parameters.values()
+        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return {p.name: p for p in found if p.kind in by_name and p.name not in GIVEN}
+
+    @property
     def comes_with_package(self) -> bool:
         """Whether its name stands for this source in every run."""
         return self.name in strategy_names() and load_strategy(self.name).source == self.source
@@ -33,7 +42,7 @@ class Strategy:
     def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
         """place() with typed options. A UserError names this strategy."""
         try:
-            placement = self.place(workload, cluster, **self.typed(options))
+            placement = self.place(workload=workload, cluster=cluster, **self.typed(options))
         except UserError as error:
             raise UserError(f"strategy {self.name}: {error}") from error
         except (Exception, SystemExit) as error:
@@ -53,10 +62,7 @@ class Strategy:
 
     def typed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Options converted to the types of place()'s annotations. Raises UserError for an unknown or wrong one."""
-        parameters = list(inspect.signature(self.place, eval_str=True).parameters.values())[2:]  # workload, cluster
-        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        known = {p.name: p for p in parameters if p.kind in by_name}
-        typed = {}
+        known, typed = self.parameters, {}
         for name, value in options.items():
             if name not in known:
                 hint = did_you_mean(name, known, "strategy.")
@@ -80,4 +86,12 @@ def load_strategy(name: str) -> Strategy:
         raise UserError(
             f"strategy {name} has no function place(workload, cluster, *, ...); copy strategies/_template.py"
         )
+    try:
+        inspect.signature(module.place).bind_partial(**dict.fromkeys(GIVEN))
+    except (TypeError, ValueError) as error:
+        given = " and ".join(GIVEN)
+        raise UserError(
+            f"strategy {name}: place() cannot be called with {given} by their names ({error}): write place(workload, "
+            "cluster, *, ...)"
+        ) from None
     return Strategy(Path(name).stem, source, module.place)

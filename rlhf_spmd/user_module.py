@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import why_no_file
 from rlhf_spmd.option_suggestions import did_you_mean
 
+COOKIE = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # PEP 263
 PACKAGE = str(Path(__file__).parent)  # its own lines say nothing about an error in a user's code
 
 
@@ -51,10 +54,10 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
     raises."""
     if name.endswith(".py"):
         path = Path(name)
-        if not path.is_file():
-            raise UserError(f"{kind} file {name} does not exist")
+        if why := why_no_file(path):
+            raise UserError(f"{kind} file {name} {why}")
         try:
-            importlib.util.decode_source(path.read_bytes())  # as the run folder keeps it
+            source_of(path)  # as the run folder keeps it
             module = import_file(path, f"_{kind}_{path.stem}")
         except (Exception, SystemExit) as error:
             raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {error}") from error
@@ -63,7 +66,15 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
     else:
         hint = did_you_mean(name, known)
         raise UserError(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}, or give a file path/to/mine.py")
-    return module, importlib.util.decode_source(Path(module.__file__).read_bytes())
+    return module, source_of(Path(module.__file__))
+
+
+def source_of(path: Path) -> str:
+    """The text of a Python file. What it says about its encoding is made true for a copy in UTF-8. Raises SyntaxError
+    and UnicodeDecodeError."""
+    lines = importlib.util.decode_source(path.read_bytes()).split("\n")
+    found = (COOKIE.sub(r"\1utf-8", line) if number < 2 else line for number, line in enumerate(lines))
+    return "\n".join(found)
 
 
 def described(error: BaseException, function: Callable | None) -> str:

@@ -25,7 +25,7 @@ class Durations:
 
     def pytest_sessionfinish(self):
         lines = [json.dumps([test, self.num_ranks, round(seconds, 3)]) for test, seconds in self.seconds.items()]
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
 
 
@@ -37,7 +37,7 @@ def pytest_configure(config):
 
 def summary(path: Path) -> Sequence[str]:
     """The slowest tests, and the other ones that take longer than LONG_S."""
-    tests = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    tests = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     tests.sort(key=lambda entry: -entry[2])
     num_shown = max(NUM_SLOWEST, sum(seconds > LONG_S for _, _, seconds in tests))
     lines = [f"{seconds:6.1f} s  {_name(test, ranks)}" for test, ranks, seconds in tests[:num_shown]]

@@ -28,7 +28,7 @@ def write_tokenizer(folder: Path) -> None:
         "unk_token": "<unk>",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
 
 
 def save_model(model: Transformer, folder: Path, **options) -> None:
@@ -61,7 +61,7 @@ def write_model(folder: Path, *, head: str = "lm", seed: int = 0, **sizes) -> Pa
 def write_prompts(path: Path, num: int = 40) -> Path:
     """Prompts of 1 to 6 words."""
     lines = [{"prompt": " ".join(WORDS[(7 * i + 3 * j) % len(WORDS)] for j in range(1 + i % 6))} for i in range(num)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 

@@ -1,4 +1,5 @@
-"""The rules of the house: imports point one way, heavy packages stay behind one file each, files stay short.
+"""The rules of the house: imports point one way, heavy packages stay behind one file each, files stay short, and text
+files have one encoding (text_rules.py).
 
 `problems_of` reads a tree and names what breaks them; tests/unit/test_import_rules.py asks it about this repository.
 """
@@ -8,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.text_rules import text_problems
 
 ROOT = Path(__file__).parents[1]
 # Folders of the package, by the name they install under.
@@ -20,23 +23,26 @@ ANYTHING = ("",)
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
 RUNTIME: dict[str, tuple[str, ...]] = {
     "observe": (),
-    "guard": ("plan",),
+    "guard": ("files", "plan"),
     "world": ("plan",),
     "data": (
-        *("config", "plan.runtime_words", "plan.workflow"),
-        *("model_folders", "model", "option_suggestions", "user_module"),
+        *("config", "kernels", "plan.runtime_words", "plan.workflow"),
+        *("files", "model_folders", "model", "option_suggestions", "option_values", "user_module"),
     ),
     "generation": ("kernels", "model", "plan"),
     "engines": ("kernels", "model", "plan"),
-    "weights": ("config", "model_folders", "model", "plan"),
+    "weights": ("config", "kernels", "model_folders", "model", "plan"),
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
-    "checkpoint": ("algorithm", "config", "model", "option_checks", "plan"),
+    "checkpoint": ("algorithm", "config", "files", "model", "option_checks", "plan"),
     "profile": ("config", "model", "plan"),
     "run": (
         *("algorithm", "algorithms", "config", "data_epochs", "evaluation_metrics"),
-        *("kernels", "metric_aliases", "model", "plan"),
+        *("files", "kernels", "metric_aliases", "model", "plan"),
     ),
-    "offline": ("algorithms", "config", "kernels", "model", "model_folders", "option_suggestions", "plan"),
+    "offline": (
+        *("algorithms", "config", "files", "kernels", "model", "model_folders"),
+        *("option_suggestions", "option_values", "plan"),
+    ),
 }
 SEEN_BY_STRATEGIES = tuple(
     f"plan.{name}"
@@ -94,13 +100,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.algorithms.controllers": (),
     "rlhf_spmd.algorithms.training_order": (),
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
-    "rlhf_spmd.calibration_file": ("plan", "option_suggestions"),
+    "rlhf_spmd.calibration_file": ("plan", "files", "option_suggestions"),
     "rlhf_spmd.cluster_calibration": ("plan", "calibration_file"),
     "rlhf_spmd.cluster_file": ("plan",),
     "rlhf_spmd.config": (
         "plan",
         "algorithm",
         "algorithms.page",
+        "files",
         "model_folders",
         "option_suggestions",
         "option_values",
@@ -113,11 +120,13 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.metric_aliases": (),
     "rlhf_spmd.model_folders": ("plan", "model.config", "model.tokenizer_files"),
     "rlhf_spmd.kernels": ("kernels",),
-    "rlhf_spmd.model": ("model", "kernels", "plan.shard"),
-    "rlhf_spmd.model.config": (),
-    "rlhf_spmd.model.tokenizer_files": ("model.config",),
+    "rlhf_spmd.model": ("files", "model", "kernels", "plan.shard"),
+    "rlhf_spmd.model.config": ("files",),
+    "rlhf_spmd.model.tokenizer_files": ("files", "model.config"),
     "rlhf_spmd.evaluation_metrics": (),
-    "rlhf_spmd.option_checks": ("config", "evaluation_metrics", "option_suggestions"),
+    "rlhf_spmd.option_checks": (
+        *("config", "evaluation_metrics", "option_suggestions", "option_values", "plan.workflow"),
+    ),
     "rlhf_spmd.option_suggestions": (),
     "rlhf_spmd.option_values": (),
     "rlhf_spmd.plan": SEEN_BY_STRATEGIES,
@@ -137,7 +146,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.runtime": (),
     "rlhf_spmd.strategies": ("plan",),
     "rlhf_spmd.strategy": ("plan", "config", "strategies", "user_module", "option_suggestions"),
-    "rlhf_spmd.user_module": ("option_suggestions",),
+    "rlhf_spmd.files": (),
+    "rlhf_spmd.user_module": ("files", "option_suggestions"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),
@@ -263,10 +273,9 @@ def import_problem(module: str, found: Import) -> str | None:
     return None
 
 
-def size_problems(path: Path, where: Path) -> list[str]:
+def size_problems(source: str, where: Path) -> list[str]:
     """What is too long in a file."""
-    found, source = [], path.read_text()
-    num_lines = len(source.splitlines())
+    found, num_lines = [], len(source.splitlines())
     if num_lines > MAX_LINES:
         found.append(f"{where}: {num_lines} lines, at most {MAX_LINES}")
     for node in ast.walk(ast.parse(source)):
@@ -312,9 +321,12 @@ def problems_of(root: Path) -> list[str]:
     modules = modules_of(root)
     beside = [path for folder in BESIDE for path in sorted((root / folder).rglob("*.py"))]
     for path in [*modules.values(), *beside]:
-        found += size_problems(path, path.relative_to(root))
+        where, source = path.relative_to(root), path.read_text(encoding="utf-8")
+        found += size_problems(source, where)
+        problems = text_problems(ast.parse(source), in_package=where.parts[0] in ("rlhf_spmd", "kernels", "strategies"))
+        found += [f"{where}:{call.lineno}: {problem}" for call, problem in problems]
     for module, path in modules.items():
-        where, tree = path.relative_to(root), ast.parse(path.read_text())
+        where, tree = path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))
         imports = list(imports_of(tree, module, path.name == "__init__.py", set(modules)))
         for item in imports:
             problem = bench_problem(module, item) if within(module, "bench") else import_problem(module, item)

@@ -33,7 +33,7 @@ def _train(words: list[str], num_ranks: int) -> None:
 
 
 def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def timeless(run: Path) -> list[dict]:

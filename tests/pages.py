@@ -60,7 +60,7 @@ def write_page(folder: Path, *changes: tuple[str, str], name: str = "mine") -> P
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     path = folder / f"{name}.py"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

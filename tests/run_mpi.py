@@ -47,7 +47,7 @@ def _mpiexec() -> tuple[str, ...]:
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         raise SystemExit("run_mpi: no mpiexec beside this python nor on PATH: `pip install mpich`")
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, encoding="utf-8").stdout
     if "Open MPI" not in version and "prte" not in version.lower():
         return (mpiexec,)
     options = [
@@ -101,7 +101,7 @@ def run_limited(
     """
     pipe = subprocess.PIPE if capture else None
     process = subprocess.Popen(
-        command, env=environment or mpi_environment(), cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True
+        command, env=environment or mpi_environment(), cwd=REPOSITORY, stdout=pipe, stderr=pipe, encoding="utf-8"
     )
     try:
         stdout, stderr = process.communicate(timeout=limit_s)
@@ -131,7 +131,7 @@ def stop(process: subprocess.Popen, *, grace_s: float = GRACE_S) -> tuple[str, s
 
 def _stat(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return []
 
@@ -198,7 +198,7 @@ def be_a_rank(folder: Path, arguments: Sequence[str]) -> None:
     # no test here uses hypothesis, whose plugin would import it (a quarter of a second)
     own = ["--with-mpi", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     status = pytest.main([*own, *arguments], plugins=plugins)
-    (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}))
+    (folder / f"{rank}.json").write_text(json.dumps({"status": int(status), **counter.counts}), encoding="utf-8")
     sys.stdout.flush()  # exit 0: a bad status would end the other ranks before they have written theirs
     MPI.Finalize()  # nobody leaves before all have written theirs; mpi4py's own at the exit would not tell its errors
 
@@ -217,7 +217,7 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: st
         results = {}
         for rank in range(num_ranks):
             file = folder / f"{rank}.json"
-            results[rank] = json.loads(file.read_text()) if file.exists() else None
+            results[rank] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
         first = results[0] or {"passed": 0, "failed": 0}
         problems = []
         if status is None:
@@ -244,7 +244,7 @@ def launch(num_ranks: int, arguments: Sequence[str], limit_s: float, backend: st
 def _show_logs(folder: Path, ranks: Sequence[int], num_lines: int) -> None:
     for rank in ranks:
         log = folder / f"{rank}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.exists() else []
         print(f"--- rank {rank} wrote last:", *lines[-num_lines:], sep="\n", flush=True)
 
 

@@ -58,23 +58,25 @@ def reward(sample: Sample, rules: Rules) -> float:
     return sample.score - rules.overlong_penalty * (length - free) / rules.overlong_buffer
 
 
+def counts(sample: Sample, rules: Rules) -> bool:
+    """Whether its reward counts in the baseline of its group."""
+    return sample.ended or rules.overlong != "mask"
+
+
 def grpo_advantages(groups: list[list[Sample]], rules: Rules) -> None:
     for group in groups:
-        rewards = [reward(one, rules) for one in group]
+        rewards = [reward(one, rules) for one in group if counts(one, rules)]
+        is_equal = not rewards or max(rewards) - min(rewards) <= 1e-6
         for one in group:
-            one.used = not (rules.overlong == "mask" and not one.ended)
-            if rules.drop_equal_groups and max(rewards) - min(rewards) <= 1e-6:
-                one.used = False
-    used_rewards = [reward(one, rules) for group in groups for one in group if one.used]
-    for group in groups:
-        rewards = [reward(one, rules) for one in group]
-        for one, r in zip(group, rewards, strict=True):
-            a = r - statistics.fmean(rewards)
-            if rules.scale == "group":
+            one.used = counts(one, rules) and not (rules.drop_equal_groups and is_equal)
+            a = reward(one, rules) - statistics.fmean(rewards) if counts(one, rules) and not is_equal else 0.0
+            if rules.scale == "group" and a:
                 a /= statistics.stdev(rewards) + rules.scale_eps
-            elif rules.scale == "batch":
-                a /= statistics.stdev(used_rewards) + rules.scale_eps
             one.advantages = [a] * len(one.old)
+    used_rewards = [reward(one, rules) for group in groups for one in group if one.used]
+    if rules.scale == "batch":
+        for one in (one for group in groups for one in group):
+            one.advantages = [a / (statistics.stdev(used_rewards) + rules.scale_eps) for a in one.advantages]
 
 
 def first_groups(mini_batches: list[list[list[Sample]]], num_wanted: int) -> None:

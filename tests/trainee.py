@@ -126,14 +126,20 @@ class Run:
 
 @functools.cache
 def single_process(
-    steps: int, *, clip: float | None, dtype=torch.float32, seed=1, lr=LR, decay=0.0, rounded=False
+    steps: int, *, clip: float | None, dtype=torch.float32, seed=1, lr=LR, decay=0.0, bare=(), rounded=False
 ) -> Run:
-    """The same training without any of our code. rounded: start from weights rounded to bfloat16."""
+    """The same training without any of our code. bare: parts of the names of weights without weight decay. rounded:
+    start from weights rounded to bfloat16."""
     model = tiny(seed)
     if rounded:
         model.bfloat16()
     model.to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=decay)
+    decaying, others = [], []
+    for name, p in model.named_parameters():
+        (others if any(part in name for part in bare) else decaying).append(p)
+    optimizer = torch.optim.AdamW(decaying, lr=lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=decay)
+    if others:
+        optimizer.add_param_group({"params": others, "weight_decay": 0.0})
     run = Run([], [], {})
     for step in range(steps):
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ class Warm:
             env=environment_alone(PYTHONPATH=f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"),
             stdin=pipe,
             stdout=pipe,
-            text=True,
+            encoding="utf-8",
         )
         return self
 
@@ -45,7 +45,7 @@ class Warm:
             self.process.stdin.write(json.dumps([[str(word) for word in arguments], files]) + "\n")
             self.process.stdin.flush()
             status = json.loads(self.process.stdout.readline())
-            return status, *(Path(file).read_text() for file in files)
+            return status, *(Path(file).read_text(encoding="utf-8") for file in files)
 
 
 def serve() -> int:

@@ -123,5 +123,5 @@ def versions_of_peer() -> dict[str, str]:
     """TRL and what computes in its environment."""
     names = ["trl", "transformers", "torch"]
     command = [str(equality.PEER), "-c", f"from importlib.metadata import version as v; print(*map(v, {names}))"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=True).stdout.split()
     return dict(zip(["trl", "its transformers", "its torch"], found, strict=True))

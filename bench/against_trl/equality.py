@@ -64,7 +64,8 @@ def small(folder: Path) -> list[Setting]:
         "".join(
             json.dumps({"prompt": " ".join(WORDS[(7 * i + 3 * j) % len(WORDS)] for j in range(1 + i % 6))}) + "\n"
             for i in range(8)
-        )
+        ),
+        encoding="utf-8",
     )
     sizes = ["data.max_prompt=8", "generation.max_new_tokens=24", "rollout_batch=8", "samples_per_prompt=6"]
     sizes += ["mini_batch=48", "micro_batch=7", f"data.prompts={folder / 'prompts.jsonl'}"]
@@ -79,15 +80,15 @@ def small(folder: Path) -> list[Setting]:
 
 def smollm2(folder: Path, scratch: Path) -> Setting:
     """SmolLM2-135M in float32, made to end its responses at full stops and commas."""
-    actor, config = scratch / "actor", json.loads((folder / "config.json").read_text())
+    actor, config = scratch / "actor", json.loads((folder / "config.json").read_text(encoding="utf-8"))
     actor.mkdir()
     for path in folder.iterdir():
         (actor / path.name).symlink_to(path)
-    tokens = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     config["eos_token_id"] = [config["eos_token_id"], tokens["."], tokens[","]]
     (actor / "generation_config.json").unlink()
     (actor / "config.json").unlink()
-    (actor / "config.json").write_text(json.dumps(config))
+    (actor / "config.json").write_text(json.dumps(config), encoding="utf-8")
     sizes = ["data.max_prompt=32", "generation.max_new_tokens=24", "rollout_batch=4", "samples_per_prompt=4"]
     sizes += ["mini_batch=16", "micro_batch=8", f"data.prompts={embedded.path_of('sentiment_prompts.txt')}"]
     words = (*sizes, ours.write_reward(scratch / "reward.py"))
@@ -116,7 +117,7 @@ def compared(setting: Setting, cases: Sequence[Case], folder: Path, *, seed: int
             taken = ours.one_step(case, words, dtype=setting.dtype, seed=seed, wide=wide)
             mine[case.name, wide] = taken
             rows = folder / f"rows-{number}-{wide}.json"
-            rows.write_text(json.dumps(taken.rows))
+            rows.write_text(json.dumps(taken.rows), encoding="utf-8")
             out = folder / f"step-{number}-{wide}.safetensors"
             steps[case.name, wide] = step_of(setting, case, rows, out, wide=wide)
     in_peer("bench.against_trl.trl_losses", {"threads": THREADS, "steps": list(steps.values())}, folder)
@@ -155,9 +156,11 @@ def step_of(setting: Setting, case: Case, rows: Path, out: Path, *, wide: bool) 
 def in_peer(module: str, job: dict, folder: Path) -> None:
     """Runs a module in TRL's environment with a job as its argument. Raises if it fails."""
     path = folder / "job.json"
-    path.write_text(json.dumps(job))
+    path.write_text(json.dumps(job), encoding="utf-8")
     command = [str(PEER), "-m", module, str(path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=LIMIT_S
+    )
     if done.returncode:
         raise RuntimeError(f"{module} ended with {done.returncode}:\n{done.stderr}")
 

@@ -40,9 +40,9 @@ def small(folder: Path) -> list[GivenSetting]:
             ),
         }
         for model in models.values():
-            about = json.loads((model / "tokenizer_config.json").read_text())
+            about = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
             about |= {"pad_token": PAD, "chat_template": TEMPLATE}
-            (model / "tokenizer_config.json").write_text(json.dumps(about))
+            (model / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
         models["reference"] = perturbed_copy(models["actor"], folder / f"reference-{number}")
         settings.append(GivenSetting(name, models))
     return settings
@@ -68,7 +68,7 @@ def compared(setting: GivenSetting, cases: Sequence[GivenCase], folder: Path) ->
     for number, case in enumerate(cases):
         rows = case.rows(words)
         write_rows(rows, folder / f"rows-{number}.jsonl")
-        (folder / f"rows-{number}.json").write_text(json.dumps(rows))
+        (folder / f"rows-{number}.json").write_text(json.dumps(rows), encoding="utf-8")
         for wide in (True, False):
             told = our_words(setting, case, folder / f"rows-{number}.jsonl", len(rows))
             mine[case.name, wide] = ours.given_step(case, told, dtype="float64", wide=wide)
@@ -91,7 +91,7 @@ def compared(setting: GivenSetting, cases: Sequence[GivenCase], folder: Path) ->
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def compared_step(setting: GivenSetting, case: GivenCase, mine: ours.Taken, out: Path, *, wide: bool) -> dict:

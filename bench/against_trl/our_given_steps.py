@@ -28,7 +28,7 @@ def main(model: str, folder: str, name: str) -> None:
 def config_of(of: GivenWork, model: str, folder: Path) -> Config:
     """One optimizer step in an iteration, over all rows."""
     rows, path = given_work.rows_of(of.page), folder / f"{of.page}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     micro_batch = given_work.MICRO_BATCH // of.sequences_per_row
     words = [f"data.prompts={path}", f"rollout_batch={len(rows)}", f"mini_batch={len(rows)}", "iterations=10000"]
     words += [f"micro_batch={micro_batch}", "dtype=float32", "data.max_prompt=64"]

@@ -49,8 +49,10 @@ class ProcessorTracer(Tracer):
 
 def config_of(model: str, folder: Path, prompts: tuple[str, ...]):
     """One optimizer step in an iteration, with GRPO's loss as TRL has it by default."""
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8"
+    )
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     rows = work.PROMPTS * work.SAMPLES
     words = [f"data.prompts={folder / 'prompts.jsonl'}", f"reward_function={folder / 'reward.py'}:letters"]
     words += [f"rollout_batch={work.PROMPTS}", f"samples_per_prompt={work.SAMPLES}", f"mini_batch={rows}"]

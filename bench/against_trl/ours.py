@@ -169,6 +169,7 @@ def write_reward(path: Path) -> str:
     """A reward function that tells all responses apart -> the option that names it."""
     path.write_text(
         "def letters(prompts, responses):\n"
-        "    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]\n"
+        "    return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]\n",
+        encoding="utf-8",
     )
     return f"reward_function={path}:letters"

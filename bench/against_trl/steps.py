@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, command: Sequence[str], log: Path):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.log = log
-        with log.open("w") as stderr:
+        with log.open("w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(command, cwd=REPOSITORY, stderr=stderr, **pipes)
 
     def step(self, lengths: Sequence[int] = (), *, checkpointing: bool = False) -> dict[str, float]:
@@ -50,7 +50,7 @@ class Worker:
         self._process.stdin.write(json.dumps(told) + "\n")
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(self._process.args[:3])} has ended:\n{self.log.read_text()}")
+            raise RuntimeError(f"{' '.join(self._process.args[:3])} has ended:\n{self.log.read_text(encoding='utf-8')}")
         return json.loads(line)
 
     def end(self) -> None:
@@ -60,7 +60,7 @@ class Worker:
 
 def measured(model: Path, folder: Path) -> list[dict]:
     """A row for each kind of lengths and each of TRL's settings."""
-    prompts = embedded.path_of("sentiment_prompts.txt").read_text().splitlines()[: work.PROMPTS]
+    prompts = embedded.path_of("sentiment_prompts.txt").read_text(encoding="utf-8").splitlines()[: work.PROMPTS]
     workers = {
         "TRL": Worker([str(PEER), "-m", "bench.against_trl.trl_steps", str(model), *prompts], folder / "trl.log"),
         "ours": Worker(
@@ -137,7 +137,7 @@ def step_flops(model: Path, name: str, num_prompt_tokens: int) -> float:
 
 
 def shape_of(model: Path) -> ModelShape:
-    config = json.loads((model / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return ModelShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],

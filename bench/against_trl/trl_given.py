@@ -54,7 +54,7 @@ def one_step(step: dict) -> tuple[dict[str, Tensor], dict[str, str]]:
     """One step of SGD at learning rate 1 -> gradients and weights after it; loss, metrics and tokens as JSON."""
     kind, dtype = step["kind"], getattr(torch, step["dtype"])
     trainer_class, config_class = KINDS[kind]
-    rows = json.loads(Path(step["rows"]).read_text())
+    rows = json.loads(Path(step["rows"]).read_text(encoding="utf-8"))
     reference = {"ref_model": load(kind, step["reference"], dtype)} if kind == "dpo" else {}
     gradients = Gradients()
     with tempfile.TemporaryDirectory() as scratch:
@@ -104,7 +104,7 @@ def _packed(batch: dict[str, Tensor]) -> list[Sequence]:
 
 
 def main(path: str) -> None:
-    job = json.loads(Path(path).read_text())
+    job = json.loads(Path(path).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     for step in job["steps"]:
         with without_casts() if step["wide"] else nullcontext():

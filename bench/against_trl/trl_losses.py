@@ -16,7 +16,7 @@ from bench.against_trl.trl_trainers import one_step, without_casts
 
 
 def main(path: str) -> None:
-    job = json.loads(Path(path).read_text())
+    job = json.loads(Path(path).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     for step in job["steps"]:
         with without_casts() if step["wide"] else nullcontext():
@@ -30,7 +30,7 @@ def main(path: str) -> None:
 def taken(step: dict):
     return one_step(
         step["kind"],
-        json.loads(Path(step["rows"]).read_text()),
+        json.loads(Path(step["rows"]).read_text(encoding="utf-8")),
         step["model"],
         step["reference"],
         dtype=getattr(torch, step["dtype"]),

@@ -46,7 +46,7 @@ def reward(text: str) -> float:
 
 def commands() -> tuple[Iterator[Told], TextIO]:
     """A worker's commands, and where its answers go; whatever else the process prints goes to its stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
     return (Told(**json.loads(line)) for line in sys.stdin), answers
 

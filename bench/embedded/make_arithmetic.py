@@ -94,7 +94,7 @@ def write_tokenizer(folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 32,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def write_problems(path: Path, some: list[tuple[int, int]], answer_of, column: str = "answer") -> None:
@@ -136,7 +136,10 @@ def train(model: Path, data: Path, run_folder: Path, recipe: Recipe, ranks: int)
 
 def accuracy(actor: Path, held_out: Path, *, samples: int, temperature: float) -> dict[str, float]:
     """mean@n and pass@k of an actor on problems."""
-    tokenizer, rows = load_tokenizer(str(actor)), [json.loads(line) for line in held_out.read_text().splitlines()]
+    tokenizer, rows = (
+        load_tokenizer(str(actor)),
+        [json.loads(line) for line in held_out.read_text(encoding="utf-8").splitlines()],
+    )
     model = load_model(str(actor), head="lm", dtype=torch.float32)
     prompts_BP = pad([tokenizer.encode(row["prompt"]) for row in rows for _ in range(samples)])
     places = np.arange(len(rows)).repeat(samples), np.tile(np.arange(samples), len(rows))
@@ -176,7 +179,7 @@ def make(out: Path, recipe: Recipe, *, ranks: int) -> dict:
         "torch": version("torch"),
         "minutes": round((time.perf_counter() - began) / 60, 1),
     }
-    (out / "made.json").write_text(json.dumps(made, indent=2) + "\n")
+    (out / "made.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     return made
 
 

@@ -102,7 +102,7 @@ def train_tokenizer(folder: Path, recipe: Recipe) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 256,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def next_token_loss(model: Transformer, tokens_BT: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def measures(out: Path, tokenizer, recipe: Recipe) -> dict:
 
 
 def prompts_of(path: Path) -> list[str]:
-    return [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_prompts(out: Path, recipe: Recipe) -> None:
@@ -307,7 +307,7 @@ def make(out: Path, recipe: Recipe, *, ranks: int, keep: bool = False) -> dict:
     """Makes everything in `out`; returns the contents of made.json. keep: all but tokenizer, actor, reward model and
     prompts, which are there."""
     started = time.monotonic()
-    made = json.loads((out / "made.json").read_text()) if keep else {}
+    made = json.loads((out / "made.json").read_text(encoding="utf-8")) if keep else {}
     if not keep:
         train_tokenizer(out / "actor", recipe)
         write_prompts(out, recipe)
@@ -339,7 +339,7 @@ def make(out: Path, recipe: Recipe, *, ranks: int, keep: bool = False) -> dict:
     seconds = round(time.monotonic() - started)
     about = {"recipe": asdict(recipe), "seeds": SEEDS, "versions": versions, "seconds": seconds}
     made |= {"kept": KEPT, "base_and_data": about} if keep else about
-    (out / "made.json").write_text(json.dumps(made, indent=2) + "\n")
+    (out / "made.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     return made
 
 

@@ -12,12 +12,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 def write_rows(path: Path, rows: Iterable[Mapping]) -> Path:
     """Writes one object per line."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def run(words: list[str]) -> None:

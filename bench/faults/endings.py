@@ -69,7 +69,7 @@ def launch(kind: str, num_ranks: int, late: int, folder: Path) -> tuple[int | No
     """Exit status (None: it hung) and output."""
     if kind == "tests":
         folder.mkdir()
-        (folder / "test_nothing.py").write_text(TEST.format(late=late))
+        (folder / "test_nothing.py").write_text(TEST.format(late=late), encoding="utf-8")
         options = ["--limit", str(LIMIT_S), "--", "-c", "/dev/null", "--rootdir", folder, folder / "test_nothing.py"]
         command = [sys.executable, "tests/run_mpi.py", num_ranks, *options]
     else:
@@ -78,7 +78,12 @@ def launch(kind: str, num_ranks: int, late: int, folder: Path) -> tuple[int | No
         command = [mpirun, "-n", num_ranks, sys.executable, "-m", "rlhf_spmd", *options]
     try:
         done = subprocess.run(
-            [str(word) for word in command], cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S + 30
+            [str(word) for word in command],
+            cwd=REPOSITORY,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=LIMIT_S + 30,
         )
     except subprocess.TimeoutExpired as expired:
         return None, (expired.stdout or b"").decode(errors="replace")

@@ -91,7 +91,7 @@ def measure(algorithm: str, strategy: str, num_runs: int, num_kills: int, points
         rows = killed(options, folder / f"{name}-{run}", expected, iteration_s, num_kills, seed)
         about = {"bench": "faults", "algorithm": algorithm, "strategy": strategy, "run": run}
         points.parent.mkdir(exist_ok=True)
-        with points.open("a") as file:
+        with points.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(about | row | provenance()) + "\n" for row in rows))
         names = ("rank", "iterations", "end_s", "equal", "hang", "orphans", "named")
         for row in rows:
@@ -102,7 +102,7 @@ def strategy_words(strategy: str, folder: Path) -> list[str]:
     """The options that choose a strategy and, if it needs one, its cluster (a file in the folder)."""
     if strategy != "heterogeneous":
         return ["--strategy", strategy]
-    (folder / "cluster.toml").write_text(TWO_TYPES)
+    (folder / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
     return ["--strategy", strategy, "--cluster", str(folder / "cluster.toml")]
 
 
@@ -166,7 +166,8 @@ class Started:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
 
     def wait_for(self, iterations: int) -> None:
@@ -221,7 +222,7 @@ class Started:
 
 def _parent(pid: int) -> int | None:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     except OSError:  # it has ended
         return None
 
@@ -229,7 +230,7 @@ def _parent(pid: int) -> int | None:
 def num_iterations(folder: Path) -> int:
     """The number of iterations that a run has done."""
     path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
+    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
 def slowest_s(folder: Path) -> float:

@@ -86,7 +86,7 @@ def watched(run: Started, iterations: int) -> list[tuple[int, int]]:
 def resident_bytes(pid: int) -> int:
     """Of a process; 0 if it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * PAGE_BYTES
     except OSError:
         return 0
 

@@ -218,7 +218,7 @@ def run(folder: Path, command: Iterable[str], options: Iterable[str], **variable
     status, stdout, stderr = run_limited(words, limit_s=RUN_S, environment=dict(os.environ) | variables)
     print(f"--- {' '.join(words)}\n{stdout}{stderr}", flush=True)
     metrics = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
     if status == 0:
         return rows, ""
     lines = stderr.strip().splitlines()

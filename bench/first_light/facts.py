@@ -40,7 +40,7 @@ def device(light: Light) -> Found:
             facts |= of_gpu(torch.cuda.get_device_properties(0))
             notes += [f"{facts['free_bytes'] / 2**30:.0f} of {facts['total_bytes'] / 2**30:.0f} GiB free"]
         notes += degraded()
-    (light.work / FACTS).write_text(json.dumps(facts))
+    (light.work / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     print(json.dumps(facts, indent=1))
     light.row(**{key: facts[key] for key in facts if key not in ("versions", "device", "driver", "python")})
     notes += [f"not here: {', '.join(facts['missing'])}"] if facts["missing"] else []
@@ -68,7 +68,9 @@ def is_here(name: str, dry: bool) -> bool:
 
 def runs(code: str) -> bool:
     """Whether Python code succeeds in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode:
         print(done.stderr.strip().splitlines()[-1:] or f"status {done.returncode}: {code}")
     return done.returncode == 0
@@ -80,7 +82,11 @@ def nvidia_smi() -> dict:
         return {"driver": None, "num_smi": 0}
     fields = ["name", "driver_version", "memory.total", "clocks.max.sm", "clocks.max.memory", "power.limit"]
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    lines = (
+        subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+        .stdout.strip()
+        .splitlines()
+    )
     values = [value.strip() for value in lines[0].split(",")] if lines else []
     if len(values) != len(fields):
         return {"driver": None, "num_smi": 0}

@@ -136,7 +136,7 @@ class Walk:
         result = self.work / f"{one.step.name}.json"
         if status or not result.exists():
             return "failed", f"status {status}: {last}"
-        found = json.loads(result.read_text())
+        found = json.loads(result.read_text(encoding="utf-8"))
         return found["verdict"], found["told"]
 
     def _end(self, step: Step, verdict: str, told: str = "", *, seconds: float = 0.0) -> None:
@@ -167,7 +167,7 @@ class Walk:
             path = self.work / f"{step.name}.jsonl"
             if not path.exists():
                 continue
-            for line in path.read_text().splitlines():
+            for line in path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError):  # a line that its step was stopped in
                     found.append(
                         {"bench": "first-light", "step": step.name, "dry": self.dry} | json.loads(line) | about
@@ -178,7 +178,7 @@ class Walk:
     def facts(self) -> Mapping:
         """What the first step has found out about this machine; nothing if it came to no end."""
         path = self.work / FACTS
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def shortened(log: bytes) -> bytes:

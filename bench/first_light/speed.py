@@ -292,7 +292,7 @@ def calibrate(light: Light) -> Found:
     from rlhf_spmd.runtime.profile.profile import Grid, profile, summary
     from rlhf_spmd.runtime.world.world import World
 
-    facts = json.loads((light.work / FACTS).read_text())
+    facts = json.loads((light.work / FACTS).read_text(encoding="utf-8"))
     kind = None if light.dry else device_type_of(facts["device"], facts["total_bytes"])
     if light.dry:
         config = presets.load("tiny", ["device=cpu"])

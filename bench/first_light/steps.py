@@ -236,7 +236,7 @@ def run_one(step: Step, light: Light) -> int:
         result = {"verdict": "passed" if found.ok else "failed", "told": found.told}
     except Missing as missing:
         result = {"verdict": f"skipped: {missing}", "told": ""}
-    (light.work / f"{step.name}.json").write_text(json.dumps(result))
+    (light.work / f"{step.name}.json").write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
     return 0
 

@@ -83,7 +83,7 @@ def run(machine: Imitated, folder: Path, iterations: int) -> dict:
     words += [f"iterations={iterations}", "num_samples=0"]
     with entering(machine) as enter:
         result, _ = train(RANKS, words, environment={**os.environ, **machine.variables}, enter=enter)
-    return json.loads((Path(result["run_dir"]) / "forecast.json").read_text())
+    return json.loads((Path(result["run_dir"]) / "forecast.json").read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -98,11 +98,11 @@ def entering(machine: Imitated) -> Iterator[Callable[[], None]]:
     try:
         limit_us = round(machine.quota * PERIOD_US)
         if is_second:
-            (group / "cpu.max").write_text(f"{limit_us} {PERIOD_US}")
+            (group / "cpu.max").write_text(f"{limit_us} {PERIOD_US}", encoding="utf-8")
         else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(limit_us))
-        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US), encoding="utf-8")
+            (group / "cpu.cfs_quota_us").write_text(str(limit_us), encoding="utf-8")
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
     finally:
         group.rmdir()
 

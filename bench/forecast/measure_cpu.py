@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         told = ["--algorithm", parsed.algorithm, "--on-ranks", str(folder / "lengths.json")]
         on_ranks(1, ["measure-cpu", *told, *parsed.overrides])
-        lengths = json.loads((folder / "lengths.json").read_text())
+        lengths = json.loads((folder / "lengths.json").read_text(encoding="utf-8"))
         for size in SIZES[:1] if parsed.quick else SIZES:
             for strategy in STRATEGIES:
                 try:
@@ -106,7 +106,10 @@ def searched(
     workload, cluster = workload_of(algorithm, words, lengths), Cluster.parse(f"1x{size}")
     rows, _ = alternatives(workload, cluster, calibration, top=1)
     best = fastest([row for row in rows if row.name.startswith("plan ")], cluster)
-    file.write_text(module_source(best, presets.load("tiny", words, algorithm=algorithm), calibration, list(words)))
+    file.write_text(
+        module_source(best, presets.load("tiny", words, algorithm=algorithm), calibration, list(words)),
+        encoding="utf-8",
+    )
     return best.program
 
 
@@ -197,7 +200,7 @@ def write_lengths(file: Path, algorithm: str, words: Sequence[str]) -> None:
             for prompt, length in answers[0]["rows"][["prompt", "length"]].tolist() if number else []:
                 lengths["prompts"].append(len(job.prompts.prompts[prompt]))
                 lengths["responses"].append(length)
-        file.write_text(json.dumps(lengths))
+        file.write_text(json.dumps(lengths), encoding="utf-8")
         world.shutdown()
     except BaseException as error:
         world.fail(error)

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
             words = [word.format(critic=folder / "critic") for word in WORKLOADS[case]]
             words += [f"iterations={CHOOSING + ROUNDS}", "num_samples=0"]
             on_ranks(1, ["measure-cpu", "--on-ranks", str(folder / "lengths.json"), *words])
-            lengths = json.loads((folder / "lengths.json").read_text())
+            lengths = json.loads((folder / "lengths.json").read_text(encoding="utf-8"))
             file = Path(parsed.calibration or folder / f"{case.replace(' ', '_')}.json")
             if not parsed.calibration:
                 profile(file, words)
@@ -122,9 +122,9 @@ def planned(words: Sequence[str], lengths: dict[str, list[int]], size: int, cali
 
 def run_on_ranks(file: Path, case: Case, words: Sequence[str], size: int) -> list[list[float]]:
     """Seconds of each round of each program."""
-    file.write_text(json.dumps({"told": [one[:2] for one in case.told], "words": list(words)}))
+    file.write_text(json.dumps({"told": [one[:2] for one in case.told], "words": list(words)}), encoding="utf-8")
     on_ranks(size, ["measure-plans", "--on-ranks", str(file)])
-    return json.loads(file.with_suffix(".seconds").read_text())
+    return json.loads(file.with_suffix(".seconds").read_text(encoding="utf-8"))
 
 
 def measure_on_ranks(file: Path) -> None:
@@ -135,7 +135,7 @@ def measure_on_ranks(file: Path) -> None:
     world = World.discover()
     world.use_device("cpu")
     try:
-        given = json.loads(file.read_text())
+        given = json.loads(file.read_text(encoding="utf-8"))
         config = presets.load("tiny", given["words"])
         workload, cluster = make_workload(config), Cluster.parse(f"1x{world.size}")
         programs = [strategy_of(name, source).compile(workload, cluster, {}) for name, source in given["told"]]
@@ -144,7 +144,7 @@ def measure_on_ranks(file: Path) -> None:
         rounds = [[run(number) for run in runs] for number in range(CHOOSING + ROUNDS)]
         if world.rank == 0:
             seconds = [list(one) for one in zip(*rounds, strict=True)]
-            file.with_suffix(".seconds").write_text(json.dumps(seconds))
+            file.with_suffix(".seconds").write_text(json.dumps(seconds), encoding="utf-8")
         world.shutdown()
     except BaseException as error:
         world.fail(error)

@@ -3,7 +3,6 @@ options, and rows as CSV. None of it is written to bench/results/."""
 
 import argparse
 import csv
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,8 +83,7 @@ def own_grid(strategy: Strategy, num_devices: int) -> dict[str, tuple]:
     """What is searched over for a strategy of one's own: those of its options that have usual names."""
     usual = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "inference_pp": (1, 2, 4), "generation_pp": (1, 2, 4)}
     usual |= grid_of("reallocation", num_devices)
-    options = list(inspect.signature(strategy.place).parameters)[2:]  # behind workload and cluster
-    return {name: usual[name] for name in options if name in usual}
+    return {name: usual[name] for name in strategy.parameters if name in usual}
 
 
 def workload_words(overrides: Iterable[str]) -> list[str]:

@@ -114,7 +114,7 @@ def run_case(folder: Path, world, case: Case, program: Program, seed: int) -> No
         save_file({key: w.contiguous() for key, w in weights.items()}, folder / f"{file}.safetensors")
         closest = [min(map(min, rows.values())) for rows in run.distances] if world.size == 1 else None
         found = {"key": case.key, "seed": seed, "metrics": metrics, "closest": closest}
-        (folder / f"{file}.json").write_text(json.dumps(found))
+        (folder / f"{file}.json").write_text(json.dumps(found), encoding="utf-8")
         print(f"{' '.join(map(str, case.key))} seed {seed}", flush=True)
 
 
@@ -154,7 +154,7 @@ def compare(folder: Path, algorithms: Collection[str]) -> list[dict]:
 
     found: dict[tuple, dict[int, dict]] = {}
     for file in folder.glob("*.json"):
-        case = json.loads(file.read_text()) | {"weights": load_file(file.with_suffix(".safetensors"))}
+        case = json.loads(file.read_text(encoding="utf-8")) | {"weights": load_file(file.with_suffix(".safetensors"))}
         found.setdefault(tuple(case["key"]), {})[case["seed"]] = case
     rows = []
     for case in CASES:

@@ -102,7 +102,7 @@ def write(folder: Path, parts: tuple[str, ...]) -> int:
 
             with tempfile.TemporaryDirectory(prefix="unchanged_runs_") as runs:
                 found = unchanged_runs.goldens(Path(runs))
-        (folder / f"{part}.json").write_text(json.dumps(found, indent=0))
+        (folder / f"{part}.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
     print(json.dumps({"bench": "unchanged", "written": str(folder), "ok": True}))
     return 0
 
@@ -124,7 +124,7 @@ def of_tree(tree: Path, part: str) -> tuple[dict[str, Golden], float]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unchanged_") as folder:
         run_in(tree, ["unchanged", "--write", folder, "--only", part])
-        return json.loads((Path(folder) / f"{part}.json").read_text()), time.monotonic() - began
+        return json.loads((Path(folder) / f"{part}.json").read_text(encoding="utf-8")), time.monotonic() - began
 
 
 def run_in(tree: Path, arguments: list[str]) -> str:
@@ -143,7 +143,9 @@ def run_in(tree: Path, arguments: list[str]) -> str:
 
 
 def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *words], cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=True
+    ).stdout.strip()
 
 
 def sha_of(commit: str) -> str:
@@ -174,19 +176,19 @@ def of_commit(commit: str, part: str) -> tuple[dict[str, Golden], float]:
     """What a commit computes, and the seconds that it took: 0 where it comes from the cache."""
     path = CACHE / commit / f"{part}.json"
     if path.exists():
-        kept = json.loads(path.read_text())
+        kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["machine"] == machine():
             return kept["goldens"], 0.0
     with worktree(commit) as tree:
         found, seconds = of_tree(tree, part)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "goldens": found}))
+    path.write_text(json.dumps({"machine": machine(), "goldens": found}), encoding="utf-8")
     return found, seconds
 
 
 def machine() -> dict[str, str]:
     """The properties of the machine on which bits may depend."""
-    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     told = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in info}
     about = {name: told.get(name, "") for name in ("model name", "flags")}
     versions = {name: version(name) for name in ("torch", "numpy", "deepspeed", "transformers")}

@@ -89,7 +89,7 @@ def left_by(run: Path) -> dict[str, str]:
         number = row.pop("iteration")
         found |= {f"iteration {number} {name}": repr(value) for name, value in row.items() if name not in TIMED}
     last = max((run / "checkpoints").glob("iteration-*"))
-    state = json.loads((last / "state.json").read_text())
+    state = json.loads((last / "state.json").read_text(encoding="utf-8"))
     state = {name: value for name, value in state.items() if name not in OF_A_PLACE}
     # since the algorithm's state stands under a name of its own, score_moments are what was called scores
     state |= {STATE_NAMES.get(name, name): value for name, value in state.pop("state", {}).items()}

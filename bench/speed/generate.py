@@ -117,11 +117,11 @@ def keep(rows: list[dict], name: str) -> None:
         return tuple(row.get(key) for key in ("model", "device", "dtype", "work"))
 
     path = RESULTS / f"{name}.jsonl"
-    old = path.read_text().splitlines() if path.exists() else []
+    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     places = {case(json.loads(line)): line for line in old}  # of rows, which keep their order
-    new = write(name, rows).read_text().splitlines()
+    new = write(name, rows).read_text(encoding="utf-8").splitlines()
     places |= {case(json.loads(line)): line for line in new}
-    path.write_text("".join(line + "\n" for line in places.values()))
+    path.write_text("".join(line + "\n" for line in places.values()), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:

@@ -100,7 +100,8 @@ def iterations(config: Config, program: Program, world: World) -> dict:
     """Seconds and megabytes of an iteration, of the rank that takes most; the same on every rank."""
     import numpy as np
 
-    from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+    from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
+    from rlhf_spmd.runtime.data.prompts import PromptSet
     from rlhf_spmd.runtime.execute.executor import Executor
     from rlhf_spmd.runtime.execute.handlers.context import RunState
     from rlhf_spmd.runtime.observe.trace import Tracer
@@ -144,7 +145,7 @@ def iterations(config: Config, program: Program, world: World) -> dict:
 
 def start_of_peak() -> int:
     """Forgets the most memory that this process has had; returns what it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status("VmRSS")
 
 
@@ -154,13 +155,14 @@ def peak_bytes() -> int:
 
 
 def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def tokenising(config: Config, world: World) -> Sequence[dict]:
     """Seconds and megabytes of a data set, of the rank that takes most; the same on every rank."""
     from rlhf_spmd.model.hf import load_tokenizer
+    from rlhf_spmd.model.template_time import time_of_start
     from rlhf_spmd.runtime.data.input_checks import read_prompts
     from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 
@@ -174,7 +176,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
         tokenizer, rows = load_tokenizer(config.main_folder), []
 
         def alone():
-            return read_prompts(config, tokenizer, 2**31)
+            return read_prompts(config, tokenizer, 2**31, started=time_of_start())
 
         def once():
             return once_per_node(world, alone)
@@ -200,7 +202,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
 
 def write_prompts(source: Path, path: Path) -> None:
     """Different prompts from the lines of a file."""
-    lines = source.read_text().splitlines()
+    lines = source.read_text(encoding="utf-8").splitlines()
     pieces = islice(product(lines, repeat=8), NUM_PROMPTS)
     texts = (" ".join(" ".join(piece).split()[:PROMPT_WORDS]) for piece in pieces)
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")

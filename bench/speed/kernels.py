@@ -116,7 +116,7 @@ def peak_bytes(call: Callable, device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed is given back, so that using it anew counts
-        RESET.write_text("5")  # Linux: the peak is now what is resident
+        RESET.write_text("5", encoding="utf-8")  # Linux: the peak is now what is resident
         before = _status_bytes("VmRSS")
         call()
         return _status_bytes("VmHWM") - before
@@ -125,7 +125,7 @@ def peak_bytes(call: Callable, device: torch.device) -> int | None:
 
 
 def _status_bytes(name: str) -> int:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    line = next(line for line in STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024
 
 

@@ -50,7 +50,13 @@ def nvidia(compiled: CompiledKernel) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        said = subprocess.run([reader, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        said = subprocess.run(
+            [reader, "--dump-resource-usage", file.name],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=True,
+        )
     found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said.stdout))
     registers, warps, shared = int(found["REG"]), compiled.metadata.num_warps, compiled.metadata.shared
     spilled = int(found["STACK"]) + int(found["LOCAL"])

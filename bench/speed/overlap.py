@@ -199,7 +199,7 @@ def run_cases(file: Path) -> None:
     except BaseException as error:
         world.fail(error)
     if world.rank == 0:
-        file.write_text(json.dumps(rows))
+        file.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
@@ -212,7 +212,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "rows.json"
         on_ranks(NUM_RANKS, ["overlap", "--on-ranks", str(file)])
-        rows = json.loads(file.read_text())
+        rows = json.loads(file.read_text(encoding="utf-8"))
     judge(rows)
     print("strategy        slowed calls alone s  critical path s  measured s  ratio")
     for row in rows:

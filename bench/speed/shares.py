@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.observe.trace import Lane, Span
 def read_chrome(path: str | Path) -> list[dict[str, object]]:
     """The records that `write_chrome` wrote; times are seconds since the first span, to a nanosecond."""
     records: dict[int, dict[str, object]] = {}
-    for event in json.loads(Path(path).read_text())["traceEvents"]:
+    for event in json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]:
         record = records.setdefault(event["pid"], {"rank": event["pid"], "host": "", "spans": []})
         if event["name"] == "process_name":
             record["host"] = event["args"]["name"].partition(" (")[2].removesuffix(")")

@@ -67,7 +67,9 @@ def counted_elsewhere() -> list[list[dict]]:
     """`count` of every case, in a process whose kernels are interpreted."""
     environment = os.environ | {INTERPRETED: "1"}
     command = [sys.executable, "-m", "bench.speed.static_kernels"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
         return 0
     about = f"Measured ({provenance()['hardware']}): the embedded model, the median iteration of each run."
     found = {"kind": "measured", "about": about, "strategies": drawn, "demo": demo}
-    plots.TIMELINES.write_text(json.dumps(found) + "\n")
+    plots.TIMELINES.write_text(json.dumps(found) + "\n", encoding="utf-8")
     plots.timelines()
     write("strategies", rows)
     ok = all(row["ok"] for row in rows)
@@ -95,7 +95,7 @@ def run_case(
     words = [f"iterations={iterations}", "num_samples=0", *(f"strategy.{option}" for option in options)]
     command, cluster = ["--runs", str(folder), "--strategy", name], Cluster.parse(f"1x{num_ranks}")
     if name == "heterogeneous":
-        (folder / "cluster.toml").write_text(TWO_TYPES)
+        (folder / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
         command += ["--cluster", str(folder / "cluster.toml")]
         cluster = read_cluster(str(folder / "cluster.toml"))
     result, metrics = train(num_ranks, [*command, *words])

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+LARGEST_ERROR = 0.2  # of the controller, relative to its target
+
 
 def next_kl_coef(
     kl_coef: float, mean_kl: float, num_sequences: int, *, target: float = 6.0, horizon: float = 10_000
@@ -14,10 +16,16 @@ def next_kl_coef(
     """The coefficient for the next iteration ([LM] section 2.2).
 
     kl_coef <- kl_coef (1 + e n / horizon),  e = clip(mean_kl / target - 1, -0.2, 0.2), with mean_kl the global mean
-    over the iteration's n sequences of the *sum* of token_kl over a response.
+    over the iteration's n sequences of the *sum* of token_kl over a response. The coefficient stays positive if the
+    horizon is at least `least_horizon`.
     """
-    error = min(max(mean_kl / target - 1.0, -0.2), 0.2)
+    error = min(max(mean_kl / target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
     return kl_coef * (1.0 + error * num_sequences / horizon)
+
+
+def least_horizon(num_sequences: int) -> int:
+    """The least horizon with 0.2 n / horizon < 1, for n sequences of an iteration."""
+    return num_sequences // 5 + 1
 
 
 def learning_rate(
@@ -53,16 +61,16 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 1 while there is no spread to divide by."""
+        """Population standard deviation; 1 while there is no spread to divide by, but that of rounding."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return std if std > 1e-6 else 1.0
+        return std if std > 1e-7 * abs(self.mean) else 1.0
 
     def updated(self, count: float, total: float, squares: float) -> "RunningMoments":
         """The moments with the scores of one more iteration: their count, sum and sum of squares, all global."""
         if count == 0:
             return self
-        mean = total / max(count, 1.0)
-        variance = max(squares / max(count, 1.0) - mean * mean, 0.0)
+        mean = total / count
+        variance = max(squares / count - mean * mean, 0.0)
         both, shift = self.count + count, mean - self.mean
         spread = self.squares + variance * count + shift * shift * self.count * count / both
         return RunningMoments(both, self.mean + shift * count / both, spread)

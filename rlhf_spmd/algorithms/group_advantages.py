@@ -13,6 +13,7 @@ Sources: [GRPO] Shao et al. 2024, arXiv 2402.03300; [DR] Liu et al. 2025, arXiv 
 al. 2023, arXiv 2310.10505; [R++] Hu et al. 2025, arXiv 2501.03262.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -45,18 +46,17 @@ def group_advantages(
     The standard deviation is the unbiased one (divided by S - 1). scale "none" leaves the division out ([DR]); "batch"
     divides by the standard deviation of the whole batch, in `group_advantages_finish`. used_NS is 1.0 where a response
     is trained on and 0.0 where it is left out: groups with equal rewards under drop_equal_groups (dynamic sampling,
-    [DAPO] section 3.2), truncated responses under overlong "mask" ([DAPO] section 3.4).
+    [DAPO] section 3.2), truncated responses under overlong "mask" ([DAPO] section 3.4). Of the latter no reward counts
+    in the mean, in the standard deviation or in whether a group's rewards are equal.
     """
     rewards_NS = overlong_rewards(
         scores_NS, mask_NSG, overlong=overlong, overlong_buffer=overlong_buffer, overlong_penalty=overlong_penalty
     )
     wide_NS = rewards_NS.double()
-    advantages_NS, std_N1, is_equal_N = _scaled_by_group(wide_NS, scale_eps if scale == "group" else None)
-    used_NS = torch.ones_like(scores_NS, dtype=torch.bool)
+    used_NS = ended_NS if overlong == "mask" else torch.ones_like(ended_NS)
+    advantages_NS, std_N1, is_equal_N = _scaled_by_group(wide_NS, used_NS, scale_eps if scale == "group" else None)
     if drop_equal_groups:
-        used_NS &= ~is_equal_N[:, None]
-    if overlong == "mask":
-        used_NS &= ended_NS
+        used_NS = used_NS & ~is_equal_N[:, None]
     ones_NS, is_equal_N = torch.ones_like(wide_NS), is_equal_N.double()
     sums = {
         "reward": (wide_NS, ones_NS),
@@ -68,12 +68,16 @@ def group_advantages(
     return advantages_NS.to(scores_NS.dtype), used_NS.to(scores_NS.dtype), sums
 
 
-def _scaled_by_group(wide_NS: Tensor, scale_eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _scaled_by_group(wide_NS: Tensor, counted_NS: Tensor, scale_eps: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """(r - mean of the group) / (std of the group + scale_eps), without the division if that is None; the standard
-    deviations [N, 1], and whether all rewards of a group are equal [N]."""
-    is_equal_N = wide_NS.amax(1) - wide_NS.amin(1) <= EQUAL
-    centred_NS = wide_NS - wide_NS.mean(1, keepdim=True)
-    std_N1 = (centred_NS.square().sum(1, keepdim=True) / (wide_NS.shape[1] - 1)).sqrt()
+    deviations [N, 1], and whether all rewards of a group are equal [N]: all of the counted ones alone. The advantages
+    of the others, and of one that is alone, are 0."""
+    num_N1 = counted_NS.sum(1, keepdim=True)
+    largest_N = torch.where(counted_NS, wide_NS, -math.inf).amax(1)
+    is_equal_N = largest_N - torch.where(counted_NS, wide_NS, math.inf).amin(1) <= EQUAL
+    mean_N1 = torch.where(counted_NS, wide_NS, 0.0).sum(1, keepdim=True) / num_N1.clamp(min=1)
+    centred_NS = torch.where(counted_NS, wide_NS - mean_N1, 0.0)
+    std_N1 = (centred_NS.square().sum(1, keepdim=True) / (num_N1 - 1).clamp(min=1)).sqrt()
     scaled_NS = centred_NS if scale_eps is None else centred_NS / (std_N1 + scale_eps)
     return torch.where(is_equal_N[:, None], 0.0, scaled_NS), std_N1, is_equal_N  # 0 is not the rounding of a mean
 
@@ -276,7 +280,7 @@ def distillation_advantages(
     kl, num_tokens = token_kl(logprobs, teacher_logprobs, mask).double(), mask.sum(-1).double()
     advantages, sums = -kl_coef * kl, {"teacher_kl": (kl.sum(-1), num_tokens)}
     if scores_NS is not None:
-        task_NS = _scaled_by_group(scores_NS.double(), scale_eps)[0]
+        task_NS = _scaled_by_group(scores_NS.double(), torch.ones_like(scores_NS, dtype=torch.bool), scale_eps)[0]
         advantages = advantages + task_coef * task_NS[..., None]
         sums |= _reward_sums(scores_NS)
     return torch.where(mask, advantages, 0.0).to(logprobs.dtype), sums

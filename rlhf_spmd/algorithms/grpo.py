@@ -31,7 +31,7 @@ Factor = Annotated[float, Field(ge=1)]
 class Options(policy_gradient.Options):
     """Options of GRPO. The KL divergence is a term of the loss."""
 
-    kl_estimator: KLEstimator = "k3"  # with d = logprob - reference logprob: d, d^2/2, exp(-d) + d - 1
+    kl_estimator: KLEstimator = "k3"  # of d = logprob - reference logprob: d (with kl_unbiased), d^2/2, exp(-d) + d - 1
     kl_unbiased: bool = False  # the KL term is multiplied by the ratio, which makes its gradient that of the KL
     scale: Literal["group", "batch", "none"] = "group"  # advantages are divided by the standard deviation of rewards
     scale_eps: PositiveFloat = 1e-4  # added to that standard deviation
@@ -94,7 +94,7 @@ def problem(options: Options, *, samples_per_prompt: int, mini_batch: int, max_n
                 f"{mini_batch / samples_per_prompt:g} groups of samples_per_prompt={samples_per_prompt}, of which "
                 f"{wanted:g} would be trained on; choose mini_batch so that both are whole numbers"
             )
-    return policy_gradient.loss_problem(options)
+    return policy_gradient.loss_problem(options, kl_in_loss=True, kl_unbiased=options.kl_unbiased)
 
 
 def refused(options: Options, *, can_end: bool) -> str:

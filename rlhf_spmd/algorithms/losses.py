@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.algorithms.advantages import Sums, moments, whitened
-from rlhf_spmd.algorithms.surrogates import clipped, off_policy_weights
+from rlhf_spmd.algorithms.surrogates import clipped, kl_estimate, off_policy_weights, ratio_of
 
 
 def policy_loss(
@@ -43,7 +43,7 @@ def policy_loss(
     surrogate is then multiplied by `off_policy_weights` (surrogates.py).
     """
     difference_BG = torch.where(mask_BG, logprobs_BG - old_logprobs_BG, 0.0)
-    ratio_BG = difference_BG.exp()
+    ratio_BG = ratio_of(difference_BG)
     advantages_BG = torch.where(mask_BG, advantages_BG, 0.0)
     loss_BG = clipped(ratio_BG, advantages_BG, clip_low=clip_ratio, clip_high=clip_ratio)
     num_clipped = (loss_BG > -advantages_BG * ratio_BG).sum().double()
@@ -64,8 +64,8 @@ def policy_loss(
     sums = {
         "policy_loss": loss_sum.detach().double(),
         "clip_fraction": num_clipped,
-        "ratio": torch.where(mask_BG, d_BG.exp(), 0.0).sum(),
-        "approx_kl": (d_BG.expm1() - d_BG).sum(),
+        "ratio": torch.where(mask_BG, ratio_of(d_BG), 0.0).sum(),
+        "approx_kl": kl_estimate(-d_BG, "k3").sum(),
         "approx_kl_sq": 0.5 * d_BG.square().sum(),
     }
     if entropy_BG is not None:

@@ -10,14 +10,15 @@ A page is a module with
     METRICS               name -> Metric, of the sums that its functions return
     workflow(options, model, compute, prompts, ...)     straight-line code on symbolic values (plan/workflow.py)
     SAMPLES_PER_PROMPT    optional: the default of samples_per_prompt, if not 1
-    State, initial_state, read_state, after_iteration   optional: what changes between iterations
+    State, initial_state, read_state, after_iteration   optional: what changes between iterations; the last one has the
+                          parameters state, options, means, weights and num_sequences
     refused               optional: why options make no sense for a model whose responses cannot end early
     problem               optional: why options make no sense together, or with rollout_batch, samples_per_prompt,
                           mini_batch or max_new_tokens, if it has such a parameter
 
-Calls name functions, which are looked up in the page, then in advantages.py,
-group_advantages.py, losses.py, surrogates.py, likelihood.py and preferences.py. Their arguments are bound by
-keyword. A parameter is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
+`workflow` and `after_iteration` get their arguments by keyword. So do the functions that calls name, which are looked
+up in the page, then in advantages.py, group_advantages.py, losses.py, surrogates.py, likelihood.py and preferences.py.
+A parameter of theirs is the name of an argument of the call, a word of the runtime (plan/runtime_words.py: `mask`,
 `ended`; in a loss also `logprobs`, `most_likely`, `entropy`, `values` or `scores` of the model that trains, behind the
 name of the responses where a call reads two), an option or a part of the state, without the letters of its shape
 (`logprobs_BG` is `logprobs`). Besides its results a function may return sums for the log, name -> (sum, weight).
@@ -65,6 +66,7 @@ class Metric:
     this is the standard deviation; its squares are summed as NAME_sq. headline: the unit ("": none) with which the
     first and last value are reported at the end of a run; None: not reported. floor: values below it cause no warning;
     advice: what to do when a value is ten times the largest so far (metrics.py). limits: the range without a warning.
+    zero: what it means if the value is 0, which is warned of; empty: nothing unusual.
     over: what becomes of the values of all calls in an iteration: their mean by weights, or the largest or smallest
     value whose weight is not 0. better: whether larger or smaller values are better, for checkpoint.best.
     """
@@ -77,5 +79,6 @@ class Metric:
     floor: float | None = None
     limits: tuple[float, float] | None = None
     advice: str = ""
+    zero: str = ""
     over: Literal["mean", "max", "min"] = "mean"
     better: Literal["more", "less"] = "more"

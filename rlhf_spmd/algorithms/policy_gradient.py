@@ -59,10 +59,17 @@ def divisor(options: Options) -> Literal["tokens", "responses"]:
     return "tokens" if options.aggregation == "token-mean" else "responses"
 
 
-def loss_problem(options: Options) -> str:
-    """Why options of the loss contradict each other; empty if they do not."""
+def loss_problem(options: Options, *, kl_in_loss: bool = False, kl_unbiased: bool | None = None) -> str:
+    """Why options of the loss contradict each other; empty if they do not. kl_in_loss: the KL divergence is a term of
+    the loss, which then has an estimator. kl_unbiased: the option, of pages that have it."""
     if found := off_policy.problem(options):
         return found
+    if kl_in_loss and options.kl_coef > 0 and options.kl_estimator == "k1" and not kl_unbiased:
+        others = "k2 or k3" if kl_unbiased is None else "k2 or k3, or kl_unbiased=true"
+        return (
+            "kl_estimator=k1 as a term of the loss has no gradient from the reference, so it would not keep the actor "
+            f"near it; choose kl_estimator={others}"
+        )
     if options.dual_clip is not None and options.dual_clip <= 1:
         return f"dual_clip={options.dual_clip}: it must be larger than 1, e.g. 3"
     if options.dual_clip is not None and options.surrogate == "cispo":

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from rlhf_spmd.algorithms import off_policy
-from rlhf_spmd.algorithms.controllers import RunningMoments, next_kl_coef
+from rlhf_spmd.algorithms.controllers import RunningMoments, least_horizon, next_kl_coef
 from rlhf_spmd.algorithms.page import Fraction01, Metric, NonNegative
 from rlhf_spmd.plan.workflow import Role
 
@@ -33,7 +33,7 @@ class Options(off_policy.Options):
     kl_coef: NonNegative = 0.05  # weight of the KL penalty that is subtracted from each token's reward
     kl_controller: Literal["fixed", "adaptive"] = "fixed"  # adaptive changes kl_coef between iterations
     kl_target: PositiveFloat = 6.0  # target of the adaptive controller, nats per response
-    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, sequences
+    kl_horizon: PositiveInt = 10_000  # horizon of the adaptive controller, sequences; above 0.2 x those of an iteration
     gamma: Fraction01 = 1.0  # discount of GAE
     lam: Fraction01 = 0.95  # lambda of GAE
     clip_ratio: PositiveFloat = 0.2  # range of the probability ratio around 1 in the policy loss
@@ -82,8 +82,16 @@ def workflow(options: Options, model: Callable, compute: Callable, prompts) -> N
     critic.train("value_loss", prompts, responses, old_values=values, returns=returns)
 
 
-def problem(options: Options) -> str:
-    """Why these options make no sense together; empty if they do."""
+def problem(options: Options, *, rollout_batch: int, samples_per_prompt: int) -> str:
+    """Why these options make no sense together or with those of the run; empty if they do."""
+    least = least_horizon(rollout_batch * samples_per_prompt)
+    if options.kl_controller == "adaptive" and options.kl_horizon < least:
+        return (
+            f"kl_horizon={options.kl_horizon} is too short for kl_controller=adaptive: an iteration of rollout_batch "
+            f"{rollout_batch} x samples_per_prompt {samples_per_prompt} = {rollout_batch * samples_per_prompt} "
+            "sequences may lower kl_coef by the factor 1 - 0.2 x sequences / kl_horizon, which must be above 0; set "
+            f"kl_horizon to at least {least}"
+        )
     return off_policy.problem(options)
 
 

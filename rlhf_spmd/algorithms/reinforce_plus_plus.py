@@ -24,7 +24,7 @@ class Options(policy_gradient.Options):
 
     kl_coef: NonNegative = 0.01  # weight of the KL divergence from the reference; 0: there is no reference
     kl_in: Literal["reward", "loss"] = "reward"  # whether it comes off each token's reward or is a term of the loss
-    kl_estimator: KLEstimator = "k2"  # in the loss, d = logprob - reference logprob: d, d^2/2, exp(-d) + d - 1
+    kl_estimator: KLEstimator = "k2"  # in the loss; k2, k3 of d = logprob - reference logprob: d^2/2, exp(-d) + d - 1
     baseline: Literal["none", "group"] = "none"  # group: the mean of a prompt's samples comes off their scores
 
 
@@ -52,4 +52,4 @@ def problem(options: Options, *, samples_per_prompt: int) -> str:
     """Why these options make no sense together or with those of the run; empty if they do."""
     if options.baseline == "group" and samples_per_prompt < 2:
         return "baseline=group is the mean of a prompt's samples: set samples_per_prompt=4, or at least 2"
-    return policy_gradient.loss_problem(options)
+    return policy_gradient.loss_problem(options, kl_in_loss=options.kl_in == "loss")

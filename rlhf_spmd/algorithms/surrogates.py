@@ -13,6 +13,7 @@ et al. 2025, arXiv 2503.14476; [GSPO] Zheng et al. 2025, arXiv 2507.18071; [CISP
 [RLOO] Ahmadian et al. 2024, arXiv 2402.14740; [V3.2] DeepSeek-AI 2025, arXiv 2512.02556.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from rlhf_spmd.algorithms.advantages import Sums
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Level = Literal["token", "sequence", "product"]
-MAX_LOG_RATIO = 20.0  # nats: a log-ratio beyond it overflows nothing and means nothing
+MAX_LOG_RATIO = 20.0  # nats: beyond it exp, and its gradient, are held at what they are there
 REJECTED = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.999, 1.001)}  # default ranges of weights
 
 
@@ -66,7 +67,7 @@ def surrogate_loss(
         log_ratio_BG = sequence_mean(log_ratio_BG, mask_BG)
     elif ratio_level == "product":
         log_ratio_BG = torch.where(mask_BG, log_ratio_BG.sum(1, keepdim=True), 0.0)
-    ratio_BG = log_ratio_BG.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_BG = ratio_of(log_ratio_BG)
     below_BG, above_BG = ratio_BG < 1.0 - clip_low, ratio_BG > 1.0 + clip_high
     if surrogate == "cispo":
         loss_BG = cispo(logprobs_BG, ratio_BG, advantages_BG, mask_BG, clip_low=clip_low, clip_high=clip_high)
@@ -78,7 +79,7 @@ def surrogate_loss(
         "clip_fraction_low": ((below_BG & mask_BG).sum().double(), num_tokens),
         "clip_fraction_high": ((above_BG & mask_BG).sum().double(), num_tokens),
         "ratio": (torch.where(mask_BG, ratio_BG.detach().double(), 0.0).sum(), num_tokens),
-        "approx_kl": ((d_BG.expm1() - d_BG).sum(), num_tokens),
+        "approx_kl": (kl_estimate(-d_BG, "k3").sum(), num_tokens),
     }
     if generator_logprobs_BG is not None:
         weights_BG, counted = off_policy_weights(
@@ -110,6 +111,25 @@ def surrogate_loss(
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
+class _Held(torch.autograd.Function):
+    """x, held between two bounds, with the gradient of x: a term that grows beyond a bound stops growing, and its
+    gradient keeps its sign and stays finite."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, low: float, high: float) -> Tensor:
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio that is held at +-20 nats. An infinite ratio would make NaN of the zero gradient of a token
+    that is clipped."""
+    return _Held.apply(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def clipped(
     ratio_BG: Tensor, advantages_BG: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Tensor:
@@ -139,12 +159,14 @@ def cispo(
 
 def kl_estimate(difference_BG: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
     """An estimate of KL(actor || reference) from d = logprob - reference logprob of sampled tokens [KL]: d, d^2 / 2, or
-    exp(-d) - 1 + d. As a term of the loss, only k2 has the gradient of the KL on samples of the actor itself."""
+    exp(-d) - 1 + d, where k3 and its gradient are held at d = -20. As a term of the loss, only k2 has the gradient of
+    the KL on samples of the actor itself, and that of k1 does not depend on the reference."""
     if estimator == "k1":
         return difference_BG
     if estimator == "k2":
         return 0.5 * difference_BG.square()
-    return torch.expm1(-difference_BG.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + difference_BG
+    held_BG = _Held.apply(-difference_BG, -math.inf, MAX_LOG_RATIO)
+    return held_BG.expm1() - held_BG
 
 
 def aggregated(loss_BG: Tensor, mask_BG: Tensor, aggregation: Aggregation) -> Tensor:
@@ -187,7 +209,7 @@ def off_policy_weights(
     log_w_BG = torch.where(mask_BG, old_logprobs_BG - generator_logprobs_BG, 0.0).detach().double()
     sequence_B1 = log_w_BG.sum(1, keepdim=True)
     logs = {"token": log_w_BG, "sequence": sequence_B1, "geometric": sequence_mean(log_w_BG, mask_BG)}
-    w = {name: log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() for name, log in logs.items()}
+    w = {name: ratio_of(log) for name, log in logs.items()}
     factors_BG = torch.ones_like(log_w_BG)
     if importance_weights != "none":
         factors_BG = factors_BG * w[importance_weights].clamp(max=importance_cap)

@@ -6,12 +6,13 @@ file knows what a family implies (Qwen2 always has biases on q, k and v; Qwen3 a
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
 
@@ -55,7 +56,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; {how_to_get(path.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); copy it again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as JSON ({reason}); copy it again") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} does not hold a JSON object; copy it again")
     return values
@@ -63,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def how_to_get(folder: Path) -> str:
     """Advice for a missing model folder: a model of the Hugging Face hub must be downloaded first."""
-    if len(folder.parts) == 2 and not folder.exists() and folder.parts[0] not in ("..", folder.root):
+    if len(folder.parts) == 2 and not is_folder(folder) and folder.parts[0] not in ("..", folder.root):
         return (
             f"if {folder} is a model of the Hugging Face hub, download it first on a machine with a network "
             f"connection: `hf download {folder} --local-dir FOLDER` (package huggingface_hub), then give that folder"
@@ -80,8 +82,29 @@ def naming(path: Path | str) -> Iterator[None]:
         raise UserError(f"{path}: {error}") from error.__cause__
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raises UserError for a folder with an adapter (LoRA and others), which is not a whole model."""
+    about, weights = folder / "adapter_config.json", [folder / f"adapter_model.{end}" for end in ("safetensors", "bin")]
+    has_weights = any(map(Path.is_file, weights))
+    whole = [name for name in ("model.safetensors", "model.safetensors.index.json") if (folder / name).is_file()]
+    if not (has_weights or (about.is_file() and not whole)):
+        return
+    values = {}
+    with suppress(UserError):
+        values = read_json(about)
+    kind, base = values.get("peft_type") or "PEFT", values.get("base_model_name_or_path") or "its base model"
+    merged = f"; if {whole[0]} has it merged already, remove the adapter's files" if whole else ""
+    raise UserError(
+        f"{folder} holds an adapter ({kind}) for {base}, not a whole model, and adapters are not read; merge it with "
+        f"peft: AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED'), "
+        f"copy the tokenizer there, and give that folder{merged}"
+    )
+
+
 def read_config_json(path: Path) -> "ModelConfig":
-    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong."""
+    """The model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for a
+    folder with an adapter."""
+    refuse_adapter(path.parent)
     values = read_json(path)
     with naming(path):
         return from_hf(values)

@@ -8,24 +8,27 @@ AutoModelForSequenceClassification and AutoTokenizer can load the written folder
 import dataclasses
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
 from rlhf_spmd.model.parallel import WHOLE, Parallel, slice_of
+from rlhf_spmd.model.stored_names import HEADS, OF_ADAPTERS, VALUE_HEAD, hugging_face_names, prefix_of, tensors_of
+from rlhf_spmd.model.template_time import format_time
 from rlhf_spmd.model.tokenizer import Tokenizer, padding_token
 from rlhf_spmd.model.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.model.transformer import Head, Transformer
 
 MAX_SHARD_BYTES = 5 * 10**9
-_HEADS = ("lm_head.weight", "score.weight")
 _TABLES = re.compile(r"rotary_emb\.inv_freq$")  # stored in old checkpoints, computed from the config here
 
 
@@ -35,7 +38,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     Raises UserError for a missing folder or file, and for an unsupported family or feature.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{folder} is not a folder; give a local model folder in Hugging Face's format")
     config = model_config.read_config_json(folder / "config.json")
     generation = folder / "generation_config.json"
@@ -68,10 +71,12 @@ def load_model(
     config = read_config(folder)
     whole = Transformer(config, head=head, dtype=dtype, device="meta")
     model = Transformer(config, head=head, dtype=dtype, device="meta", parallel=parallel)
-    places = weights.locate(folder)
+    found = weights.locate(folder)
+    stored = hugging_face_names(found)
+    places = {name: found[there] for name, there in stored.items()}
     shapes = {_to_hf_name(name): weight.shape for name, weight in whole.state_dict().items()}
     parts = {_to_hf_name(name): slice_of(name, config, parallel.shard) for name in model.state_dict()}
-    missing_head = _check_names(folder, config, head, places, shapes)
+    missing_head = _check_names(folder, config, head, stored, shapes)
     if missing_head and not fresh_head:
         raise UserError(
             f"{_file(folder)} has no tensor {missing_head[0]}, so it is not a reward model; give a folder saved from "
@@ -80,9 +85,9 @@ def load_model(
     for name in missing_head:
         shapes.pop(name)
 
-    tensors = weights.read_weights(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts)
+    tensors = weights.read_weights(places, shapes, lambda tensor: tensor.to(device=device, dtype=dtype), parts, stored)
     if head == "lm":
-        _check_tied(config, places, shapes, tensors, parts)
+        _check_tied(config, places, shapes, tensors, parts, stored)
     for name in missing_head:  # a fresh critic's values are zero
         if name in parts:
             tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
@@ -98,12 +103,14 @@ def save_state(
     *,
     tokenizer: Tokenizer | None = None,
     source: str | Path | None = None,
+    suppressed: Sequence[int] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes weights with our names (`Transformer.state_dict()`, or gathered elsewhere) as a Hugging Face folder.
 
     source: the folder the model came from; its tokenizer files and generation_config.json are copied. tokenizer:
-    replaces the tokenizer files of `source`. AutoModelForSequenceClassification pools at the last token that is not
+    replaces the tokenizer files of `source`. suppressed: tokens that are never drawn, for `suppress_tokens` of
+    generation_config.json. AutoModelForSequenceClassification pools at the last token that is not
     padding. If a model with a scalar head pads with its end-of-sequence token, config and tokenizer therefore get
     another special token for padding, so that a final end of sequence is pooled.
     """
@@ -126,6 +133,11 @@ def save_state(
         values["eos_token_id"] = model_config.to_hf(config, head=head, dtype=dtype)["eos_token_id"]
         values = {name: value for name, value in values.items() if value is not None}
         weights.write_json(folder / "generation_config.json", values)
+    if suppressed:
+        path = folder / "generation_config.json"
+        values = read_json(path)
+        values["suppress_tokens"] = sorted({*suppressed, *(values.get("suppress_tokens") or ())})
+        weights.write_json(path, values)
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -160,28 +172,81 @@ class ChatTemplate:
     """Makes the text of a conversation, as transformers does. Importing transformers takes seconds, so this waits for
     the first conversation."""
 
-    def __init__(self, folder: str | Path, file: str = ""):
-        """folder: of the tokenizer, whose template is used unless `file` holds another one. Raises UserError."""
-        self.folder, self.file = Path(folder), file
+    def __init__(self, folder: str | Path, file: str = "", *, started: str):
+        """folder: of the tokenizer, whose template is used unless `file` holds another one. started: the time that the
+        template writes (template_time.py). Raises UserError."""
+        self.folder, self.file, self.started = Path(folder), file, started
+        self.written_at = ""  # `started`, once it has written the time
+        self._unread: dict[str, None] = {}  # variables that it was given and does not read
+        self._known: dict[str, frozenset[str]] = {}  # the variables that each template reads
         self._tokenizer: Any = None
         self._template: str | None = None
         if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
             try:
-                self._template = Path(file).read_text()
+                self._template = Path(file).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 
-    def render(self, where: str, messages: list[dict[str, str]], *, answers: bool = True) -> str:
+    def render(
+        self,
+        where: str,
+        messages: list[dict[str, Any]],
+        *,
+        answers: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The text of a conversation, and behind it, with `answers`, the beginning of the assistant's answer. where:
-        file and place. Raises UserError."""
+        file and place. tools, chat_template_kwargs: variables of the template. Raises UserError."""
         if self._tokenizer is None:
             self._load(where)
         try:
+            text = self._tokenizer.get_chat_template(self._template, tools)
+            variables = self._prepared(text)
+            given = [*["tools"] * bool(tools), *chat_template_kwargs]
+            self._unread |= dict.fromkeys(name for name in given if name not in variables)
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answers, chat_template=self._template
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=answers,
+                chat_template=self._template,
+                **chat_template_kwargs,
             )
         except Exception as error:  # templates raise exceptions of their own for roles that they do not know
             raise UserError(f"{where}: the chat template does not take this conversation: {error}") from None
+
+    def remarks(self, of_all: Mapping[str, Any]) -> tuple[str, ...]:
+        """What was given in vain, for people. of_all: data.chat_template_kwargs, all of which the template has to read.
+        Raises UserError."""
+        vain = next((name for name in self._unread if name in of_all), None)
+        if vain is not None:
+            reads = ", ".join(sorted(frozenset().union(*self._known.values()) - {"messages", "add_generation_prompt"}))
+            raise UserError(
+                f"data.chat_template_kwargs has {vain!r}, which the chat template of {self.file or self.folder} does "
+                f"not read (it reads {reads or 'nothing else'}); correct the name, or drop it"
+            )
+        return tuple(f"the chat template does not read {name!r}" for name in self._unread)
+
+    def _prepared(self, text: str) -> frozenset[str]:
+        """The variables that a template reads. Its clock, which transformers shares among all that use the same text,
+        is set to the time of the start, and what it could draw at random is refused."""
+        from transformers.utils import chat_template_utils
+
+        environment = chat_template_utils._compile_jinja_template(text).environment
+        environment.globals["strftime_now"] = self._strftime
+        environment.globals["lipsum"] = environment.filters["random"] = _refuse_chance
+        if text not in self._known:
+            from jinja2 import meta
+
+            self._known[text] = frozenset(
+                meta.find_undeclared_variables(environment.parse(text)) - {*environment.globals}
+            )
+        return self._known[text]
+
+    def _strftime(self, pattern: str) -> str:
+        self.written_at = self.started
+        return format_time(self.started, pattern)
 
     def _load(self, where: str) -> None:
         from transformers import AutoTokenizer
@@ -195,14 +260,19 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
 
+def _refuse_chance(*_: Any, **__: Any) -> None:
+    raise ValueError("it draws at random, so that no run with it could be repeated or resumed")
+
+
 def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
     """Converts a GGUF file of a supported family into a Hugging Face folder, dequantised, with its tokenizer.
 
     Raises UserError if the packages gguf and accelerate are missing or the file cannot be read.
     """
     gguf_file, folder = Path(gguf_file), Path(folder)
-    if not gguf_file.is_file():
-        raise UserError(f"{gguf_file} is missing; give a GGUF file")
+    if why := why_no_file(gguf_file):
+        model_config.refuse_adapter(gguf_file)
+        raise UserError(f"{gguf_file} {why}; give a GGUF file")
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
@@ -230,33 +300,58 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, dtype: torch.dtyp
 
 
 def _to_hf_name(name: str) -> str:
-    return name if name in _HEADS else "model." + name
+    return name if name in HEADS else "model." + name
 
 
 def _check_names(
-    folder: Path, config: ModelConfig, head: Head, places: dict[str, Path], shapes: dict[str, torch.Size]
+    folder: Path, config: ModelConfig, head: Head, stored: dict[str, str], shapes: dict[str, torch.Size]
 ) -> list[str]:
-    """Compares the stored tensors (`places`) with those the model needs -> the heads that start at zero."""
+    """Compares the tensors of a folder (`stored`: by Hugging Face's names) with those the model needs -> the heads that
+    start at zero."""
     file = _file(folder)
-    if head == "lm" and "score.weight" in places:
+    if adapter := tensors_of(stored.values(), OF_ADAPTERS):
+        raise UserError(
+            f"{file} holds an adapter (tensor {adapter[0]}), and adapters are not read; merge it with peft: "
+            "model.merge_and_unload().save_pretrained('MERGED'), and give that folder"
+        )
+    if head == "lm" and "score.weight" in stored:
         raise UserError(
             f"{file} holds a critic or reward model (tensor score.weight), not a language model; give a folder saved "
             "from AutoModelForCausalLM"
         )
     embeddings = "model.embed_tokens.weight"
-    if config.tie_embeddings and embeddings not in places and "lm_head.weight" in places:
+    if config.tie_embeddings and embeddings not in stored and "lm_head.weight" in stored:
         raise UserError(
             f"{file} holds lm_head.weight but lacks tensor {embeddings}; load and save it with transformers once"
         )
-    fresh = ["score.weight"] if head == "scalar" and "score.weight" not in places else []
-    missing = [name for name in shapes if name not in places and name not in fresh]
-    if missing:
+    fresh = ["score.weight"] if head == "scalar" and "score.weight" not in stored else []
+    missing = [name for name in shapes if name not in stored and name not in fresh]
+    prefix = prefix_of(stored)
+    if missing == ["lm_head.weight"] and not prefix:
         raise UserError(
-            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; copy all weights, or the "
-            "config.json that belongs to them"
+            f"{file} has no lm_head.weight: it is a base model, saved from AutoModel; save it from AutoModelForCausalLM"
+        )
+    if missing and embeddings in missing and not any(name.startswith("model.") for name in stored):
+        other = next((name for name in stored if name not in HEADS), "none")
+        raise UserError(
+            f"{file} lacks tensor {missing[0]}{_more(missing)}, which config.json requires; its tensors have other "
+            f"names, such as {other}: rename them, or save the model with save_pretrained()"
+        )
+    if missing:
+        names = "" if prefix in ("model.", "") else f" (behind {prefix.removesuffix('model.')}, as its names begin)"
+        raise UserError(
+            f"{file} lacks tensor {missing[0]}{_more(missing)}{names}, which config.json requires; copy all weights, "
+            "or the config.json that belongs to them"
+        )
+    value_head = tensors_of(stored.values(), [VALUE_HEAD])
+    if fresh and value_head:
+        raise UserError(
+            f"{file} holds a value head of TRL (tensor {value_head[0]}), which a critic here cannot have because of "
+            "its bias; give the critic another folder, or remove these tensors, and it begins with zeros"
         )
     ignored = {"lm_head.weight"} if head == "scalar" or config.tie_embeddings else set()
-    extra = [name for name in places if name not in shapes and name not in ignored and not _TABLES.search(name)]
+    ignored.update(value_head)
+    extra = [stored[name] for name in stored if name not in {*shapes, *ignored} and not _TABLES.search(name)]
     if extra:
         raise UserError(
             f"{file} holds tensor {extra[0]}{_more(extra)}, which the model in config.json does not have; the two "
@@ -276,6 +371,7 @@ def _check_tied(
     shapes: dict[str, torch.Size],
     tensors: dict[str, Tensor],
     parts: dict[str, tuple[slice, ...]],
+    stored: dict[str, str],
 ) -> None:
     """Checks, on stages that hold them, that a stored copy of tied weights equals the original."""
     name = "model.embed_tokens.weight"
@@ -283,7 +379,7 @@ def _check_tied(
         return
     embeddings = tensors[name]
     expect, part = {"lm_head.weight": shapes[name]}, {"lm_head.weight": parts[name]}
-    copy = weights.read_weights(places, expect, lambda tensor: tensor.to(embeddings), part)
+    copy = weights.read_weights(places, expect, lambda tensor: tensor.to(embeddings), part, stored)
     if not torch.equal(copy["lm_head.weight"], embeddings):
         raise UserError(
             f"{places['lm_head.weight']}: tensor lm_head.weight differs from model.embed_tokens.weight, but "

@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.attention import Packed
 from rlhf_spmd.model.parallel import collect_tokens, gather_tokens, vocabulary_of
@@ -115,6 +116,7 @@ def response_logprobs(
     temperature: float,
     eos_ids: tuple[int, ...],
     min_new_tokens: int,
+    known: KnownTokens | None = None,
     entropy: bool = False,
     top: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -122,7 +124,8 @@ def response_logprobs(
     its entropy_BG, and whether no other token was more likely; 0 on padding.
 
     support_BGK: the sampling support of each token, if sampling was restricted. The EOS ids are banned at the first
-    min_new_tokens positions of a response. The full logits are never materialised.
+    min_new_tokens positions of a response, and tokens that are not `known` everywhere. The full logits are never
+    materialised.
     """
     tokens_R = batch.responses_BG.flatten()[batch.slots_R].long()
     early_R = batch.slots_R % batch.responses_BG.shape[1] < min_new_tokens
@@ -132,6 +135,7 @@ def response_logprobs(
         temperature=temperature,
         banned=(eos_ids, early_R) if min_new_tokens else None,
         support_NK=None if support_BGK is None else support_BGK.flatten(0, 1)[batch.slots_R],
+        known=known,
         entropy=entropy,
         top=top,
         first=vocabulary_of(model.config, model.parallel.shard).start,

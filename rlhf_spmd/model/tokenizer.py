@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig, read_json
 from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, NAMES, read_backend, special_names
 from rlhf_spmd.model.weights import write_json
@@ -50,11 +52,25 @@ class Tokenizer:
             return before, whole[len(before) :]
         return before, self.decode(response)  # a character spans prompt and response
 
+    def known(self, vocab_size: int) -> KnownTokens:
+        """The tokens that this tokenizer has, of a model with so many rows of embeddings."""
+        ids = {token for token in self.vocabulary().values() if token < vocab_size}
+        stop = max(ids, default=-1) + 1
+        return KnownTokens(stop, tuple(token for token in range(stop) if token not in ids))
+
     def eos_ids(self, config: ModelConfig) -> tuple[int, ...]:
         """The token ids that end a response: the model's, else the tokenizer's; empty if neither has one. The first is
-        the one that ends given texts: the tokenizer's, if it is among them."""
+        the one that ends given texts: the tokenizer's, if it is among them. Raises UserError for one that the tokenizer
+        lacks, because it is never drawn."""
         own = () if self.eos_token_id is None else (self.eos_token_id,)
-        return tuple(sorted(config.eos_token_ids, key=lambda token: token not in own)) or own
+        ids = tuple(sorted(config.eos_token_ids, key=lambda token: token not in own)) or own
+        if unknown := set(ids) - set(self.vocabulary().values()):
+            raise UserError(
+                f"the end of sequence {min(unknown)} (eos_token_id in {self.folder}/generation_config.json or "
+                "config.json) is no token of its tokenizer, so no response could end with it: write the id of a token, "
+                "or copy the tokenizer that belongs to the model"
+            )
+        return ids
 
     @classmethod
     def from_json(cls, folder: Path) -> "Tokenizer":

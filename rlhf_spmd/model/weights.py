@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def locate(folder: Path) -> dict[str, Path]:
-    """HF tensor name -> the file that holds it."""
+    """Name of every tensor, as it is stored -> the file that holds it."""
     if (folder / SINGLE).exists():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
     if not (folder / INDEX).exists():
@@ -61,9 +62,11 @@ def read_weights(
     expect: Mapping[str, torch.Size],
     convert: Callable[[Tensor], Tensor],
     parts: Mapping[str, tuple[slice, ...]] | None = None,
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """-> {name: convert(tensor)} for every name in `expect`, which gives the shapes; `places` is from `locate`.
+    """-> {name: convert(tensor)} for every name in `expect`, which gives the shapes. places: the file of each.
 
+    stored: the name of a tensor in its file, where it has another one there.
     parts: the names and slices to read; all other tensors are only checked. None: reads all tensors whole.
     The result owns its memory, so it does not change with the file.
     """
@@ -72,28 +75,29 @@ def read_weights(
         file = _open(path)
         held = set(file.keys())
         for name in (name for name in expect if places[name] == path):
-            if name not in held:
-                raise UserError(f"{path} lacks tensor {name}, which {INDEX} places there; copy the file again")
-            part = file.get_slice(name)
+            there = stored.get(name, name)
+            if there not in held:
+                raise UserError(f"{path} lacks tensor {there}, which {INDEX} places there; copy the file again")
+            part = file.get_slice(there)
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             if name == "score.weight" and shape != tuple(expect[name]):
                 raise UserError(
-                    f"{path}: tensor {name} has shape {list(shape)}, but a critic or reward model has one label: "
+                    f"{path}: tensor {there} has shape {list(shape)}, but a critic or reward model has one label: "
                     f"{list(expect[name])}; give a model trained with num_labels=1"
                 )
             if shape != tuple(expect[name]):
                 raise UserError(
-                    f"{path}: tensor {name} has shape {list(shape)}, but config.json requires {list(expect[name])}; "
+                    f"{path}: tensor {there} has shape {list(shape)}, but config.json requires {list(expect[name])}; "
                     "the two files do not belong together"
                 )
             if dtype not in _FLOATS:
                 raise UserError(
-                    f"{path}: tensor {name} is stored as {dtype}; only {', '.join(sorted(_FLOATS))} can be trained"
+                    f"{path}: tensor {there} is stored as {dtype}; only {', '.join(sorted(_FLOATS))} can be trained"
                 )
             if parts is not None and name not in parts:
                 continue
             is_whole = parts is None or parts[name] == (slice(None),)
-            mapped = file.get_tensor(name) if is_whole else part[parts[name]]
+            mapped = file.get_tensor(there) if is_whole else part[parts[name]]
             tensor = convert(mapped)
             tensors[name] = tensor.clone() if tensor.data_ptr() == mapped.data_ptr() else tensor
     return tensors

@@ -15,6 +15,7 @@ from rlhf_spmd.plan.runtime_words import LOGPROBS, READOUTS, Shape, generated_ke
 Scope = Literal["row", "group", "mini_batch", "batch"]
 STOP_TYPES = ([str, float], [str, int])  # name of a logged sum, limit
 DIVISORS = ("tokens", "responses", "rows")
+COLDEST = 1e-6  # temperature, besides 0: below it the rounding of a logit in float32 (2e-6 of 16 to 32) counts in nats
 NOTHING_REPEATED = (
     "precomputed logprobs are those that a frozen model gives the responses of the data set, and this algorithm has "
     "no such model"
@@ -249,6 +250,7 @@ class Model:
         is_number = isinstance(temperature, int | float) and 0 <= temperature < inf
         if temperature is not None and not is_number:
             raise UserError(f"{self.name}.generate(temperature={temperature!r}): give a number of at least 0, or None")
+        check_temperature(f"{self.name}.generate(): temperature", temperature or 0)
         made, tokens = generated_keys(name, replay=self.recorder.replay), (prompts.key,)
         outputs, wish = tuple(made), f"{self.name}_generate" + (f"_{name}" if name else "")
         call = Call(wish, self.name, "generate", "sample", tokens, outputs, tokens, temperature=temperature)
@@ -348,6 +350,16 @@ def trace(
     recorded = Workflow(tuple(recorder.calls), tuple(given), recorder.shapes, heads)
     _refuse(recorded)
     return recorded
+
+
+def check_temperature(name: str, temperature: float, *, or_zero: bool = True) -> None:
+    """Raises UserError for a temperature that makes rounding, or infinity, of logits. name: of the option. or_zero: 0
+    is another choice."""
+    if 0 < temperature < COLDEST:
+        raise UserError(
+            f"{name}={temperature:g}: logits are divided by it, so that their rounding would count for more than they "
+            f"do; give at least {COLDEST:g}{', or 0 for the most likely token' * or_zero}"
+        )
 
 
 def _refuse(workflow: Workflow) -> None:

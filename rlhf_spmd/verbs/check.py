@@ -10,7 +10,7 @@ from pathlib import Path
 from rlhf_spmd import presets
 from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import read_cluster
-from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved
+from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved, split_functions
 from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
-    findings = check_both(program, evaluate(program)) + tokenizer_findings(config)
+    findings = check_both(program, evaluate(program)) + check_rewards(config) + tokenizer_findings(config)
     text = config_text(parsed, config, parsed.strategy)
     return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluate)
 
@@ -82,6 +82,46 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
     """The findings about the program of a run and that of its evaluations."""
     of_evaluation = check(evaluation, beside=training) if evaluation else []
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
+
+
+def check_rewards(config: Config) -> list[Finding]:
+    """Warnings about reward functions that are not on this machine. Loads the others, and raises UserError for one that
+    a run would refuse."""
+    if not any(role.judge for role in config.algorithm.roles.values()):
+        return []
+    findings = [_check_reward(spec, config) for spec in split_functions(config.reward_function)]
+    if config.eval.prompts:
+        evaluation = evaluated(config)
+        try:
+            findings += [_check_reward(spec, evaluation) for spec in split_functions(evaluation.reward_function)]
+        except UserError as error:
+            raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
+    return list(dict.fromkeys(filter(None, findings)))
+
+
+def _check_reward(spec: str, config: Config) -> Finding | None:
+    """check_rewards() for one function. Rows are read only if it asks for a column, and if all files are here."""
+    from rlhf_spmd.runtime.data.reward_function import load_reward_function, source_file
+
+    module, _, name = spec.rpartition(":")
+    if module and name.isidentifier() and source_file(spec) is None:  # else loading says what is wrong with it
+        return Finding("warning", f"reward function {spec} is not here, so its parameters are not checked")
+    paths = [Path(path) for path in prompt_files(config)]
+    function = load_reward_function(spec, None)
+    if function.asks_for_columns and paths and all(path.is_file() for path in paths):
+        function.bound_to(column_names(paths, config.data.key or config.algorithm.data[PROMPTS]))
+    return None
+
+
+def column_names(paths: Sequence[Path], key: str) -> list[str]:
+    """The columns of files of prompts that reward functions may ask for. key: of the prompts. Raises UserError."""
+    from rlhf_spmd.runtime.data.prompts import SOURCE
+    from rlhf_spmd.runtime.data.readers import read_records
+
+    names = dict.fromkeys([SOURCE] if len(paths) > 1 else [])
+    for _, row in (entry for path in paths for entry in read_records(path, key)):
+        names |= dict.fromkeys(name for name, value in row.items() if name != key or not isinstance(value, str))
+    return list(names)
 
 
 def read_config_and_cluster(

@@ -4,7 +4,6 @@ One process; needs neither torch nor MPI.
 """
 
 import argparse
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.run.picture import Picture
 from rlhf_spmd.runtime.run.placement_map import Map, add_maps
 from rlhf_spmd.runtime.run.timeline import Panel, add_stack
-from rlhf_spmd.strategy import Strategy, load_strategy
+from rlhf_spmd.strategy import load_strategy
 from rlhf_spmd.verbs.plan import read_calibrated, records, refuse_existing, save
 
 MOST_LANES = 16  # of all timelines together; with more ranks, those that do the same share a lane
@@ -67,11 +66,11 @@ def compile_all(
     and for an error of `check` other than too little memory."""
     strategies = {name: load_strategy(name) for name in dict.fromkeys(names)}
     for option in options:
-        if not any(option in _options(strategy) for strategy in strategies.values()):
+        if not any(option in strategy.parameters for strategy in strategies.values()):
             next(iter(strategies.values())).typed({option: options[option]})  # raises
     programs = {}
     for name, strategy in strategies.items():
-        mine = {option: value for option, value in options.items() if option in _options(strategy)}
+        mine = {option: value for option, value in options.items() if option in strategy.parameters}
         program = strategy.compile(workload, cluster, mine)
         too_large = {str(finding) for finding in memory(program)}
         wrong = [one for one in check(program) if one.severity == "error" and str(one) not in too_large]
@@ -112,7 +111,3 @@ def forecast_table(programs: Mapping[str, Program], forecasts: Mapping[str, Fore
         seconds = (f"{found.makespan_s:.4g}", f"{abs(bubble(found)):.0%}") if found else ("-", "-")
         rows.append((name, *seconds, note(program)))
     return table(rows)
-
-
-def _options(strategy: Strategy) -> set[str]:
-    return set(list(inspect.signature(strategy.place).parameters)[2:])  # behind workload and cluster

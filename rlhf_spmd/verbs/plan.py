@@ -19,6 +19,7 @@ from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.config import Config, evaluated, make_workload
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, is_folder
 from rlhf_spmd.fitting_strategies import COMPARED, Evaluate, missing_bytes, no_evaluation, options_to_try, too_large
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.bottleneck import limits
@@ -70,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(f"constants {calibration.sources_text}")
     print(plans_table(rows, calibration))
     source = module_source(winner, config, calibration, _words(parsed))
-    save(out, lambda path: path.write_text(source))
+    save(out, lambda path: path.write_text(source, encoding="utf-8"))
     print(f"\nThe fastest, {winner.name}, is written to {out}; try it:")
     print(f"  python -m rlhf_spmd {shlex.join(['check', str(out), *_check_words(parsed, cluster), *parsed.overrides])}")
     if parsed.timeline:
@@ -111,7 +112,7 @@ def _out(parsed: argparse.Namespace, config: Config, cluster: Cluster) -> Path:
 def refuse_existing(parsed: argparse.Namespace, *paths: Path) -> None:
     """Raises UserError for an output file that exists, unless --overwrite is given."""
     for path in paths:
-        if path.exists() and not parsed.overwrite:
+        if (is_file(path) or is_folder(path)) and not parsed.overwrite:
             raise UserError(f"{path} exists already; pass --overwrite, or name another file")
 
 
@@ -384,7 +385,7 @@ def measure(world: Any, parsed: argparse.Namespace) -> None:
     with_forecast = [("plan", "forecast s", "measured s")]
     for (name, _), row, measured_s in zip(told, best, seconds, strict=True):
         with_forecast.append((name, f"{row.forecast.makespan_s:.4g}", f"{measured_s:.4g}"))
-    save(out, lambda path: path.write_text(told[first][1]))
+    save(out, lambda path: path.write_text(told[first][1], encoding="utf-8"))
     where = describe_device(world.computes, world.size)
     print(f"\nSeconds of an iteration, as measured here ({where})\n{table(with_forecast)}")
     print(f"\nThe fastest, {told[first][0]}, is written to {out}")

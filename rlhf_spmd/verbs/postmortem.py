@@ -23,7 +23,7 @@ def run(parsed: argparse.Namespace) -> int:
     print(f"{run}: {run_status(records, time.time())}")
     if message:
         print("The error message:")
-        print("".join(f"  {line}\n" for line in message.splitlines()), end="")
+        print("".join(f"  {line}\n" for line in message.split("\n")), end="")
     print("First divergence: " + (divergence.text if divergence else "none, according to the records"))
     for record in records:
         print(f"rank {record.rank} on {record.host}, process {record.process}{how_ended(record)}, last did:")

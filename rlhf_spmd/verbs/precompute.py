@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_spmd import config as configs
 from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.program.instructions import communicators
 from rlhf_spmd.plan.proof.check import check
@@ -23,7 +24,7 @@ from rlhf_spmd.verbs.train import cluster_of
 def check_out(parsed: argparse.Namespace, config: configs.Config) -> None:
     """Raises UserError for an output that is no file of its own."""
     out, rows = Path(parsed.out), configs.prompt_files(config)
-    if not parsed.out.strip() or out.is_dir():
+    if not parsed.out.strip() or is_folder(out):
         raise UserError(f"--out {parsed.out!r} is no name of a file; name one, e.g. --out logprobs.safetensors")
     if out.resolve() in [Path(file).resolve() for file in rows]:
         raise UserError(f"--out {out} is the file of the rows, which would be lost; name another file")

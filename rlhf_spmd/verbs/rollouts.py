@@ -4,15 +4,17 @@ import argparse
 import json
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import json_text
 from rlhf_spmd.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.data.readers import read_records
 from rlhf_spmd.runtime.guard.postmortem import check_is_folder
+from rlhf_spmd.runtime.run.rollout_files import read_part
 
 FOLDER = "rollouts"
 PLACE, TEXTS = ("iteration", "prompt_index", "sample"), ("prompt", "response")
@@ -42,8 +44,9 @@ def run(parsed: argparse.Namespace) -> int:
         found = sorted(numbers, key=lambda row: row[key], reverse=parsed.descending) + others
     shown = found[: parsed.limit] if parsed.limit else found
     if parsed.json:
+        is_unicode = "utf" in (sys.stdout.encoding or "").lower()
         for row in shown:
-            print(json.dumps(row, ensure_ascii=False))
+            print(json_text(row) if is_unicode else json.dumps(row))
         return 0
     for row in shown:
         print(text_of(row))
@@ -74,7 +77,7 @@ def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
 def read(folder: Path) -> Iterator[Row]:
     """The rows of all parts. Raises UserError."""
     for path in sorted([*folder.glob("part-*.jsonl"), *folder.glob("part-*.parquet")]):
-        yield from (row for _, row in read_records(path, "prompt"))
+        yield from read_part(path)
 
 
 def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
@@ -91,12 +94,9 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
         except re.error as error:
             raise UserError(f"--where {text!r}: {wanted!r} is no regular expression ({error})") from None
         return lambda row: row.get(name) is not None and pattern.search(str(row[name])) is not None
-    try:
-        number: Any = float(wanted)
-    except ValueError:
-        if sign not in ("=", "!="):
-            raise UserError(f"--where {text!r}: {wanted!r} is no number") from None
-        number = None
+    number = _number(wanted)
+    if number is None and sign not in ("=", "!="):
+        raise UserError(f"--where {text!r}: {wanted!r} is no number")
 
     def holds(row: Row) -> bool:
         value = row.get(name)
@@ -105,6 +105,16 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
         return value is not None and sign in ("=", "!=") and OPERATORS[sign](str(value), wanted)
 
     return holds
+
+
+def _number(text: str) -> int | float | None:
+    """The number that a text is, whole numbers exactly; None if it is none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return None
 
 
 def _known(where: str, name: str, rows: Sequence[Row]) -> None:
@@ -118,7 +128,7 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if isinstance(value, int | float) and name not in PLACE:
+            if isinstance(value, int | float) and name not in PLACE and abs(value) <= sys.float_info.max:
                 values.setdefault(name, []).append(float(value))
     return {name: fmean(some) for name, some in values.items()}
 
@@ -128,9 +138,10 @@ def text_of(row: Row) -> str:
     --json."""
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
     place = "iteration {iteration}, prompt {prompt_index}, sample {sample}".format(**row)
-    lines = [place + "".join(f", {name} {value:.4g}" for name, value in numbers.items())]
+    shown = {name: f"{value:.4g}" if abs(value) <= 1e300 else str(value) for name, value in numbers.items()}
+    lines = [place + "".join(f", {name} {text}" for name, text in shown.items())]
     others = [name for name, value in row.items() if isinstance(value, str | dict) and name not in TEXTS]
     for name in (*(name for name in row if name in TEXTS), *others):
-        value = row[name] if isinstance(row[name], str) else json.dumps(row[name], ensure_ascii=False)
+        value = row[name] if isinstance(row[name], str) else json_text(row[name])
         lines.append(f"  {name}: {value.encode('unicode_escape').decode() if not value.isprintable() else value}")
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import on_machines, read_cluster
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
 from rlhf_spmd.plan.cluster import Cluster, Node
 from rlhf_spmd.plan.program.instructions import Program, communicators
@@ -23,6 +24,7 @@ from rlhf_spmd.strategy import Strategy, load_strategy
 from rlhf_spmd.verbs.check import (
     DEFAULT_STRATEGY,
     check_both,
+    check_rewards,
     config_text,
     config_words,
     evaluate_of,
@@ -49,7 +51,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         if not config.main_folder:
             raise UserError(f"preset {config.preset} has no weights; pass --model FOLDER")
         path = parsed.cluster or (resumed.cluster if resumed else None)
-        described = Path(path).read_text() if path and Path(path).is_file() else ""
+        described = Path(path).read_text(encoding="utf-8") if path and is_file(path) else ""
         cluster, workload = cluster_of(world, path, config.device_type), configs.make_workload(config)
         calibration = calibration_for(parsed.calibration, cluster, required=parsed.strategy == "auto")
         cluster = with_reserve(cluster, config.reserve, calibration)
@@ -59,7 +61,9 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         evaluate = evaluate_of(config)
         evaluation = evaluate(program)
         findings = check_both(program, evaluation)
-        if not parsed.dry_run:
+        if parsed.dry_run:
+            findings += check_rewards(config) if world.rank == 0 else []
+        else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
     with world.together("comparing the program"):

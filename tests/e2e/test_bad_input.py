@@ -278,6 +278,15 @@ CASES = {
         ("ppo.old_logprobs=recompute", "ppo.rejection=token", "ppo.rejection_range=2,0.5"),
         ("rejection_range=(2.0, 0.5)", "first number must be smaller"),
     ),
+    "an adaptive coefficient that becomes negative": Case(
+        ("--strategy", "flattening", "ppo.kl_controller=adaptive", "ppo.kl_horizon=4"),
+        ("= 24 sequences may lower kl_coef", "set kl_horizon to at least 5"),
+        by_check=True,
+    ),
+    "a divergence without the reference": Case(
+        ("--algorithm", "grpo", "samples_per_prompt=2", "grpo.kl_coef=0.1", "grpo.kl_estimator=k1"),
+        ("has no gradient from the reference", "kl_estimator=k2 or k3, or kl_unbiased=true"),
+    ),
     "oversampling without dropping": Case(
         ("--algorithm", "grpo", "samples_per_prompt=2", "grpo.oversampling=2"),
         ("oversampling makes up for what is left out", "set drop_equal_groups=true"),
@@ -304,11 +313,11 @@ def folder(tmp_path_factory) -> Path:
     whole = (folder / "cut" / "model.safetensors").read_bytes()
     (folder / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     shutil.copytree(folder / "actor", folder / "gpt2")
-    config = (folder / "gpt2" / "config.json").read_text().replace('"llama"', '"gpt2"')
-    (folder / "gpt2" / "config.json").write_text(config)
+    config = (folder / "gpt2" / "config.json").read_text(encoding="utf-8").replace('"llama"', '"gpt2"')
+    (folder / "gpt2" / "config.json").write_text(config, encoding="utf-8")
     shutil.copytree(folder / "actor", folder / "null")
-    values = json.loads((folder / "null" / "config.json").read_text())
-    (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}))
+    values = json.loads((folder / "null" / "config.json").read_text(encoding="utf-8"))
+    (folder / "null" / "config.json").write_text(json.dumps(values | {"rms_norm_eps": None}), encoding="utf-8")
     write_model(folder / "small", vocab_size=40)
     write_model(folder / "narrow", head="scalar", num_layers=1, num_kv_heads=1)
     return folder
@@ -318,7 +327,7 @@ def folder(tmp_path_factory) -> Path:
 def test_one_message(name, folder, warm, tmp_path):
     case = CASES[name]
     for file, text in case.files.items():
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_text(text, encoding="utf-8")
     shown = folder if not case.files else tmp_path
     options = [option.format(folder=shown, models=folder) for option in case.options]
     before = contents(folder) | contents(tmp_path)

@@ -26,14 +26,14 @@ OLDER = "to resume from iteration-000001"
 def put(run: Path, name: str, content: bytes) -> None:
     """Replaces a file of the last checkpoint, in the manifest too: as whoever changes a checkpoint on purpose would."""
     (run / LAST / name).write_bytes(content)
-    manifest = json.loads((run / LAST / "manifest.json").read_text())
+    manifest = json.loads((run / LAST / "manifest.json").read_text(encoding="utf-8"))
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (run / LAST / "manifest.json").write_text(json.dumps(manifest))
+    (run / LAST / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def change(run: Path, name: str, edit: Callable[[dict], object]) -> None:
     """Edits a JSON file of the last checkpoint in the same way."""
-    values = json.loads((run / LAST / name).read_text())
+    values = json.loads((run / LAST / name).read_text(encoding="utf-8"))
     edit(values)
     put(run, name, json.dumps(values).encode())
 
@@ -50,9 +50,9 @@ def flip(run: Path, name: str) -> None:
 
 
 def edit_manifest(run: Path, edit: Callable[[dict], object]) -> None:
-    values = json.loads((run / LAST / "manifest.json").read_text())
+    values = json.loads((run / LAST / "manifest.json").read_text(encoding="utf-8"))
     edit(values)
-    (run / LAST / "manifest.json").write_text(json.dumps(values))
+    (run / LAST / "manifest.json").write_text(json.dumps(values), encoding="utf-8")
 
 
 def link(run: Path) -> None:
@@ -106,10 +106,13 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "half a config": (lambda run: cut(run, "config.json"), ["config.json", "JSON"]),
     "no strategy": (lambda run: (run / "strategy.py").unlink(), ["is not a run folder", "no strategy.py"]),
     "half a strategy": (
-        lambda run: (run / "strategy.py").write_text("def place(workload, cluster:\n"),
+        lambda run: (run / "strategy.py").write_text("def place(workload, cluster:\n", encoding="utf-8"),
         ["strategy", "SyntaxError"],
     ),
-    "metrics lost": (lambda run: (run / "metrics.jsonl").write_text(""), ["metrics.jsonl has 0 of the 2 iterations"]),
+    "metrics lost": (
+        lambda run: (run / "metrics.jsonl").write_text("", encoding="utf-8"),
+        ["metrics.jsonl has 0 of the 2 iterations"],
+    ),
 }
 
 

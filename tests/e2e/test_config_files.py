@@ -24,19 +24,19 @@ def first(tmp_path_factory, warm) -> tuple[Path, str]:
     lines = [f"{key}: {value}" for key, value in options.items()]
     lines += [f"runs: {folder / 'runs'}", "name: first", "algorithm: rloo", "rollout_batch: 6"]
     lines += ["strategy:", f"  name: {folder / 'mine.py'}", "  zero: 1", "samples_per_prompt: 4", "preset: tiny"]
-    (folder / "run.yaml").write_text("\n".join(line for line in lines if line != "rollout_batch: 24"))
+    (folder / "run.yaml").write_text("\n".join(line for line in lines if line != "rollout_batch: 24"), encoding="utf-8")
     status, stdout, stderr = warm.run(["train", "--config", folder / "run.yaml", "iterations=2"])
     assert status == 0, stderr
     return folder / "runs" / "first", stdout
 
 
 def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in row.items() if not key.endswith("_s")} for row in found]
 
 
 def test_words_of_the_command_line_win(first):
-    config = json.loads((first[0] / "config.json").read_text())
+    config = json.loads((first[0] / "config.json").read_text(encoding="utf-8"))
     assert (config["algorithm"], config["iterations"], config["samples_per_prompt"]) == ("rloo", 2, 4)
     assert config["strategy"] == {"name": str(first[0] / "strategy.py"), "zero": "1"}
     assert len(rows(first[0])) == 2
@@ -48,7 +48,9 @@ def test_the_stored_configuration_gives_the_same_run(first, warm):
     status, stdout, stderr = warm.run(["train", *words])
     assert status == 0, stderr
     assert rows(run.parent / "again") == rows(run)
-    stored = [json.loads((run.parent / name / "config.json").read_text()) for name in ("first", "again")]
+    stored = [
+        json.loads((run.parent / name / "config.json").read_text(encoding="utf-8")) for name in ("first", "again")
+    ]
     stored[1]["strategy"]["name"] = stored[0]["strategy"]["name"]  # each names its own copy
     assert stored[0] == stored[1]
 
@@ -67,7 +69,7 @@ def test_it_goes_on_without_the_file(first, warm):
     assert status == 2 and "--config and --resume" in stderr and "drop --config" in stderr
     status, _, stderr = warm.run(["train", "--resume", run, "iterations=3"])
     assert status == 0, stderr
-    assert json.loads((run / "config.json").read_text())["iterations"] == 3
+    assert json.loads((run / "config.json").read_text(encoding="utf-8"))["iterations"] == 3
 
 
 def test_the_next_commands_name_the_file(first, warm):

@@ -35,15 +35,15 @@ def options(tmp_path_factory) -> list[str]:
     """A small run with an evaluation of nine prompts of two sources, three samples each."""
     folder = tmp_path_factory.mktemp("models")
     rows = [{"prompt": " ".join(WORDS[i : i + 1 + i % 4]), "data_source": "xy"[i % 2]} for i in range(9)]
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     sizes = ["rollout_batch=8", "mini_batch=4", "iterations=4", "num_samples=0", "optimizer.actor_lr=1e-3"]
     sizes += [f"eval.prompts={folder / 'held_out.jsonl'}", "eval.every=2", "eval.samples_per_prompt=3"]
     return [*write_all(folder), *sizes, "eval.temperature=0.9", "deadline_s=60"]
 
 
 def evaluations(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def timeless(run) -> list[dict]:
@@ -101,8 +101,8 @@ def test_one_that_was_left_out_is_made_up_for(options, tmp_path):
     rows = timeless(run)
     shutil.rmtree(run / "checkpoints" / "iteration-000004")
     shutil.rmtree(run / "checkpoints" / "iteration-000003")
-    lines = (run / "evaluations.jsonl").read_text().splitlines()
-    (run / "evaluations.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"mean@3": -9.0}) + "\n")
+    lines = (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
+    (run / "evaluations.jsonl").write_text(json.dumps(json.loads(lines[0]) | {"mean@3": -9.0}) + "\n", encoding="utf-8")
     resume(run, 2, "checkpoint.best=mean@3", "iterations=2")
     assert (run / "best" / "actor" / "config.json").is_file()
     resume(run, 2, "iterations=4")
@@ -145,7 +145,7 @@ def test_bad_input_on_two_ranks(words, says, options, tmp_path):
 
 def samples_of(run, folder: str) -> list[dict]:
     parts = sorted((run / "rollouts" / folder).glob("part-*.jsonl"))
-    rows = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+    rows = [json.loads(line) for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
     return sorted(rows, key=lambda row: (row["prompt_index"], row["sample"]))
 
 

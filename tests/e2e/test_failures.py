@@ -123,7 +123,7 @@ def train(overrides: list[str], folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in CASES])
 def test_one_message_and_nothing_left(name, overrides, tmp_path):
     case = CASES[name]
-    (tmp_path / "r.py").write_text(REWARD.format(hurt=case.hurt.strip(), rank=case.rank))
+    (tmp_path / "r.py").write_text(REWARD.format(hurt=case.hurt.strip(), rank=case.rank), encoding="utf-8")
     status, stdout, stderr = run_limited([*train(overrides, tmp_path), *case.options], limit_s=LIMIT_S)
     ended_s = time.time()
     assert status not in (0, None), stderr
@@ -143,7 +143,7 @@ def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *overrides, "--runs", str(tmp_path)]
     options = ["--name", "run", "num_samples=0", "iterations=100000", "checkpoint.every=3"]
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         launcher = subprocess.Popen([*command, *options], env=mpi_environment(), stdout=file, stderr=file)
         try:
             wait_for(lambda: len(metrics(run)) >= 4)
@@ -155,7 +155,7 @@ def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
         finally:
             launcher.kill()
             launcher.wait()
-    said = log.read_text()
+    said = log.read_text(encoding="utf-8")
     assert said.count(PREFIX) == 1 and "Traceback" not in said and "Exception" not in said, said
     assert f"the run folder {run} is gone: it was deleted, moved or replaced" in said, said
     assert "reported by rank " in said and "There is no complete checkpoint in" in said, said
@@ -168,7 +168,7 @@ def test_a_run_folder_that_goes_away(away, overrides, tmp_path):
 def test_a_stopped_rank_of_another_node(stopped, overrides, tmp_path):
     """Two nodes that share no memory, as far as MPI tells: ranks see each other by the store, which rank 0 keeps."""
     hurt = "os.kill(os.getpid(), signal.SIGSTOP)"
-    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=stopped))
+    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=stopped), encoding="utf-8")
     environment = mpi_environment(MPIR_CVAR_NUM_CLIQUES="2", MPIR_CVAR_CLIQUES_BY_BLOCK="1")
     status, stdout, stderr = run_limited(train(overrides, tmp_path), limit_s=LIMIT_S, environment=environment)
     assert status not in (0, None) and stderr.count(PREFIX) == 1, stderr
@@ -181,14 +181,14 @@ def test_a_stopped_rank_of_another_node(stopped, overrides, tmp_path):
 def test_a_rank_that_computes_is_not_late(overrides, tmp_path):
     """Three deadlines long, in code that lets no other thread of its process run, so that it can't even say so."""
     hurt = f"end = time.time() + {3 * DEADLINE_S}\n    while time.time() < end: sum(range(10**8))"
-    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=1))
+    (tmp_path / "r.py").write_text(REWARD.format(hurt=hurt, rank=1), encoding="utf-8")
     status, stdout, stderr = run_limited(train(overrides, tmp_path), limit_s=LIMIT_S)
     assert status == 0 and "hurt at" in stdout, stderr
 
 
 def test_nothing_outlives_the_launcher(overrides, tmp_path):
     """mpiexec itself gets SIGKILL, while `status` is asked about the run."""
-    (tmp_path / "r.py").write_text(REWARD.format(hurt="pass", rank=0))
+    (tmp_path / "r.py").write_text(REWARD.format(hurt="pass", rank=0), encoding="utf-8")
     command = [*train(overrides, tmp_path), "iterations=100000"]
     devnull = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     launcher = subprocess.Popen(command, env=mpi_environment(), **devnull)
@@ -206,7 +206,7 @@ def test_nothing_outlives_the_launcher(overrides, tmp_path):
 
 
 def metrics(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    return (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if (run / "metrics.jsonl").exists() else []
 
 
 def wait_for(condition, limit_s: float = 60.0) -> None:
@@ -222,7 +222,7 @@ def remaining(run: Path) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            state = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         except OSError:
             continue
         if str(run.parent).encode() in words and state not in "ZX":

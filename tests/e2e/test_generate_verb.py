@@ -30,7 +30,7 @@ def start(ranks: int | Warm, options: list[str]) -> tuple[int | None, str, str]:
 
 def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, name: str = "out") -> list[dict]:
     """Runs the embedded model on these lines -> the lines of its file."""
-    (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     files = ["--model", str(ACTOR), "--prompts", str(folder / "p.jsonl"), "--out", str(folder / name)]
     status, stdout, stderr = start(ranks, [*files, *options])
     assert status == 0, stderr
@@ -47,7 +47,7 @@ def generate(ranks: int | Warm, folder: Path, lines: list[dict], *options: str, 
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def embedded_prompts(num: int = NUM) -> list[dict]:
@@ -114,17 +114,20 @@ def test_a_line_has_sampling_of_its_own(warm, tmp_path):
 
 def test_a_file_of_options(warm, tmp_path):
     """That of a training run: its model and what both verbs have; conversations are rendered. Words win."""
-    (tmp_path / "template.jinja").write_text("{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %}")
+    (tmp_path / "template.jinja").write_text(
+        "{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %}", encoding="utf-8"
+    )
     (tmp_path / "run.yaml").write_text(
         f"algorithm: grpo\nmodel: {ACTOR}\nstrategy: {{name: flattening, zero: 1}}\nsamples_per_prompt: 2\nseed: 1\n"
         f"iterations: 9\ngrpo:\n  kl_coef: 0\ndata:\n  key:\n  chat_template: {tmp_path / 'template.jinja'}\n"
-        "generation: {max_new_tokens: 9, temperature: 0.7}\nreward_function: [a.py:f]\neval:\n"
+        "generation: {max_new_tokens: 9, temperature: 0.7}\nreward_function: [a.py:f]\neval:\n",
+        encoding="utf-8",
     )
     plain = embedded_prompts(4)
     chats = [{"prompt": [{"role": "user", "content": line["prompt"]}]} for line in plain]
     words = ["samples_per_prompt=2", "--seed", "3", "generation.max_new_tokens=5", "generation.temperature=0.7"]
     expected = generate(warm, tmp_path, plain, *words, name="words")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats), encoding="utf-8")
     files = ["--config", str(tmp_path / "run.yaml"), "--prompts", str(tmp_path / "p.jsonl")]
     more = ["--out", str(tmp_path / "file"), "--seed", "3", "generation.max_new_tokens=5"]
     status, _, stderr = start(warm, [*files, *more])
@@ -181,8 +184,8 @@ def model(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_says_what_is_wrong(name, model, warm, tmp_path):
     options, says, prompts = CASES[name]
-    (tmp_path / "p.jsonl").write_text(prompts)
-    (tmp_path / "p.jsonl.old").write_text("old")
+    (tmp_path / "p.jsonl").write_text(prompts, encoding="utf-8")
+    (tmp_path / "p.jsonl.old").write_text("old", encoding="utf-8")
     files = ["--model", str(model), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     options = [option.format(folder=tmp_path) for option in options]
     words = [*files, "generation.max_new_tokens=10", *options]
@@ -192,12 +195,14 @@ def test_one_line_says_what_is_wrong(name, model, warm, tmp_path):
     assert all(words in stderr for words in says), stderr
     assert stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", "p.jsonl.old"], "half a file was left"
-    assert (tmp_path / "p.jsonl").read_text() == prompts and (tmp_path / "p.jsonl.old").read_text() == "old"
+    assert (tmp_path / "p.jsonl").read_text(encoding="utf-8") == prompts and (tmp_path / "p.jsonl.old").read_text(
+        encoding="utf-8"
+    ) == "old"
 
 
 def test_a_file_may_be_replaced(model, tmp_path):
-    (tmp_path / "p.txt").write_text("ba be\n" + " ".join(WORDS[:9]) + "\n")
-    (tmp_path / "out.jsonl").write_text("old")
+    (tmp_path / "p.txt").write_text("ba be\n" + " ".join(WORDS[:9]) + "\n", encoding="utf-8")
+    (tmp_path / "out.jsonl").write_text("old", encoding="utf-8")
     files = ["--model", str(model), "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")]
     status, _, stderr = start(0, [*files, "--overwrite", "generation.max_new_tokens=4", "--dtype", "bfloat16"])
     assert status == 0, stderr

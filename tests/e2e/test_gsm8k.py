@@ -68,12 +68,14 @@ def folder(tmp_path_factory) -> Path:
         for one in range(12)
     ]
     for split, some in (("train", rows[:9]), ("test", rows[9:])):
-        (folder / f"gsm8k_{split}.raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (folder / f"gsm8k_{split}.raw.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some), encoding="utf-8"
+        )
     scripts = [block for language, block in blocks(PAGE) if language == "python"]
     for name, source in zip(("prepare.py", "format.py"), scripts, strict=True):
-        (folder / name).write_text(source)
+        (folder / name).write_text(source, encoding="utf-8")
     (file,) = [block for language, block in blocks(PAGE) if language == "yaml"]
-    (folder / "gsm8k.yaml").write_text(file)
+    (folder / "gsm8k.yaml").write_text(file, encoding="utf-8")
     prepare = "; ".join(line for line in commands(PAGE) if "prepare.py" in line)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(prepare, shell=True, cwd=folder, check=True, timeout=60, env=environment)
@@ -93,13 +95,15 @@ def test_the_first_try_of_the_page(folder):
     result = json.loads(stdout.splitlines()[-1])
     assert (result["ranks"], result["iterations"]) == (2, 2)
     run = folder / result["run_dir"]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    table = {line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    table = {
+        line.split("|")[1].strip() for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    }
     named = {name.strip(" `") for cell in table for name in cell.partition(" in ")[0].split(",")}
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["iteration"] for row in evaluations] == [0, 2]
     assert named - rows[0].keys() - evaluations[0].keys() == set()  # the metrics that the page explains are there
-    samples = (run / "samples.txt").read_text()
+    samples = (run / "samples.txt").read_text(encoding="utf-8")
     assert "<|im_start|>user" in samples and "Write the answer behind ####" in samples
 
 

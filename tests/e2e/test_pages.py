@@ -33,7 +33,7 @@ def options(tmp_path_factory) -> list[str]:
         words = [WORDS[(7 * index + 3 * place) % len(WORDS)] for place in range(12)]
         row = {"prompt": words[: 1 + index % 5], "answer": words[3 : 5 + index % 6], "chosen": words[2 : 4 + index % 4]}
         rows.append({name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     write_model(folder / "lm", seed=1)
     write_model(folder / "judge", head="scalar", seed=2)
     shared = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
@@ -53,7 +53,7 @@ def of_page(page: str, options: list[str], *more: str) -> list[str]:
 @pytest.mark.parametrize("page", SIZES)
 def test_a_page_trains_to_the_same_numbers_anywhere(page, placements, options, tmp_path):
     one = trained(of_page(page, options), 1, tmp_path / "one")
-    assert (one / "algorithm.py").read_text() == (PAGES / f"{page}.py").read_text()
+    assert (one / "algorithm.py").read_text(encoding="utf-8") == (PAGES / f"{page}.py").read_text(encoding="utf-8")
     rows = metrics(one)
     assert len(rows) == 2 and weights(one) and rows[0] != rows[1]
     for name, (num_ranks, more) in placements.items():

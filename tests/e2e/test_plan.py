@@ -27,7 +27,7 @@ def overrides(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("calibration") / "mine.json"
-    path.write_text(json.dumps(CPU))
+    path.write_text(json.dumps(CPU), encoding="utf-8")
     return str(path)
 
 
@@ -44,7 +44,7 @@ def planned(overrides, calibration, tmp_path_factory) -> tuple[str, Path]:
 def test_a_run_that_plans_for_itself_trains(planned):
     stdout, folder = planned
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "auto"
-    source = (folder / "strategy.py").read_text()
+    source = (folder / "strategy.py").read_text(encoding="utf-8")
     assert "def place(workload: Workload, cluster: Cluster) -> Placement:" in source
     assert f"check {folder / 'strategy.py'} --layout 1x2" in stdout
 
@@ -54,7 +54,9 @@ def test_its_strategy_runs_again_with_the_same_tokens(planned, overrides, calibr
     words = ["--strategy", str(folder / "strategy.py"), "--runs", str(tmp_path), "--name", "again"]
     status, _, stderr = start(2, "train", *words, "--calibration", calibration, *overrides)
     assert status == 0, stderr
-    first, second = (json.loads((path / "program.json").read_text()) for path in (folder, tmp_path / "again"))
+    first, second = (
+        json.loads((path / "program.json").read_text(encoding="utf-8")) for path in (folder, tmp_path / "again")
+    )
     assert first["fingerprint"] == second["fingerprint"]
     for one, other in zip(*map(metrics_of, (folder, tmp_path / "again")), strict=True):
         assert one["tokens_sha256"] == other["tokens_sha256"]
@@ -63,7 +65,7 @@ def test_its_strategy_runs_again_with_the_same_tokens(planned, overrides, calibr
 def test_the_run_stands_beside_its_forecast(planned):
     stdout, folder = planned
     assert "Forecast by calibration mine against this run" in stdout
-    found = json.loads((folder / "forecast.json").read_text())
+    found = json.loads((folder / "forecast.json").read_text(encoding="utf-8"))
     rows = {row["call"]: row for row in found["rows"]}
     assert found["calibration"] == "mine" and {"actor_generate", "actor_train", "critic_train", WHOLE} <= set(rows)
     iterations = metrics_of(folder)
@@ -80,7 +82,7 @@ def test_measurement_decides_where_there_are_ranks(overrides, calibration, tmp_p
     assert status == 0, stderr
     result = json.loads(stdout.splitlines()[-1])
     assert len(result["plans"]) == 2 and result["measured_s"] == min(result["plans"].values()) > 0
-    assert out.read_text().startswith(f'"""{result["name"]}: ')
+    assert out.read_text(encoding="utf-8").startswith(f'"""{result["name"]}: ')
     status, stdout, _ = start(1, "check", str(out), "--layout", "1x2", *overrides)
     assert status == 0 and json.loads(stdout.splitlines()[-1])["ok"]
     status, _, stderr = start(2, "plan", *words, "--layout", "1x4", *overrides)
@@ -88,7 +90,7 @@ def test_measurement_decides_where_there_are_ranks(overrides, calibration, tmp_p
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 LAUNCHED = "the planner chooses every layout"  # on two ranks; the others as one (tests/warm.py)

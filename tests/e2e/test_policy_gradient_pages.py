@@ -55,8 +55,8 @@ def options(tmp_path_factory) -> list[str]:
     rows = [
         {"prompt": " ".join(WORDS[(7 * index + place) % 60] for place in range(1 + index % 5))} for index in range(24)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     write_model(folder / "lm", seed=1)
     data = [f"data.prompts={folder / 'rows.jsonl'}", "data.max_prompt=8", "generation.max_new_tokens=10"]
     sizes = ["rollout_batch=8", "samples_per_prompt=3", "mini_batch=12", "micro_batch=3", "iterations=2"]
@@ -100,9 +100,9 @@ def of_column(prompts, responses, first):
 def length(completions, **columns):
     return [None if not text else len(text.split()) for text in completions]
 """
-    (tmp_path / "two.py").write_text(source)
+    (tmp_path / "two.py").write_text(source, encoding="utf-8")
     rows = [{"prompt": f"{word} {WORDS[place]}", "first": word} for place, word in enumerate(reversed(WORDS))]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     functions = f"reward_function={tmp_path / 'two.py'}:of_column,{tmp_path / 'two.py'}:length"
     words = [*of_case("grpo on 3", options), f"data.prompts={tmp_path / 'rows.jsonl'}", functions]
     row = metrics(trained([*words, "reward_weights=1,0.5", "iterations=1"], 2, tmp_path / "run"))[0]

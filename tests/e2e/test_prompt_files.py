@@ -20,8 +20,8 @@ def score(prompts, responses, data_source):
 def options(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("files")
     words = write_all(folder)
-    (folder / "more.txt").write_text("\n".join(WORDS[:7]) + "\n")
-    (folder / "r.py").write_text(REWARD)
+    (folder / "more.txt").write_text("\n".join(WORDS[:7]) + "\n", encoding="utf-8")
+    (folder / "r.py").write_text(REWARD, encoding="utf-8")
     words += [f"data.prompts={folder / 'prompts.jsonl'},{folder / 'more.txt'}", "data.weights=3,1", "iterations=4"]
     return [*words, f"reward_function={folder / 'r.py'}:score", "--runs", str(folder / "runs")]
 
@@ -32,7 +32,10 @@ def run_alone(warm, words: list) -> None:
 
 
 def rows(options: list[str], name: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(options[-1]) / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(options[-1]) / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")

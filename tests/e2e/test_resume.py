@@ -168,7 +168,7 @@ def test_other_inputs_are_refused(finished, overrides, option, what, refused):
 
 
 def test_a_folder_in_use_is_refused(finished, refused):
-    with (finished / ".lock").open("w") as file:
+    with (finished / ".lock").open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert f"{finished} is in use" in refused("--resume", finished)
 

@@ -25,8 +25,8 @@ def folder(tmp_path_factory) -> Path:
         row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
         row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
         rows.append({name: " ".join(some) for name, some in row.items()})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:7]))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:7]), encoding="utf-8")
     write_model(folder / "base", seed=1)
     return folder
 
@@ -38,7 +38,7 @@ def words_of(folder: Path, page: str, model: Path, *more: str) -> list[str]:
 
 
 def evaluations(run: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
 
 
@@ -54,7 +54,7 @@ def test_three_stages(folder, tmp_path):
     for mine, theirs in zip(held_out, evaluations(whole), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
     assert (sft / "best" / "actor" / "model.safetensors").is_file()
-    assert not (sft / "samples.txt").read_text().strip()
+    assert not (sft / "samples.txt").read_text(encoding="utf-8").strip()
 
     rate = "optimizer.reward_lr=1e-2"
     reward = trained(words_of(folder, "reward_model", sft / "actor", rate, *REALLOCATION), 4, tmp_path / "reward")
@@ -84,7 +84,7 @@ def test_epochs_with_a_budget_and_a_reference_from_a_file(folder, tmp_path):
     words += ["mini_batch_tokens=50"]
     with_file = [*words, f"data.precomputed_logprobs={file}"]
     whole = trained([*with_file, "data.epochs=2"], 1, tmp_path / "whole")
-    options = json.loads((whole / "config.json").read_text())
+    options = json.loads((whole / "config.json").read_text(encoding="utf-8"))
     assert options["iterations"] == len(metrics(whole)) and options["data"]["epochs"] == 2
     part = trained([*with_file, "data.epochs=1"], 1, tmp_path / "part")
     assert 0 < len(metrics(part)) < len(metrics(whole))
@@ -101,7 +101,7 @@ def test_every_stage_runs_on_the_files_of_the_package(tmp_path):
         first, last = evaluations(run)
         assert (first["iteration"], last["iteration"]) == (0, 1) and first["loss"] != last["loss"]
     assert main(["report", *map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count("by flattening</h2>") == 3 and page.count("<svg") > 15 and "answers_held_out.jsonl" in page
 
 
@@ -111,7 +111,7 @@ def _check_scores(folder: Path, expected: dict, data: Path) -> None:
 
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     scores = []
-    for line in (data / "held_out.jsonl").read_text().splitlines():
+    for line in (data / "held_out.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         for name in ("chosen", "rejected"):
             tokens = tokenizer(row["prompt"] + " " + row[name])["input_ids"] + [tokenizer.eos_token_id]

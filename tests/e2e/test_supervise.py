@@ -22,7 +22,7 @@ READY = "print(os.getpid(), os.getppid(), flush=True)\n"
 def run(body: str, stdin: str = "") -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", PROGRAM + body]
     return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=LIMIT_S, env=environment_alone()
+        command, input=stdin, capture_output=True, encoding="utf-8", timeout=LIMIT_S, env=environment_alone()
     )
 
 
@@ -32,7 +32,7 @@ def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
         [sys.executable, "-c", PROGRAM + READY + body],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         env=environment_alone(**more),
     )
     child, parent = map(int, process.stdout.readline().split())
@@ -42,7 +42,7 @@ def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
 
 def is_alive(process: int) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
@@ -127,7 +127,10 @@ def test_a_supervisor_ends_with_its_launcher():
     """The launcher is a shell that waits; without one (a shell that is left) a job goes on."""
     command = f"{sys.executable} -c '{PROGRAM}{READY}time.sleep(60)' & wait"
     launcher = subprocess.Popen(
-        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, env=environment_alone(PMI_SIZE="2", PMI_RANK="0")
+        ["bash", "-c", command],
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment_alone(PMI_SIZE="2", PMI_RANK="0"),
     )
     child, parent = map(int, launcher.stdout.readline().split())
     launcher.kill()

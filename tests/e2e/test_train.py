@@ -77,10 +77,10 @@ def test_a_person_sees_progress_samples_and_next_commands(finished):
 
 def test_run_folder(finished):
     _, result, folder = finished
-    assert json.loads((folder / "config.json").read_text())["rollout_batch"] == 24
-    assert "def place(" in (folder / "strategy.py").read_text()
-    assert len(json.loads((folder / "program.json").read_text())["fingerprint"]) == 16
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["rollout_batch"] == 24
+    assert "def place(" in (folder / "strategy.py").read_text(encoding="utf-8")
+    assert len(json.loads((folder / "program.json").read_text(encoding="utf-8"))["fingerprint"]) == 16
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert len(row["tokens_sha256"]) == 64
@@ -90,7 +90,7 @@ def test_run_folder(finished):
     assert result["saved"] == ["actor"] and (folder / "actor" / "config.json").is_file()
     assert not (folder / "critic").exists()
     assert list(folder.glob("events.out.tfevents.*"))
-    assert len((folder / "samples.jsonl").read_text().splitlines()) == 3
+    assert len((folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()) == 3
     assert (folder / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     for path in (folder.parent, folder):
         assert not path.stat().st_mode & 0o007, "a run folder is not for the world"
@@ -98,7 +98,7 @@ def test_run_folder(finished):
 
 
 def test_timeline_has_a_lane_per_rank(finished):
-    events = json.loads((finished[2] / "timeline.json").read_text())["traceEvents"]
+    events = json.loads((finished[2] / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
     assert {"actor_generate", "reference_infer", "reward_infer", "critic_infer", "actor_train", "critic_train"} <= {
         event["name"] for event in events
@@ -141,7 +141,7 @@ OTHERS = [
 @pytest.mark.parametrize("options", OTHERS, ids=lambda options: " ".join(options[:3]))
 def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path):
     """Its samples are the same, too; they are generated and scored on the ranks of those calls."""
-    (tmp_path / "cluster.toml").write_text(TWO_TYPES)
+    (tmp_path / "cluster.toml").write_text(TWO_TYPES, encoding="utf-8")
     options = [option.format(folder=tmp_path) for option in options]
     status, stdout, stderr = train(4, [*overrides, "--strategy", *options, "--runs", str(tmp_path), "--name", "other"])
     assert status == 0, stderr
@@ -156,13 +156,13 @@ def test_another_strategy_is_the_same_run(options, finished, overrides, tmp_path
 
 
 def samples(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
-    (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text())
+    (tmp_path / "mine.py").write_text(Path("strategies/_template.py").read_text(encoding="utf-8"), encoding="utf-8")
     function = "def f(prompts, responses):\n    return [float(len(r.split())) for r in responses]\n"
-    (tmp_path / "r.py").write_text(function)
+    (tmp_path / "r.py").write_text(function, encoding="utf-8")
     options = ["--strategy", str(tmp_path / "mine.py"), f"reward_function={tmp_path / 'r.py'}:f"]
     options += ["ppo.truncation=score", "strategy.ratio=1/3", "reward_function_mode=add", "iterations=1"]
     status, stdout, stderr = train(5, [*overrides, *options, "--runs", str(tmp_path), "--name", "mine"])
@@ -170,8 +170,8 @@ def test_a_strategy_file_and_a_reward_function(finished, overrides, tmp_path):
     assert json.loads(stdout.splitlines()[-1])["strategy"] == "mine"
     assert f"check {tmp_path / 'mine.py'} --layout 1x5" in stdout  # a command that can be typed
     assert hashes(tmp_path / "mine") == hashes(finished[2])[:1]  # another reward changes nothing before the first step
-    first = json.loads((finished[2] / "metrics.jsonl").read_text().splitlines()[0])
-    mine = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((finished[2] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    mine = json.loads((tmp_path / "mine" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert mine["score"] == pytest.approx(first["score"] + first["response_length"], abs=1.0)  # words, less the EOS
 
 
@@ -190,7 +190,8 @@ def test_a_stuck_rank_is_named(overrides, tmp_path):
     (tmp_path / "r.py").write_text(
         "import time\nfrom mpi4py import MPI\n"
         "def f(prompts, responses):\n"
-        "    time.sleep(1000 if MPI.COMM_WORLD.rank == 1 else 0)\n    return [0.0] * len(prompts)\n"
+        "    time.sleep(1000 if MPI.COMM_WORLD.rank == 1 else 0)\n    return [0.0] * len(prompts)\n",
+        encoding="utf-8",
     )
     options = [f"reward_function={tmp_path / 'r.py'}:f", "deadline_s=5", "num_samples=0", "--runs", str(tmp_path)]
     status, _, stderr = train(3, [*overrides, *options])
@@ -201,4 +202,7 @@ def test_a_stuck_rank_is_named(overrides, tmp_path):
 
 
 def hashes(folder: Path) -> list[str]:
-    return [json.loads(line)["tokens_sha256"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["tokens_sha256"]
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]

@@ -31,7 +31,7 @@ def slow(prompts, responses):  # to the first prompt only, so that the same rows
 
 @pytest.fixture
 def words(tmp_path) -> list[str]:
-    (tmp_path / "r.py").write_text(SOURCE)
+    (tmp_path / "r.py").write_text(SOURCE, encoding="utf-8")
     return [*write_all(tmp_path), f"reward_function={tmp_path / 'r.py'}:letters", "iterations=2"]
 
 
@@ -40,12 +40,12 @@ def test_the_same_numbers_as_without_workers(words, tmp_path):
     alone = trained(words, 2, tmp_path / "alone")
     helped = trained([*words, "reward_workers=2"], 2, tmp_path / "helped")
     assert timeless(alone) == timeless(helped) and weights(alone) == weights(helped)
-    assert (alone / "samples.txt").read_text() == (helped / "samples.txt").read_text()
+    assert (alone / "samples.txt").read_text(encoding="utf-8") == (helped / "samples.txt").read_text(encoding="utf-8")
 
 
 def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
     """A rank waits for longer than deadline_s, which is no hang; the run says that it is not exact."""
-    text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     functions = f"reward_function={tmp_path / 'r.py'}:letters,{tmp_path / 'r.py'}:slow"
     limits = ["reward_workers=2", "reward_timeout_s=4", "deadline_s=2", "num_samples=0"]
     options = [*words, functions, *limits, "--runs", str(tmp_path), "--name", "run"]
@@ -63,7 +63,7 @@ def test_a_deadline_ends_responses_and_not_the_run(words, tmp_path):
 
 def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, tmp_path):
     """It is counted, also in evaluations and in the samples shown."""
-    text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     functions = [f"reward_function={tmp_path / 'r.py'}:slow", "reward_on_timeout=-2", "num_samples=1"]
     limits = ["reward_workers=2", "reward_timeout_s=0.5", "iterations=1"]
     limits += [f"eval.prompts={tmp_path / 'prompts.jsonl'}", "eval.num_prompts=1"]
@@ -75,31 +75,33 @@ def test_a_late_response_of_the_only_function_has_the_score_of_late_ones(words, 
     num = int(options_of(tmp_path / "run")["rollout_batch"])
     assert row["reward_timeouts"] > 0
     assert row["score"] == pytest.approx(1.0 - 3.0 * row["reward_timeouts"] / num)
-    held_out = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()[0])
+    held_out = json.loads((tmp_path / "run" / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert held_out["reward_timeouts"] == 1
-    (sample,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
+    (sample,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8").splitlines())
     assert sample["late_before"] is sample["late_after"] is True
     assert json.loads(stdout.splitlines()[-1])["reward_timeouts"] == row["reward_timeouts"] + 2 * 1 + 2
     assert stdout.count("warning: a reward function ran out of reward_timeout_s for 1 responses") == 1
 
 
 def options_of(run: Path) -> dict:
-    return json.loads((run / "config.json").read_text())
+    return json.loads((run / "config.json").read_text(encoding="utf-8"))
 
 
 def test_no_worker_outlives_a_killed_rank(words, tmp_path):
     """kill -9 of a rank while its workers sleep: the job ends, and so do the workers of both ranks."""
-    text = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[0])["prompt"]
+    text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
     function = f"reward_function={tmp_path / 'r.py'}:slow"
     options = [*words, function, "reward_workers=2", "num_samples=1", "--runs", str(tmp_path), "--name", "run"]
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
     environment = mpi_environment(SLOW_PROMPT=text)
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
+    ) as job:
         try:
             path = tmp_path / "r.py.workers"
-            wait(lambda: path.exists() and path.read_text().endswith("\n"))
-            worker = int(path.read_text().splitlines()[0])
-            rank = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+            wait(lambda: path.exists() and path.read_text(encoding="utf-8").endswith("\n"))
+            worker = int(path.read_text(encoding="utf-8").splitlines()[0])
+            rank = int(Path(f"/proc/{worker}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
             workers = [process for process in processes() if b"reward_worker" in command_of(process)]
             mine = [process for process in workers if f"{rank}".encode() in command_of(process).split(b"\0")]
             assert worker in mine and len(mine) == 2

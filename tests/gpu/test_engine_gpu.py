@@ -125,5 +125,5 @@ x.tolist()
 wall, used = time.perf_counter() - wall, time.process_time() - used
 assert wall > 0.5 and used < 0.2 * wall, (wall, used)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,10 @@ def tokens(folder: Path, num_ranks: int, *options: str) -> list[str]:
     )
     assert status == 0, stderr
     assert ("shared by" in stdout) == (num_ranks > 1)
-    return [json.loads(line)["tokens_sha256"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["tokens_sha256"]
+        for line in (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["flattening", "separation", "reallocation"])

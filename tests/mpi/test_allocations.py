@@ -41,9 +41,9 @@ def tensor_bytes() -> int:
 def settings(world, shared_folder):
     overrides = shared_folder / "overrides"
     if world.rank == 0:
-        overrides.write_text("\n".join(write_all(shared_folder)))
+        overrides.write_text("\n".join(write_all(shared_folder)), encoding="utf-8")
     world.barrier("the checkpoints")
-    return load(overrides.read_text().split("\n"))
+    return load(overrides.read_text(encoding="utf-8").split("\n"))
 
 
 def measured(place, settings, world, make_group, **options) -> tuple[int, RunOf]:

@@ -4,14 +4,17 @@ python tests/run_mpi.py 2 4 5 8 -- tests/mpi/test_given_responses.py
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
+from rlhf_spmd import config as configs
 from rlhf_spmd import presets
 from rlhf_spmd.config import Config
 from rlhf_spmd.plan.cluster import Cluster
@@ -20,6 +23,10 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.workload import Workload
+from rlhf_spmd.runtime.checkpoint.checkpoint_files import newest
+from rlhf_spmd.runtime.checkpoint.saving import Saver
+from rlhf_spmd.runtime.checkpoint.train_state import restore
+from rlhf_spmd.runtime.engines.train_engine import TrainEngine
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.strategies import flattening
 from tests.folders import WORDS, write_model
@@ -94,9 +101,10 @@ def folder(world, shared_folder):
             row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
             row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
             rows.append({name: " ".join(some) for name, some in row.items()} | {"margin": 0.25 * (index % 3)})
-        (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (shared_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
             write_model(shared_folder / name, head=head, seed=seed)
+        write_model(shared_folder / "tied", tie_embeddings=True)
         config = config_of("dpo", shared_folder)
         program = precompute_program(compiled(config), num_rows=config.rollout_batch)
         precompute(config, program, OneRank(), shared_folder / "logprobs")
@@ -153,6 +161,52 @@ def test_logprobs_for_a_file_do_not_depend_on_the_ranks(placement, world, folder
         assert found.keys() == expected.keys()
         for key, values in found.items():
             np.testing.assert_allclose(values, expected[key], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def learned(run: RunOf, engine: TrainEngine) -> tuple[int, list[Tensor]]:
+    """All that an optimizer step changes: AdamW's step count, a copy of masters and moments, and the weights."""
+    num_steps, slices = engine.optimizer_state()
+    return num_steps, [x.clone() for kinds in slices.values() for x in kinds.values()] + [
+        *run.weights("actor").values()
+    ]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("placement", ["zero 1", "zero 2", "zero 3", "pp"])
+def test_steps_without_a_row_move_nothing(placement, world, folder, make_group):
+    """Of all rows in an iteration no token is learned; the first steps of all are such, and a checkpoint
+    of this state is resumed to the bit. Embeddings are tied, and shared by the stages of a pipeline."""
+    words = [f"models.actor={folder / 'tied'}", "optimizer.weight_decay=0.5", "optimizer.schedule=linear"]
+    config = configs.overridden(config_of("sft", folder), [*words, "iterations=3"])
+    program = compiled(config, world.size, {**PLACEMENTS, "zero 1": zero(1)}[placement])
+
+    def begin() -> tuple[RunOf, TrainEngine]:
+        run = RunOf(config, with_groups(world, program, make_group), program)
+        return run, run.job.models.engines["actor"]
+
+    run, engine = begin()
+    marks, before = run.job.prompts.numbers[config.algorithm.assistant_tokens], learned(run, engine)
+    items = marks.items
+    for number, num_steps in enumerate((0, 4, 4)):
+        marks.items = items * (number % 2)
+        metrics, now = run.iteration(), learned(run, engine)
+        assert now[0] == num_steps and run.state.steps == {"actor": 4 * (number + 1)}
+        same = [*map(torch.equal, now[1], before[1])]
+        assert not any(same) if number % 2 else all(same)
+        assert (metrics["actor_grad_norm"] > 0) == (number % 2) and metrics["actor_lr"] > 0
+        before = now
+        if number == 0:  # a checkpoint without a single step of the optimizer
+            if world.rank == 0:
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            world.barrier("a clean folder")
+            texts = {"config.json": "{}", "strategy.py": ""}
+            saver = Saver(run.job.world, run.job.models, folder, every=0, keep=1, texts=texts)
+            saver.save(run.number, {})
+            saver.finish()
+            resumed, its_engine = begin()
+            restore(resumed.job.models, newest(folder / "checkpoints"))
+            found = learned(resumed, its_engine)
+            assert found[0] == now[0] and all(map(torch.equal, found[1], now[1]))
 
 
 @pytest.mark.rotates

@@ -292,8 +292,10 @@ def test_equals_the_run_on_one_rank(placement, config, seed, world, folder, alon
 @pytest.fixture(scope="module")
 def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     settings = load(overrides_of(folder, "plain", 0), "dtype=bfloat16", "iterations=10", "rollout_batch=48")
-    runs = made_once(["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations())))
-    return settings, json.loads((runs / "bfloat16").read_text())
+    runs = made_once(
+        ["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations()), encoding="utf-8")
+    )
+    return settings, json.loads((runs / "bfloat16").read_text(encoding="utf-8"))
 
 
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("flattening", "interleaving1", "interleaving2")]

@@ -275,8 +275,10 @@ def test_equals_the_run_on_one_rank(placement, config, world, folder, alone, mak
 @pytest.fixture(scope="module")
 def alone_in_bfloat16(folder, made_once) -> tuple[Config, list[dict]]:
     settings = replace(settings_of(folder, "plain"), dtype="bfloat16", iterations=4, rollout_batch=32)
-    runs = made_once(["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations())))
-    return settings, json.loads((runs / "bfloat16").read_text())
+    runs = made_once(
+        ["bfloat16"], lambda _, path: path.write_text(json.dumps(RunOf(settings).iterations()), encoding="utf-8")
+    )
+    return settings, json.loads((runs / "bfloat16").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

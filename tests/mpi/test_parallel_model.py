@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels import token_logprobs
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import WHOLE, Parallel, is_split, slice_of
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs, response_values, sequence_scores
@@ -110,11 +111,11 @@ def whole_and_shard(team: Team, name: str, head: str, dtype=torch.float64) -> tu
     return whole, mine
 
 
-def make_batch(num: int = 5, seed: int = 7) -> tuple[Sequences, Tensor]:
+def make_batch(num: int = 5, seed: int = 7, stop: int = 29) -> tuple[Sequences, Tensor]:
     """Odd lengths, one-token prompts, a row without response; the sampling supports hold each token and some others."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, 1 + (i * 3 + seed) % 4).tolist() for i in range(num)]
-    responses = [rng.integers(4, 29, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist() for i in range(num)]
+    responses = [rng.integers(4, stop, (i * 5 + seed) % (MAX_RESPONSE + 1)).tolist() for i in range(num)]
     support_BGK = torch.full((num, MAX_RESPONSE, 8), -1, dtype=torch.int32)
     for b, response in enumerate(responses):
         for t, token in enumerate(response):
@@ -169,17 +170,20 @@ def check_gradients(team: Team, whole: Transformer, mine: Transformer) -> None:
 
 PLAIN = {"temperature": 1.0, "eos_ids": EOS, "min_new_tokens": 0}
 BANNED = {"temperature": 0.7, "eos_ids": EOS, "min_new_tokens": 2}
+KNOWN = BANNED | {"known": KnownTokens(17, holes=(1, 2))}  # of two slices of 37 tokens, the second has none of them
 CASES = {
     "plain": (PLAIN, False),
     "banned": (BANNED, False),
     "kept": (BANNED, True),
+    "known": (KNOWN, False),
+    "known and kept": (KNOWN, True),
 }  # sampling options, whether sampling supports are stored
 
 
 def cut_vocabulary(monkeypatch, num_chunks: int) -> None:
     """Logits of so many chunks, which few tokens would not need."""
     if num_chunks > 1:
-        for constant, value in {"CHUNK_BYTES": 0, "MULTIPLE": 1, "MOST_CHUNKS": num_chunks}.items():
+        for constant, value in {"CHUNK_BYTES": 0, "TILE": 1, "MOST_CHUNKS": num_chunks}.items():
             monkeypatch.setattr(token_logprobs, constant, value)
 
 
@@ -194,7 +198,7 @@ def test_logprobs_and_gradients(team, name, case, num_chunks, monkeypatch):
     whole, mine = whole_and_shard(team, name, "lm")
     mine.recompute = case != "plain"
     options, kept = CASES[case]
-    batch, support_BGK = make_batch(seed=10 if kept else 7)
+    batch, support_BGK = make_batch(seed=10 if kept else 7, stop=17 if "known" in options else 29)
     assert all(sum(batch.lengths) % tp for tp in (2, 3, 4, 5))  # so that tokens must be added
     sets = support_BGK if kept else None
     weight_BG = torch.randn(batch.responses_BG.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -287,13 +291,33 @@ GENERATION = {
     "window": {"eos_ids": EOS, "temperature": 1.5},
     "three heads": {},
 }
+PADDED = {  # more rows of embeddings than tokens, with holes
+    "biases": {"temperature": 3.0, "top_k": 6},
+    "tied": {"temperature": 1.3, "top_p": 0.9},
+    "window": {"temperature": 0.0},
+    "three heads": {"temperature": 2.0},
+}
 
 
 @pytest.mark.parametrize(("name", "options"), GENERATION.items())
 def test_draws_the_same_tokens(team, name, options):
     fits(team, name)
-    if not team.inside:
-        return
+    if team.inside:
+        drawn_alike(team, name, options)
+
+
+@pytest.mark.parametrize(("name", "options"), PADDED.items())
+def test_draws_only_known_tokens(team, name, options):
+    """The second of two slices is cut as a whole."""
+    fits(team, name)
+    if team.inside:
+        known = KnownTokens(17, holes=(5, 6))
+        drawn_BG = drawn_alike(team, name, options | {"eos_ids": (3,), "known": known})
+        assert int(drawn_BG.max()) < 17 and not torch.isin(drawn_BG, torch.tensor(known.holes)).any()
+
+
+def drawn_alike(team, name: str, options: dict) -> Tensor:
+    """The responses, after a comparison of the shards with the whole model."""
     whole, mine = whole_and_shard(team, name, "lm", torch.float32)
     rng = np.random.default_rng(3)
     prompts_BP = pad([rng.integers(0, VOCAB, 1 + 2 * i % 5).tolist() for i in range(6)])
@@ -305,6 +329,7 @@ def test_draws_the_same_tokens(team, name, options):
     assert (found[2] is None) == (expected[2] is None)
     if expected[2] is not None:
         assert torch.equal(found[2].sort(-1)[0], expected[2].sort(-1)[0])
+    return expected[0]
 
 
 def test_shards_begin_as_slices_of_the_same_model(team):

@@ -124,6 +124,22 @@ def test_banned_slices_and_broken_rows(world, make_group):
             assert field[2:5].isnan().all()
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_empty_slices(world, make_group, name):
+    """Of a model with more rows of embeddings than tokens: the last ranks have no token, also where a block ends."""
+    group = make_group(range(world.size))
+    for vocab_size in (37, 512):
+        edges = (
+            [0, vocab_size // 2, *[vocab_size] * (world.size - 1)] if world.size > 2 else [0, vocab_size, vocab_size]
+        )
+        slices = [range(*edges[rank : rank + 2]) for rank in range(world.size)]
+        mine, (logits_BV, bits_B) = slices[world.rank], make_rows(9, vocab_size, torch.float32, seed=4)
+        part_Bv = logits_BV[:, mine.start : mine.stop]
+        sampled = sample_shard(part_Bv, bits_B, slices=slices, group=group, **RULES[name])
+        assert_same_everywhere(sampled, group, world.size)
+        assert_drawn_alike(sampled, sample(logits_BV, bits_B, **RULES[name]))
+
+
 def test_equal_logits_everywhere(world, make_group):
     """The lists of largest logits say nothing until they are complete; greedy takes the lowest id."""
     group = make_group(range(world.size))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_spmd.runtime.data import shared_prompts
-from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -19,6 +20,7 @@ PROMPTS = [[1], [2, 3, 2**31 - 1], [4, 5]]
 
 def load() -> PromptSet:
     facts = {"num_truncated": 2, "num_dropped": 1, "sizes": (1, 2), "weights": (2.0, 1.5), "shuffle": False}
+    facts |= {"columns": TextRows.of(['{"a\\ud83d": 1}', "{}", "{}"]), "column_names": ("a\ud83d",)}
     return PromptSet(TokenRows.of(PROMPTS), TextRows.of(TEXTS), 7, "a file", **facts)
 
 
@@ -37,7 +39,8 @@ def share(world, load) -> tuple[PromptSet, list[int]]:
 def check(found: PromptSet) -> None:
     assert found.prompts == PROMPTS and found.texts == TEXTS
     assert (found.seed, found.source, found.num_truncated, found.num_dropped) == (7, "a file", 2, 1)
-    assert found.fingerprint() == load().fingerprint()
+    assert found.fingerprints("") == load().fingerprints("")
+    assert found.whole_records([0, 1]) == [{"a\ud83d": 1}, {"a\ud83d": None}]
     assert (found.sizes, found.weights, found.shuffle) == ((1, 2), (2.0, 1.5), False)
     assert found.batch(0, 3) == load().batch(0, 3)
 

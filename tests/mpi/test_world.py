@@ -187,12 +187,12 @@ def no_end():
     atexit.unregister(world_module._end_job)
 
 
-def leave(world, block, capsys):
+def leave(world, block, capfd):
     """Runs `block(rank)` in together; returns the exit status, and what each rank printed on stderr."""
-    capsys.readouterr()
+    capfd.readouterr()
     with pytest.raises(SystemExit) as caught, world.together("reading the configuration"):
         block(world.rank)
-    return caught.value.code, world.allgather(capsys.readouterr().err)
+    return caught.value.code, world.allgather(capfd.readouterr().err)
 
 
 def test_together_passes_when_all_is_well(world):
@@ -201,53 +201,53 @@ def test_together_passes_when_all_is_well(world):
             pass
 
 
-def test_a_mistake_on_all_ranks_is_one_message(world, capsys, no_end):
+def test_a_mistake_on_all_ranks_is_one_message(world, capfd, no_end):
     def block(rank):
         raise UserError("no such file: a.json")
 
-    assert leave(world, block, capsys) == (2, ["rlhf_spmd: error: no such file: a.json\n"] + [""] * (world.size - 1))
+    assert leave(world, block, capfd) == (2, ["rlhf_spmd: error: no such file: a.json\n"] + [""] * (world.size - 1))
 
 
-def test_a_mistake_on_one_rank_names_it(world, capsys, no_end):
+def test_a_mistake_on_one_rank_names_it(world, capfd, no_end):
     def block(rank):
         if rank == world.size - 1:
             raise UserError("no such file: a.json" + "x" * 1000)
 
-    status, printed = leave(world, block, capsys)
+    status, printed = leave(world, block, capfd)
     assert status == 2 and printed[:-1] == [""] * (world.size - 1)
     assert printed[-1].startswith("rlhf_spmd: error: no such file: a.json")
     assert printed[-1].endswith(f" (on rank {world.size - 1} (host {world.hosts[-1]}) of {world.size})\n")
 
 
-def test_different_mistakes_are_all_told_by_the_first(world, capsys, no_end):
+def test_different_mistakes_are_all_told_by_the_first(world, capfd, no_end):
     def block(rank):
         if rank > 0:
             raise UserError(f"no such file: {rank % 2}.json")
 
-    status, printed = leave(world, block, capsys)
+    status, printed = leave(world, block, capfd)
     told = printed[1].splitlines()
     assert status == 2 and len(told) == min(2, world.size - 1)
     assert all(line.startswith("rlhf_spmd: error: no such file: ") for line in told)
     assert printed[0] == "" and printed[2:] == [""] * (world.size - 2)
 
 
-def test_a_mistake_reaches_ranks_that_wait_inside_the_block(world, capsys, no_end):
+def test_a_mistake_reaches_ranks_that_wait_inside_the_block(world, capfd, no_end):
     def block(rank):
         if rank == 0:
             raise UserError("rank 0 gave up")
         world.barrier("inside")
         raise AssertionError("not reached")
 
-    assert leave(world, block, capsys)[0] == 2
+    assert leave(world, block, capfd)[0] == 2
 
 
-def test_a_programming_error_shows_one_traceback(world, capsys, no_end):
+def test_a_programming_error_shows_one_traceback(world, capfd, no_end):
     def block(rank):
         if rank == 0:
             raise UserError("only a consequence")
         raise KeyError("wrong key")
 
-    status, printed = leave(world, block, capsys)
+    status, printed = leave(world, block, capfd)
     assert status == 1
     assert printed[0].count("Traceback") == 1 and "KeyError: 'wrong key'" in printed[0]
     assert printed[1:] == [""] * (world.size - 1)

@@ -98,7 +98,7 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Cluster":
-        self.lock = LOCK.open("w")
+        self.lock = LOCK.open("w", encoding="utf-8")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -148,13 +148,13 @@ class Cluster:
             _ip("-n", _space(name), "address", "add", f"{NETWORK}.{index}/24", "dev", INTERFACE)
             _ip("-n", _space(name), "link", "set", INTERFACE, "up")
             hosts.append(f"{NETWORK}.{index} {name}")
-        (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
+        (self.folder / "hosts").write_text("\n".join(hosts) + "\n", encoding="utf-8")
         nodes = [
             f"NodeName={name} NodeAddr={NETWORK}.{index} CPUs={self.cpus} RealMemory=1000 State=UNKNOWN"
             for index, name in enumerate(self.names, start=11)
         ]
         config = CONFIG.format(network=NETWORK, folder=self.folder, nodes="\n".join(nodes))
-        (self.folder / "slurm.conf").write_text(config)
+        (self.folder / "slurm.conf").write_text(config, encoding="utf-8")
         (self.folder / "plugstack.conf").touch()
         key = self.folder / "munge.key"
         key.touch(0o600)
@@ -191,7 +191,9 @@ class Cluster:
         self._spawn(name, [*enter, str(self.folder / "hosts"), str(own), *words])
 
     def _spawn(self, name: str, command: list[str]) -> None:
-        with (self.folder / f"{name}.out").open("a") as log:  # a Ctrl-C for the tests is not for the daemons
+        with (self.folder / f"{name}.out").open(
+            "a", encoding="utf-8"
+        ) as log:  # a Ctrl-C for the tests is not for the daemons
             self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def crash(self, node: str) -> None:
@@ -221,7 +223,7 @@ class Cluster:
 
     def pmi_lines(self, node: str) -> list[str]:
         """What MPI on a node has published through Slurm."""
-        log = (self.folder / f"slurmd-{node}.log").read_text(errors="replace")
+        log = (self.folder / f"slurmd-{node}.log").read_text(errors="replace", encoding="utf-8")
         return re.findall(r"got client request: (cmd=put .*)", log)
 
     def listeners(self, node: str) -> list[str]:
@@ -279,7 +281,7 @@ def _ip(*words: str) -> str:
 
 
 def _run(command: Sequence[str], check: bool = True, environment=None, folder: Path | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=folder, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}: {done.stderr.strip()}")
     return done.stdout

@@ -55,12 +55,12 @@ class Site:
     def log(self, job: int) -> str:
         """What a job has printed so far."""
         path = self.folder / f"{job}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        return path.read_text(errors="replace", encoding="utf-8") if path.exists() else ""
 
     def metrics(self, run: str) -> list[dict]:
         """The rows of metrics.jsonl, as far as they are written."""
         path = self.runs / run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def checkpoints(self, run: str) -> list[str]:

@@ -18,7 +18,7 @@ def test_an_array_of_benches(site):
     for index, (code, text) in enumerate(zip(codes, said, strict=True)):
         job = f"{number}_{index}"
         wait_until(lambda job=job: site.cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), LIMIT_S, f"{job} ends")
-        log = (site.folder / f"bench-{index}.log").read_text()
+        log = (site.folder / f"bench-{index}.log").read_text(encoding="utf-8")
         assert site.cluster.job(job)["ExitCode"] == code and text in log, log
 
 

@@ -28,7 +28,7 @@ def chain(site):
         row |= {"chosen": some[2 : 4 + index % 7], "rejected": some[5 : 7 + index % 8]}
         rows.append({name: " ".join(some) for name, some in row.items()})
     write_model(folder / "base", seed=1)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def submit(name: str, data=folder / "rows.jsonl"):
         words = ["--model", str(folder / "base")]

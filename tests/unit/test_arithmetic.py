@@ -14,7 +14,7 @@ ACTOR, HELD_OUT = path_of("arithmetic/actor"), path_of("arithmetic/held_out.json
 
 
 def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in path_of(f"arithmetic/{name}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in path_of(f"arithmetic/{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_answers_are_right_and_held_out_problems_are_in_no_prompt():
@@ -36,7 +36,7 @@ def test_the_wrong_way_forgets_carries():
 def test_the_actor_is_often_wrong_and_knows_better():
     greedy = accuracy(ACTOR, HELD_OUT, samples=1, temperature=0.0)["mean@1"]
     sampled = accuracy(ACTOR, HELD_OUT, samples=8, temperature=1.0)["pass@8"]
-    made = json.loads(path_of("arithmetic/made.json").read_text())
+    made = json.loads(path_of("arithmetic/made.json").read_text(encoding="utf-8"))
     assert greedy <= 0.5 and sampled >= 0.8 and 900_000 <= made["num_params"] <= 1_100_000
     assert made["greedy"] == pytest.approx(greedy, abs=0.02)  # another processor may round a tie otherwise
 
@@ -63,4 +63,4 @@ def test_a_misspelt_option_of_the_preset_is_told():
 def test_make_runs_from_end_to_end(tmp_path):
     made = make(tmp_path, Recipe(steps=20, batch=64, num_layers=1, num_prompts=32, num_held_out=16), ranks=2)
     assert (tmp_path / "actor" / "model.safetensors").is_file() and 0 <= made["greedy"] <= 1
-    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 32
+    assert len((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()) == 32

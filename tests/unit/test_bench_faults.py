@@ -41,8 +41,10 @@ def test_times_are_not_compared_and_all_else_is(tmp_path):
         for iteration in (3, 4):
             (folder / "checkpoints" / f"iteration-00000{iteration}").mkdir(parents=True)
             (folder / "checkpoints" / f"iteration-00000{iteration}" / "rank-0000.safetensors").write_bytes(weights)
-            (folder / "checkpoints" / f"iteration-00000{iteration}" / "state.json").write_text("{}")
-        (folder / "metrics.jsonl").write_text(json.dumps({"iteration": 0, "reward": 1.0, **metrics}) + "\n")
+            (folder / "checkpoints" / f"iteration-00000{iteration}" / "state.json").write_text("{}", encoding="utf-8")
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"iteration": 0, "reward": 1.0, **metrics}) + "\n", encoding="utf-8"
+        )
         return outcome(folder)
 
     first = run("first", iteration_s=1.0)

@@ -36,7 +36,7 @@ def test_there_are_more_machines_than_must_hold():
 def in_a_process(machine: Imitated, code: str) -> str:
     """What a process prints that has moved to a machine."""
     with entering(machine) as enter:
-        return subprocess.check_output([sys.executable, "-c", code], preexec_fn=enter, text=True).strip()
+        return subprocess.check_output([sys.executable, "-c", code], preexec_fn=enter, encoding="utf-8").strip()
 
 
 def test_a_process_is_kept_on_cores():

@@ -54,9 +54,11 @@ def test_a_reward_model_scores_tokens(folders):
 def test_a_reward_model_with_another_tokenizer_gets_text(folders, tmp_path):
     """Its end of sequence stands where the response ended, and conversations are rendered by its own chat template."""
     reward = write_model(tmp_path / "reward", head="scalar", seed=2)
-    names = json.loads((reward / "tokenizer_config.json").read_text())
+    names = json.loads((reward / "tokenizer_config.json").read_text(encoding="utf-8"))
     template = "{% for m in messages %}da {{ m['content'] }} {% endfor %}"
-    (reward / "tokenizer_config.json").write_text(json.dumps(names | {"eos_token": "ba", "chat_template": template}))
+    (reward / "tokenizer_config.json").write_text(
+        json.dumps(names | {"eos_token": "ba", "chat_template": template}), encoding="utf-8"
+    )
     chat = Prompt(0, "not read", [4], Sampling(4), {"prompt": [{"role": "user", "content": "be bi"}]})
     prompts = [Prompt(1, "ba", [3], Sampling(4), {"prompt": "ba"})] * 2 + [chat] * 2
     scorer = judge(folders, str(reward), prompts)
@@ -71,11 +73,12 @@ def test_a_reward_model_with_another_tokenizer_gets_text(folders, tmp_path):
 
 def test_a_reward_function_gets_columns(folders, tmp_path):
     (tmp_path / "f.py").write_text(
-        "def f(prompts, responses, answer):\n    return [float(r == a) for r, a in zip(responses, answer)]\n"
+        "def f(prompts, responses, answer):\n    return [float(r == a) for r, a in zip(responses, answer)]\n",
+        encoding="utf-8",
     )
-    prompts = [Prompt(0, "ba", [3], Sampling(4), {"answer": "x"})] * 2
+    prompts = [Prompt(0, "ba", [3], Sampling(4), columns) for columns in ({}, {"answer": "y"})]
     found = judge(folders, f"{tmp_path / 'f.py'}:f", prompts).scores(prompts, LINES, [[6], [7]])
-    assert found == [1.0, 0.0]
+    assert found == [0.0, 1.0]
 
 
 def test_one_sample_leaves_nothing_to_choose():

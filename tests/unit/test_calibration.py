@@ -62,7 +62,7 @@ def test_a_file_comes_back_as_it_was(tmp_path):
     for one in (calibration(), calibration(table(), replace(drawn, tp=2))):
         write_calibration(one, path)
         assert read_calibration(path) == one
-    assert max(map(len, (tmp_path / "mine.json").read_text().splitlines())) < 120
+    assert max(map(len, (tmp_path / "mine.json").read_text(encoding="utf-8").splitlines())) < 120
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
@@ -91,9 +91,9 @@ def test_what_is_shipped_can_be_read(path):
 def test_a_bad_file_is_one_message(tmp_path, change, says):
     path = tmp_path / "mine.json"
     write_calibration(calibration(table()), str(path))
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(UserError, match=rf"mine\.json.*{says}") as error:
         read_calibration(str(path))
     assert "\n" not in str(error.value)

@@ -37,13 +37,13 @@ FITS = ["check", "flattening", "--layout", "1x4", "--preset", "llama-7b", "--dev
 
 def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     command = [sys.executable, *python, "-m", "rlhf_spmd", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
 
 
 def processor_seconds(*arguments: str) -> tuple[float, subprocess.CompletedProcess]:
     """What a Python program uses of the processor from the start of the interpreter to its end."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, encoding="utf-8", timeout=60, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 
@@ -79,7 +79,7 @@ def test_hundreds_of_devices_take_seconds():
 
 def test_nothing_heavy_is_imported(tmp_path):
     """PyYAML only for a file of --config."""
-    (tmp_path / "c.yaml").write_text("seed: 3\n")
+    (tmp_path / "c.yaml").write_text("seed: 3\n", encoding="utf-8")
     for words, heavy in (([], set()), (["--config", str(tmp_path / "c.yaml")], {"yaml"})):
         done = run(*FITS, *words, python=("-X", "importtime"))
         found = [
@@ -119,7 +119,7 @@ def test_a_reader_that_goes_away_leaves_no_traceback():
     """The other end of the pipe is closed before anything is written, as with `| head -0`."""
     read, write = os.pipe()
     command = [sys.executable, "-m", "rlhf_spmd", *FITS]
-    with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, encoding="utf-8") as process:
         os.close(read)
         os.close(write)
         _, errors = process.communicate(timeout=60)
@@ -131,7 +131,7 @@ def test_head_sees_the_first_lines():
         f"{sys.executable} -m rlhf_spmd {' '.join(FITS)} | head -2",
         shell=True,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
     assert done.stdout.startswith("flattening on 1x4, preset llama-7b\n") and done.stderr == ""
@@ -214,12 +214,44 @@ def test_options_and_overrides_reach_the_program(capsys):
     assert result("mini_batch=2", "--layout", "1x4", "--device-type", "cpu")["warnings"] == 6
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("data.prompts=p.jsonl reward_function=r.py:right", ""),  # a column that only the second row has
+        ("data.prompts=p.jsonl reward_function=r.py:places", "no parameter of it receives the response (p, r)"),
+        ("data.prompts=p.jsonl reward_function=r.py:other", "asks for solution, which is no column"),
+        ("data.prompts=p.jsonl reward_function=r.py:verl", "neither this column nor reward_model (answer)"),
+        ("data.prompts=p.jsonl,q.txt reward_function=r.py:source", ""),
+        ("data.prompts=none.jsonl reward_function=r.py:other", ""),  # columns that are not known here
+        ("data.prompts=p.jsonl reward_function=r.py:right eval.prompts=q.txt", "evaluation on q.txt: reward function"),
+        ("data.prompts=p.jsonl reward_function=m:f", "warning: reward function m:f is not here"),
+        ("data.prompts=p.jsonl reward_function=r.py", "write it as module:function"),
+        ("data.prompts=p.jsonl reward_function=r.py:rihgt", "did you mean 'right'?"),
+    ],
+)
+def test_reward_functions_are_bound_as_a_run_binds_them(words, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ba"}\n{"prompt": "be", "answer": "x"}\n', encoding="utf-8")
+    (tmp_path / "q.txt").write_text("bo\n", encoding="utf-8")
+    (tmp_path / "r.py").write_text(
+        "def right(responses, answer): ...\ndef places(p, r): ...\ndef other(responses, solution): ...\n"
+        "def verl(solution_str, ground_truth): ...\ndef source(responses, data_source): ...\n",
+        encoding="utf-8",
+    )
+    refused = bool(says) and not says.startswith("warning")
+    assert main(["check", "flattening", "--layout", "1x2", "--algorithm", "grpo", *words.split()]) == 2 * refused
+    out, err = capsys.readouterr()
+    assert says in (err if refused else out) and ("Traceback" not in err)
+
+
 def test_the_asked_rank_is_shown(capsys, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from rlhf_spmd.plan.layout import Layout\nfrom rlhf_spmd.plan.placement import Placement\n"
         "def place(workload, cluster):\n"
         "    here, there = Layout.data_parallel((0,)), Layout.data_parallel((1,))\n"
-        "    return Placement.by_model(workload, actor=here, critic=here, reference=there, reward=here)\n"
+        "    return Placement.by_model(workload, actor=here, critic=here, reference=there, reward=here)\n",
+        encoding="utf-8",
     )
     command = ["check", str(tmp_path / "mine.py"), "--layout", "1x3", "--preset", "llama-7b", "--device-type", "cpu"]
     assert main([*command, "--rank", "1"]) == 0

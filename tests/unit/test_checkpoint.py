@@ -170,9 +170,9 @@ def test_a_file_that_never_comes_is_named(tmp_path):
 
 def edit(root: Path, change) -> Path:
     path = checkpoint_folder(root, 10) / MANIFEST
-    values = json.loads(path.read_text())
+    values = json.loads(path.read_text(encoding="utf-8"))
     change(values)
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(values), encoding="utf-8")
     return path
 
 

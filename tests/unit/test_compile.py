@@ -241,7 +241,7 @@ def test_every_process_compiles_the_same_program():
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", PRINT_FINGERPRINTS]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=True)
         here.append(done.stdout.split())
     assert here[0] == here[1] == here[2] == here[3]
     assert len(set(here[0])) == 40  # and different ones have different fingerprints

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlhf_spmd.algorithms import ppo
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.plan.program.instructions import Program, Run
 from rlhf_spmd.presets import load
 from rlhf_spmd.runtime.execute.handlers.context import CallContext, RunState
@@ -22,7 +23,7 @@ def estimate(program: Program, rank: int) -> tuple[Store, dict]:
     """What a rank's advantage Runs leave in its store, given all inputs; and what they count."""
     config = load("tiny")
     world = SimpleNamespace(rank=rank, device=torch.device("cpu"))
-    calls = Calls(CallContext(program, config, world, None, None, eos_ids=(1,), num_known=63))
+    calls = Calls(CallContext(program, config, world, None, None, eos_ids=(1,), known=KnownTokens(63)))
     generator = torch.Generator().manual_seed(0)
     shape = (NUM, MINI_BATCH, program.workload.max_response)
     whole = {"responses": torch.randint(1, 9, shape, generator=generator)}

@@ -184,11 +184,53 @@ def test_sizes_that_do_not_divide_name_all_three():
     assert load("tiny", ["rollout_batch=10", "samples_per_prompt=2", "mini_batch=4"]).mini_batch == 4
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ["samples_per_prompt=10000000000"],
+        ["rollout_batch=3200000000"],
+        ["rollout_batch=3200000000", "mini_batch=3200000000"],
+        ["ppo.epochs=1000000"],
+    ],
+)
+def test_an_iteration_has_a_largest_size(sizes):
+    """`check` would go through each optimizer step, and every rank holds the order of all rows."""
+    text = refused(*sizes)
+    assert "too many for one iteration, of at most 1,048,576 and 10,000; lower rollout_batch" in text, text
+
+
 def test_settings_that_contradict_each_other():
     text = refused("generation.min_new_tokens=30")
     assert "min_new_tokens=30" in text and "max_new_tokens=24" in text
     assert "generation.top_k" in refused("generation.top_p=0.9")
+    for temperature in ("1e-45", "9e-7"):
+        text = refused(f"generation.temperature={temperature}")
+        assert text.startswith(f"generation.temperature={temperature.replace('-7', '-07')}: logits are divided by it")
+        assert text.endswith("give at least 1e-06")
+        text = refused("eval.prompts=p.jsonl", f"eval.temperature={temperature}")
+        assert text.endswith("give at least 1e-06, or 0 for the most likely token")
     assert "unknown shape 'llama-7' (did you mean 'llama-7b'?)" in refused("shape=llama-7", preset="llama-13b")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "fix"),
+    [
+        ("grpo", [], "k2 or k3, or kl_unbiased=true"),
+        ("reinforce_plus_plus", ["kl_in=loss"], "k2 or k3"),
+    ],
+)
+def test_k1_in_the_loss_is_refused(algorithm, more, fix):
+    """Its gradient does not depend on the reference. Multiplied by the ratio it does, and in the reward it counts."""
+
+    def load_with(*options: str) -> Config:
+        return load(None, [f"{algorithm}.{option}" for option in [*options, *more]], algorithm=algorithm)
+
+    with pytest.raises(UserError, match=f"kl_estimator=k1 as a term of the loss has no gradient .*={fix}$"):
+        load_with("kl_coef=0.1", "kl_estimator=k1")
+    assert load_with("kl_coef=0", "kl_estimator=k1").options.kl_estimator == "k1"
+    assert load_with("kl_coef=0.1", "kl_estimator=k2").options.kl_coef == 0.1
+    more = ["kl_in=reward"] if more else ["kl_unbiased=true"]
+    assert load_with("kl_coef=0.1", "kl_estimator=k1").options.kl_coef == 0.1
 
 
 def test_values_that_are_no_text_are_checked_too():
@@ -258,7 +300,7 @@ FAMILIES = [
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family['model_type']}-{len(family)}")
 def test_parameters_are_counted_as_the_model_makes_them(family, tied, tmp_path):
     model_config = ModelConfig(**(SMALL | family), tie_embeddings=tied)
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")), encoding="utf-8")
     shape = shape_of_folder(str(tmp_path))
     for head in ("lm", "scalar"):
         model = Transformer(model_config, head=head, device="meta")
@@ -278,7 +320,7 @@ def test_large_models_are_counted_alike():
 @pytest.fixture
 def folder(tmp_path) -> str:
     model_config = ModelConfig(**(SMALL | FAMILIES[0]))
-    (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(model_config, head="lm", dtype="float32")), encoding="utf-8")
     return str(tmp_path)
 
 
@@ -322,7 +364,7 @@ def test_what_is_missing_is_named(folder):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"llama"', "null", '{"model_type": "gpt2"}', "\x00", "{}"])
 def test_a_config_json_that_is_none(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="config.json"):
         shape_of_folder(str(tmp_path))
 
@@ -351,7 +393,7 @@ def test_junk_in_a_config_json_is_a_model_or_an_error_that_names_file_and_key(tm
     for key in ("rope_type", "rope_theta", "attention_factor", *rope):
         cases += [(key, good | {"rope_scaling": good["rope_scaling"] | {key: junk}}) for junk in JUNK]
     for key, values in cases:
-        (tmp_path / "config.json").write_text(json.dumps(values))
+        (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
         try:
             shape_of_folder(str(tmp_path))
         except UserError as error:
@@ -367,6 +409,6 @@ def test_junk_in_a_config_json_is_a_model_or_an_error_that_names_file_and_key(tm
 )
 def test_a_value_of_the_wrong_kind_names_file_and_key(folder, values, words):
     path = Path(folder) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
     with pytest.raises(UserError, match=rf"config\.json: {words}, but must be"):
         shape_of_folder(folder)

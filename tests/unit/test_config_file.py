@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -263,6 +264,11 @@ def values_of(annotation: Any) -> st.SearchStrategy:
         if of_items[-1] is ...:
             return st.lists(values_of(of_items[0]).filter(lambda item: item != ""), max_size=3).map(tuple)
         return st.tuples(*map(values_of, of_items))
+    if get_origin(annotation) is Mapping:
+        plain = st.one_of(
+            st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXTS
+        )
+        return st.dictionaries(TEXTS, st.one_of(plain, st.lists(plain), st.dictionaries(TEXTS, plain)), max_size=3)
     if isinstance(annotation, type) and annotation is bool:
         return st.booleans()
     if annotation is str:
@@ -301,7 +307,7 @@ def test_a_resolved_config_comes_back(data, tmp_path):
     stored = tmp_path / "config.json"
     indent, is_ascii = data.draw(st.sampled_from([2, "\t"])), data.draw(st.booleans())
     values = configs.resolved(config, strategy="flattening")
-    stored.write_text(json.dumps(values, indent=indent, ensure_ascii=is_ascii))
+    stored.write_text(json.dumps(values, indent=indent, ensure_ascii=is_ascii), encoding="utf-8")
     assert loaded(str(stored)) == config
 
 
@@ -330,8 +336,10 @@ def test_a_folder_with_a_page_gives_back_its_algorithm(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     config = presets.load("tiny", ["iterations=3"], algorithm=str(page))
-    (folder / "algorithm.py").write_text(page.read_text())
-    (folder / "config.json").write_text(json.dumps(configs.resolved(config, strategy=f"{folder}/strategy.py")))
+    (folder / "algorithm.py").write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps(configs.resolved(config, strategy=f"{folder}/strategy.py")), encoding="utf-8"
+    )
     found = parsed(str(folder / "config.json"))
     again = load_config(found)
     assert configs.resolved(again) == configs.resolved(config) and again.algorithm == config.algorithm
@@ -345,6 +353,27 @@ def test_a_plan_names_the_file_that_it_was_made_with(tmp_path, capsys):
     assert main([*words, "iterations=3"]) == 0
     (command,) = [line for line in capsys.readouterr().out.splitlines() if "-m rlhf_spmd check" in line]
     assert f"--config {path}" in command and "iterations=3" in command
-    text = " ".join(out.read_text().split())
+    text = " ".join(out.read_text(encoding="utf-8").split())
     assert f"Planned with --config {path} iterations=3." in text
     assert main([*shlex.split(command)[3:], "--rank", "7"]) == 0
+
+
+def test_the_mapping_of_a_template(tmp_path):
+    """Its values mean what they mean in YAML; `config.json` of a run folder is read alike."""
+    text = "data:\n  chat_template_kwargs:\n    {on: off, 'b': True, day: 2026-02-03, deep: {a: [null, 'no', 1e-3]}}"
+    wanted = {"on": False, "b": True, "day": "2026-02-03", "deep": {"a": [None, "no", 1e-3]}}
+    assert loaded(write(tmp_path, text)).data.chat_template_kwargs == wanted
+    for empty in ("data:\n  chat_template_kwargs:", "data: {chat_template_kwargs: {}}"):
+        assert loaded(write(tmp_path, empty)).data.chat_template_kwargs == {}
+    bomb = "a0: &a0 [x, x, x]\n" + "".join(f"    a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+    wrong = {
+        "{a: 1, a: 2}": "'a' twice",
+        "{[a]: 1}": "a list as a name",
+        "{a: .5}": "write a number as JSON does, such as 0.5",
+        "{messages: 1}": "has 'messages', which every chat template is given by the program",
+        "{a: !!python/name:os.system }": "has the tag tag:yaml.org,2002:python/name:os.system, which is not read",
+        "\n    " + bomb: "holds more than 1000 values",
+    }
+    for value, expected in wrong.items():
+        with pytest.raises(UserError, match=expected):
+            check_options(loaded(write(tmp_path, f"data:\n  chat_template_kwargs: {value}")))

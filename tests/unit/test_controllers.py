@@ -5,6 +5,8 @@ import torch
 
 from rlhf_spmd.algorithms import controllers, ppo
 from rlhf_spmd.algorithms.advantages import moments
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.presets import load
 
 
 def test_row_02_kl_coef():
@@ -13,6 +15,22 @@ def test_row_02_kl_coef():
     assert controllers.next_kl_coef(0.1, 60.0, 500) == pytest.approx(0.1 * (1 + 0.2 * 0.05))
     assert controllers.next_kl_coef(0.1, -60.0, 500) == pytest.approx(0.1 * (1 - 0.2 * 0.05))
     assert controllers.next_kl_coef(0.1, 4.0, 10, target=2.0, horizon=100) == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+
+
+@pytest.mark.parametrize("prompts", [1, 4, 5, 32, 512, 65_536])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_coefficient_stays_positive(prompts, samples):
+    """The least horizon is the least one: at one sequence less the coefficient may become 0 or negative."""
+    num, adaptive = prompts * samples, ["ppo.kl_controller=adaptive", f"samples_per_prompt={samples}"]
+    adaptive += [f"rollout_batch={prompts}", f"mini_batch={num}"]
+    least = controllers.least_horizon(num)
+    assert controllers.next_kl_coef(0.05, 0.0, num, horizon=least) > 0
+    assert load("tiny", [*adaptive, f"ppo.kl_horizon={least}"]).options.kl_horizon == least
+    if least > 1:
+        assert controllers.next_kl_coef(0.05, 0.0, num, horizon=least - 1) <= 1e-12
+        with pytest.raises(UserError, match=f"= {num} sequences may lower .* set kl_horizon to at least {least}$"):
+            load("tiny", [*adaptive, f"ppo.kl_horizon={least - 1}"])
+        assert load("tiny", [*adaptive[1:], f"ppo.kl_horizon={least - 1}"]).options.kl_controller == "fixed"
 
 
 def test_row_05_running_moments():
@@ -28,6 +46,11 @@ def test_row_05_running_moments():
     # Scores that are all alike so far say nothing about their scale.
     constant = controllers.RunningMoments().updated(*moments(torch.full((9,), 0.1), every[:9]).tolist())
     assert (round(constant.mean, 6), constant.std) == (0.1, 1.0)
+    for scale in (1e-9, 1e9):  # of large numbers that are alike, rounding is no spread; small ones may have any scale
+        constant = controllers.RunningMoments().updated(*moments(torch.full((9,), 0.1 * scale), every[:9]).tolist())
+        assert constant.std == 1.0
+        some = controllers.RunningMoments().updated(*moments(x * scale, every).tolist())
+        assert some.std == pytest.approx(float(x.std(correction=0)) * scale, rel=1e-9)
 
 
 def test_row_20_learning_rate():

@@ -257,7 +257,7 @@ SMALLEST = """{"version": 1, "provenance": "none", "sources": {"layer_s": "fitte
 
 
 def test_a_calibration_says_where_its_constants_come_from(tmp_path):
-    (tmp_path / "mine.json").write_text(SMALLEST)
+    (tmp_path / "mine.json").write_text(SMALLEST, encoding="utf-8")
     assert read_calibration(str(tmp_path / "mine.json")).sources == {"layer_s": "fitted"}
     for name in ("a100-80g", "h100-80g", "cpu-2core"):
         calibration = load_calibration(name)
@@ -268,12 +268,12 @@ def test_a_calibration_says_where_its_constants_come_from(tmp_path):
 
 
 def test_a_network_by_name_replaces_the_link_between_nodes(tmp_path):
-    (tmp_path / "mine.json").write_text(SMALLEST)
+    (tmp_path / "mine.json").write_text(SMALLEST, encoding="utf-8")
     for name in ("a100-80g", str(tmp_path / "mine.json")):
         given, found = load_calibration(name), load_calibration(f"{name}+200g-per-node")
         assert (found.between.bytes_per_s, found.name) == (25e9 / 8, f"{given.name}+200g-per-node")
         assert (found.devices, found.inside) == (given.devices, given.inside)
-    (tmp_path / "a+b.json").write_text(SMALLEST)
+    (tmp_path / "a+b.json").write_text(SMALLEST, encoding="utf-8")
     assert load_calibration(str(tmp_path / "a+b.json")).name == "a+b"
     with pytest.raises(UserError, match="did you mean '200g-per-node'"):
         load_calibration("a100-80g+200g-per-nod")
@@ -294,7 +294,7 @@ def test_a_network_by_name_replaces_the_link_between_nodes(tmp_path):
 )
 def test_bad_calibrations_are_refused_by_name(tmp_path, content, says):
     path = tmp_path / "mine.json"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=rf"mine\.json.*{says}"):
         read_calibration(str(path))
     with pytest.raises(UserError, match="nowhere"):

@@ -24,12 +24,14 @@ def root(tmp_path_factory) -> Path:
     for name, head, seed in (("critic", "scalar", 3), ("lm", "lm", 4), ("foreign", "scalar", 5), ("bare", "scalar", 6)):
         write_model(root / name, head=head, seed=seed)
     tokenizer = root / "foreign" / "tokenizer.json"  # two words trade their ids
-    values = json.loads(tokenizer.read_text())
+    values = json.loads(tokenizer.read_text(encoding="utf-8"))
     vocabulary = values["model"]["vocab"]
     vocabulary["ba"], vocabulary["be"] = vocabulary["be"], vocabulary["ba"]
-    tokenizer.write_text(json.dumps(values))
+    tokenizer.write_text(json.dumps(values), encoding="utf-8")
     (root / "bare" / "tokenizer.json").unlink()
-    (root / "length.py").write_text("def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
+    (root / "length.py").write_text(
+        "def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n", encoding="utf-8"
+    )
     return root
 
 

@@ -33,13 +33,13 @@ def draw_apart(folder: Path, *steps: int) -> subprocess.CompletedProcess:
     """In a process of its own: the package puts hooks into the interpreter and reads its environment once."""
     code = "from pathlib import Path\nfrom tests.unit.test_curves import draw\n"
     code += f"print(draw(Path({str(folder)!r}), *{steps}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120)
 
 
 def test_a_resumed_run_has_the_same_id(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     places = [draw_apart(tmp_path, *steps).stdout.strip() for steps in ((0, 1), (1, 2))]
-    name = (tmp_path / WANDB_ID).read_text()
+    name = (tmp_path / WANDB_ID).read_text(encoding="utf-8")
     assert re.fullmatch("[0-9a-f]{16}", name)
     for place in places:
         (run,) = Path(place).parent.glob(f"run-{name}.wandb")

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data import prompts as prompts_module
-from rlhf_spmd.runtime.data.prompts import PromptSet, TextRows, TokenRows, load_prompts, pad
+from rlhf_spmd.runtime.data import packed_rows
+from rlhf_spmd.runtime.data.packed_rows import TextRows, TokenRows
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts, pad
 
 
 class Words:
@@ -74,12 +75,12 @@ def test_a_json_string_may_hold_line_breaks(tmp_path):
     ("line", "words"),
     [
         ('{"prompt": "a"', ["line 2", "not valid JSON", "column"]),
-        ('{"prompt": ' + "9" * 5000 + "}", ["line 2", "not valid JSON"]),
-        ("[" * 100_000, ["line 2", "not valid JSON"]),
+        ('{"prompt": ' + "9" * 5000 + "}", ["line 2", "a whole number has more than 4,300 digits"]),
+        ("[" * 100_000, ["line 2", "nested too deep"]),
         ('["a"]', ["line 2", "a list", "object"]),
         ('{"promt": "a", "id": 3}', ["line 2", "no key 'prompt'", "'promt', 'id'"]),
         ('{"prompt": 3}', ["line 2", "a number", "not a string"]),
-        ('{"prompt": null}', ["line 2", "null", "not a string"]),
+        ('{"prompt": null}', ["line 2", "the value of 'prompt' is null", "give it a value"]),
         ('{"prompt": true}', ["line 2", "a boolean"]),
         ('{"prompt": [{"role": "user"}]}', ["line 2", "message 1 of 'prompt'", '{"role": "...", "content": "..."}']),
         ('{"prompt": []}', ["line 2", "'prompt' has no message"]),
@@ -127,6 +128,7 @@ def test_conversations_are_rendered_without_the_last_answer_and_further_columns_
     assert list(found.texts) == ["user hello you| assistant"] * 2 + ["a b"]
     assert list(found.prompts) == [[4, 5, 4, 9]] * 2 + [[9, 1, 1]]  # a template begins the sequence itself
     assert found.records([2, 0]) == [{}, rows[0]] and found.records([1]) == [rows[1]]
+    assert found.column_names == ("prompt", "answer", "extra_info", "messages")  # of all rows
     assert load(write(tmp_path, "q.jsonl", b'{"prompt": "a"}\n')).columns is None
 
 
@@ -254,7 +256,7 @@ def test_rows_of_text_are_as_lists(texts):
 @pytest.mark.parametrize("at_once", [1, 2, 10_000])
 def test_fingerprint_tells_rows_apart(at_once, monkeypatch):
     """It hashes the length before each prompt, however many are hashed at a time: resumed runs compare it."""
-    monkeypatch.setattr(prompts_module, "HASHED_AT_ONCE", at_once)
+    monkeypatch.setattr(packed_rows, "HASHED_AT_ONCE", at_once)
     rows = [[7, 8], [9], [10, 11, 2**31 - 1]]
     expected = hashlib.sha256(b"5 3")
     for row in rows:

@@ -23,7 +23,7 @@ ROW = {"prompt": "a", "completion": "b"}
 def load(*words: str, text: str = "", name: str = "run.yaml", folder=None):
     if not text:
         return presets.load("tiny", words)
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="utf-8")
     return presets.load("tiny", words, file=read_config_file(str(folder / name)))
 
 
@@ -77,7 +77,7 @@ def test_one_of_the_two_is_given(tmp_path):
 
 def test_check_says_the_number_and_prints_a_file_that_can_be_given_back(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(ROW) + "\n" for _ in range(300)))
+    rows.write_text("".join(json.dumps(ROW) + "\n" for _ in range(300)), encoding="utf-8")
     words = ["check", "flattening", "--preset", "tiny", "--algorithm", "sft", f"data.prompts={rows}"]
     assert main([*words, "data.epochs=2"]) == 0
     text = capsys.readouterr().out.partition("--config FILE.yaml\n")[2].rpartition("\n\n")[0]

@@ -47,6 +47,24 @@ def test_what_hints_at_devices(environ, files, expected, monkeypatch):
     assert visible_devices.hints(environ) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "threads"), [("4", 4), ("2,1", 2), (" 3 , 1 ,1", 3), ("4096", 4096), ("", None), (" \t", None)]
+)
+def test_threads_are_the_first_number(text, threads):
+    assert visible_devices.threads_wanted({"OMP_NUM_THREADS": text}) == threads
+    assert visible_devices.threads_wanted({}) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "+", "abc", "2,", ",2", "2,0", "2,x", "1e3", "1_0", "\uff12", "4097", "9" * 99]
+)
+def test_other_threads_are_refused_by_name(text):
+    with pytest.raises(
+        UserError, match="^OMP_NUM_THREADS='.*': give the number of threads of each rank, from 1 to 4096"
+    ):
+        visible_devices.threads_wanted({"OMP_NUM_THREADS": text})
+
+
 def test_torch_is_asked_and_nothing_runs_on_the_cpu_because_it_sees_none(monkeypatch):
     """NVIDIA's or AMD's: torch's names for both are the same."""
     about = SimpleNamespace(uuid="GPU-aa1", name="AMD Instinct MI300X", total_memory=206 * 10**9)

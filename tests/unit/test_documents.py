@@ -37,7 +37,7 @@ def named(path: Path) -> str:
 
 def blocks(path: Path) -> list[tuple[str, str]]:
     """Language and text of each block of code."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def commands(path: Path) -> list[str]:
@@ -48,7 +48,7 @@ def commands(path: Path) -> list[str]:
 
 def inline(path: Path) -> list[str]:
     """What stands in backticks outside blocks."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", text)]
 
 
@@ -75,17 +75,17 @@ COMMANDS += [
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_tables_come_from_rows(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert BLOCK.search(text)
     assert render(text) == text, "run `python -m bench tables`"
 
 
 def test_no_other_page_has_such_tables():
-    assert {path for path in DOCUMENTS if BLOCK.search(path.read_text())} == set(PAGES)
+    assert {path for path in DOCUMENTS if BLOCK.search(path.read_text(encoding="utf-8"))} == set(PAGES)
 
 
 def test_options_are_those_of_the_code():
-    assert options_page.PAGE.read_text() == options_page.page(), "run `python -m bench tables`"
+    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page(), "run `python -m bench tables`"
 
 
 def test_every_option_has_a_meaning():
@@ -110,25 +110,25 @@ def test_every_option_has_a_meaning():
 
 
 def test_readme_is_short():
-    assert len(README.read_text().splitlines()) <= MOST_LINES
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
 @pytest.mark.parametrize("page", [one for one in DOCUMENTS if one.name not in ("LOG.md", "CONTRIBUTING.md")], ids=named)
 def test_lines_are_short(page):
-    long = [line for line in page.read_text().splitlines() if len(line) > MOST_COLUMNS]
+    long = [line for line in page.read_text(encoding="utf-8").splitlines() if len(line) > MOST_COLUMNS]
     made = [line for line in long if line.startswith("|") or re.match(r"20\d\d-\d\d-\d\d, commit", line)]
     assert [line for line in long if line not in made] == []
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=named)
 def test_links_lead_somewhere(page):
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")) if "://" not in link]
     for link in links:
         path, _, section = " ".join(link.split()).partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
         if section:
-            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             assert section in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], link
 
 
@@ -140,7 +140,7 @@ def test_every_page_is_reachable():
         if page in seen or page.suffix != ".md":
             continue
         seen.add(page)
-        links = re.findall(r"\]\(([^)#]+)", page.read_text())
+        links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
         todo += [(page.parent / link).resolve() for link in links if "://" not in link]
     assert not set(DOCS) - seen
 
@@ -181,7 +181,7 @@ FILES = [(named(path), block) for path in PROMISING for language, block in block
 def read_block(block: str, folder: Path) -> ConfigFile:
     """The file of --config that a block shows, without its model, which is no folder here."""
     path = folder / "run.yaml"
-    path.write_text(block)
+    path.write_text(block, encoding="utf-8")
     file = read_config_file(str(path))
     return dataclasses.replace(file, words={name: text for name, text in file.words.items() if name != "model"})
 
@@ -202,7 +202,7 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("page", PROMISING, ids=named)
 def test_make_targets_exist(page):
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     said = [line for line in commands(page) + inline(page) if line.startswith("make ")]
     for target in [word for line in said for word in line.split()[1:] if re.fullmatch(r"[a-z][a-z0-9-]+", word)]:
         assert re.search(rf"^([\w -]* )?{target}( [\w -]*)?:", makefile, re.MULTILINE), target
@@ -212,7 +212,7 @@ def test_make_targets_exist(page):
 def test_benches_exist(page):
     from bench.__main__ import MODULES
 
-    for name in re.findall(r"python -m bench\s+([a-z][a-z0-9-]+)", page.read_text()):
+    for name in re.findall(r"python -m bench\s+([a-z][a-z0-9-]+)", page.read_text(encoding="utf-8")):
         assert name in MODULES, name
 
 
@@ -228,7 +228,9 @@ def test_python_is_importable(page):
 
 def test_packages_without_torch():
     """docs/install.md lists the requirements beside torch and triton, for machines with a torch of their own."""
-    required = re.search(r"install_requires =\n(.*?)\n\n", (ROOT / "setup.cfg").read_text(), re.DOTALL)[1]
+    required = re.search(r"install_requires =\n(.*?)\n\n", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.DOTALL)[
+        1
+    ]
     wanted = {re.match(r"\s*([\w-]+)", line)[1] for line in required.splitlines()} - {"torch", "triton"}
     lines = [line for line in commands(ROOT / "docs" / "install.md") if line.startswith("pip install deepspeed")]
     assert [set(line.split()[2:]) for line in lines] == [wanted]

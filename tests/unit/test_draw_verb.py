@@ -54,10 +54,10 @@ def texts(picture) -> list[str]:
 
 def test_maps_and_forecasts_without_torch_and_mpi(tmp_path):
     mine, out = tmp_path / "mine.py", tmp_path / "pictures" / "all.png"
-    mine.write_text(MINE)
+    mine.write_text(MINE, encoding="utf-8")
     command = ["draw", "separation", str(mine), "--layout", "1x4", "--out", str(out), "strategy.tp=2", *SMALL]
     code = f"import sys; from rlhf_spmd.__main__ import main; assert main({command!r}) == 0; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     *_, last, modules = done.stdout.splitlines()
     assert {name.partition(".")[0] for name in modules.split()} & HEAVY == {"matplotlib"}
@@ -135,7 +135,7 @@ def test_refusals(capsys, tmp_path):
     assert "does not exist" in refusal(capsys, str(tmp_path / "no.py"), "--out", out)
     assert "no option 'nothing'" in refusal(capsys, "flattening", "--out", out, "strategy.nothing=1")
     assert "give it the ending .png" in refusal(capsys, "flattening", "--out", str(tmp_path / "a.pdf"))
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     blocked = str(tmp_path / "file" / "a.png")
     assert "can't be written" in refusal(capsys, "flattening", "--layout", "1x2", "--only", "map", "--out", blocked)
     assert not (tmp_path / "a.png").exists()
@@ -143,10 +143,10 @@ def test_refusals(capsys, tmp_path):
 
 def test_nothing_is_overwritten_unless_told(capsys, tmp_path):
     out = tmp_path / "a.png"
-    out.write_text("old")
+    out.write_text("old", encoding="utf-8")
     words = ("flattening", "--layout", "1x2", "--only", "map", "--out", str(out))
     assert "a.png exists already; pass --overwrite" in refusal(capsys, *words)
-    assert out.read_text() == "old"
+    assert out.read_text(encoding="utf-8") == "old"
     assert draw(*words, "--overwrite") == 0 and out.read_bytes().startswith(b"\x89PNG")
 
 

@@ -53,7 +53,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def prompts():
-    lines = embedded.path_of("prompts.jsonl").read_text().splitlines()
+    lines = embedded.path_of("prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 

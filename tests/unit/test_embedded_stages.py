@@ -159,5 +159,5 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
     sizes = demo_pipeline.Sizes(sft=short, samples=("samples_per_prompt=2",), reward_model=short, ppo=short, dpo=short)
     found = demo_pipeline.demo(runs, 2, sizes)
     assert {row["stage"] for row in found} == {"SFT", "reward model", "PPO", "DPO"}
-    page = (REPOSITORY / runs / "report.html").read_text()
+    page = (REPOSITORY / runs / "report.html").read_text(encoding="utf-8")
     assert all(f"id='run-{number}'" in page for number in range(4)) and "mean@1" in page

@@ -25,7 +25,7 @@ CALLS = [call.name for call in WORKLOAD.workflow.placed_calls]
 
 def loaded(source: str, folder: Path, name: str = "plan"):
     path = folder / f"{name}.py"
-    path.write_text(source)
+    path.write_text(source, encoding="utf-8")
     return load_strategy(str(path))
 
 
@@ -34,9 +34,12 @@ def assert_tidy(path: Path) -> None:
     config = ["--config", str(ROOT / "pyproject.toml"), "--no-cache"]
     for command in (["check"], ["format", "--diff"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, *config, str(path)], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "ruff", *command, *config, str(path)],
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr + path.read_text()
+        assert done.returncode == 0, done.stdout + done.stderr + path.read_text(encoding="utf-8")
 
 
 def one_layout(layout: Layout, **options) -> Placement:

@@ -2,7 +2,9 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rlhf_spmd import presets
@@ -15,6 +17,8 @@ from rlhf_spmd.plan.program.evaluation import evaluation_program
 from rlhf_spmd.plan.program.instructions import Offload, Program, Run, communicators
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import memory
+from rlhf_spmd.runtime.execute.response_hashes import ROW
+from rlhf_spmd.runtime.run.evaluation import SCORED, Evaluator
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
 
@@ -61,7 +65,7 @@ def test_evaluations_of_an_earlier_part_of_the_run(tmp_path):
     assert folder.evaluations(3, ["mean@1"]) == rows[:2]
     for line in ("{}", "half a li", "3", '{"iteration": 6, "mean@1": null}', '{"iteration": "6", "mean@1": 1}'):
         folder.write_evaluations(rows)
-        with (tmp_path / "evaluations.jsonl").open("a") as file:
+        with (tmp_path / "evaluations.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         with pytest.raises(UserError, match="jsonl, line 4 is no evaluation of this run; restore the file, or delete"):
             folder.evaluations(3, ["mean@1"])
@@ -113,6 +117,16 @@ def test_options_of_the_evaluation_take_the_places_of_those_of_training():
     assert (found.data.prompts, found.reward_function) == ("held.jsonl", "b:g")
     assert (found.generation.max_new_tokens, found.generation.min_new_tokens) == (4, 4)
     assert evaluated(presets.load("tiny", ["eval.prompts=x"])).generation.max_new_tokens == 24
+
+
+def test_right_at_is_compared_in_the_precision_of_scores():
+    """A score of 0.9 is 0.89999998 as float32, so that pass@1 was 0."""
+    workload = SimpleNamespace(rollout_batch=1, samples_per_prompt=2)
+    job = SimpleNamespace(program=SimpleNamespace(workload=workload))
+    evaluator = SimpleNamespace(job=job, _scores=True, sources=[""], options=SimpleNamespace(right_at=0.9))
+    scored = np.array([(0, 0, np.float32(0.9)), (0, 1, np.float32(0.89))], SCORED)
+    answer = {"sums": {}, "maxima": {}, "minima": {}, "rows": np.zeros(0, ROW)}
+    assert Evaluator._metrics(evaluator, scored, [answer])["pass@1"] == 0.5
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------

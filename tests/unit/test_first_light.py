@@ -26,16 +26,16 @@ def planted(name: str, limit_s: float = 60.0) -> Step:
 
 
 def verdicts_of(folder: Path) -> dict[str, dict]:
-    return {row["step"]: row for row in json.loads((folder / "verdicts.json").read_text())}
+    return {row["step"]: row for row in json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))}
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def is_alive(process: int) -> bool:
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state != "Z"
@@ -60,11 +60,11 @@ def test_one_bad_step_leaves_the_others_alone(tmp_path):
     assert told["lacks"] == ("skipped: a sanitizer", "")
     assert told["hangs"] == ("timed out", "by its own limit; last: begins to hang")
     assert verdicts_of(tmp_path) == {row["step"]: row for row in found}
-    assert not is_alive(int((tmp_path / "child").read_text()))
+    assert not is_alive(int((tmp_path / "child").read_text(encoding="utf-8")))
     rows = rows_of(tmp_path)
     assert [row["number"] for row in rows] == [1.5, 2, 3, 1.5]  # what was measured before the end is kept
     assert {"date", "commit", "hardware", "python", "versions", "device", "driver"} <= rows[0].keys()
-    assert "planted error" in (tmp_path / "logs.txt").read_text()
+    assert "planted error" in (tmp_path / "logs.txt").read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["child", "logs.txt", "rows.jsonl", "verdicts.json"]
     assert "hangs            timed out" in first_light.show(found)
 
@@ -89,10 +89,12 @@ def test_steps_whose_needs_are_missing_are_skipped(tmp_path, monkeypatch):
 def walked_dry(folder: Path, *options: str) -> dict[str, dict]:
     command = [sys.executable, "-m", "bench", "first-light", "--dry", "--out", str(folder), *options]
     budget = ["--budget-s", str(LIMIT_S)]
-    done = subprocess.run([*command, *budget], cwd=REPOSITORY, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    done = subprocess.run(
+        [*command, *budget], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=2 * LIMIT_S
+    )
     found = verdicts_of(folder)
     bad = {name: row["told"] for name, row in found.items() if row["verdict"] in ("failed", "timed out")}
-    assert not bad, done.stdout + done.stderr + (folder / "logs.txt").read_text()[-5000:]
+    assert not bad, done.stdout + done.stderr + (folder / "logs.txt").read_text(encoding="utf-8")[-5000:]
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["ok"]
     return found
 
@@ -131,7 +133,7 @@ def test_steps_are_chosen_by_name_and_group():
 def test_every_kernel_test_that_takes_a_device_is_run():
     takes = re.compile(r"^def test_\w+\([^)]*\bdevice\b", re.MULTILINE)
     files = (REPOSITORY / "tests" / "unit").glob("test_*.py")
-    found = {path.stem.removeprefix("test_") for path in files if takes.search(path.read_text())}
+    found = {path.stem.removeprefix("test_") for path in files if takes.search(path.read_text(encoding="utf-8"))}
     assert found == set(checks.KERNEL_TESTS)
 
 
@@ -171,6 +173,6 @@ def test_a_source_tree_can_be_imported():
         f"import sys; sys.path += {sorted(places)!r}; import rlhf_spmd.kernels.philox as found, "
         "rlhf_spmd.strategies.flattening; print(found.__file__)"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == REPOSITORY / "kernels" / "philox.py"

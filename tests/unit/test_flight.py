@@ -88,10 +88,10 @@ def test_the_newest_whole_checkpoint(tmp_path):
     for number, whole in ((2, True), (10, True), (12, False)):
         (tmp_path / "checkpoints" / f"iteration-{number:06d}").mkdir(parents=True)
         if whole:
-            (tmp_path / "checkpoints" / f"iteration-{number:06d}" / "manifest.json").write_text("{}")
+            (tmp_path / "checkpoints" / f"iteration-{number:06d}" / "manifest.json").write_text("{}", encoding="utf-8")
     assert newest_checkpoint(tmp_path).name == "iteration-000010"
     (tmp_path / "checkpoints" / "iteration-000011.bad").mkdir()  # set aside by its owner
-    (tmp_path / "checkpoints" / "iteration-000011.bad" / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoints" / "iteration-000011.bad" / "manifest.json").write_text("{}", encoding="utf-8")
     assert newest_checkpoint(tmp_path).name == "iteration-000010"
     text = resume_hint(str(tmp_path), 4)
     assert "iteration-000010; resume with: mpirun -n 4 python -m rlhf_spmd train --resume" in text

@@ -23,7 +23,7 @@ BIG = ["--layout", "1x8", "--preset", "llama-7b"]
 @pytest.fixture
 def mine(tmp_path) -> str:
     path = tmp_path / "mine.py"
-    path.write_text(MINE)
+    path.write_text(MINE, encoding="utf-8")
     return str(path)
 
 
@@ -46,7 +46,7 @@ def test_a_strategy_file_in_numbers(mine, capsys):
 
 
 def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
-    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n' * 6)
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n' * 6, encoding="utf-8")
     words = ["--layout", "1x4", "rollout_batch=16", "mini_batch=16"]
     evaluated = [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.every=3"]
     told = []
@@ -62,7 +62,7 @@ def test_evaluations_have_seconds_of_their_own(tmp_path, capsys):
 
 
 def test_an_evaluation_that_does_not_fit_is_said(tmp_path, capsys):
-    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n')
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "the cat"}\n', encoding="utf-8")
     words = ["reallocation", *BIG, "strategy.zero=2", "strategy.training_tp=4", "micro_batch=1"]
     told = []
     for more in ([], [f"eval.prompts={tmp_path}/held_out.jsonl", "eval.max_new_tokens=1000000"]):
@@ -76,7 +76,7 @@ def test_a_picture_without_torch_and_mpi(mine, tmp_path):
     out = tmp_path / "mine.png"
     command = ["forecast", mine, "--layout", "1x2", "--out", str(out), "rollout_batch=16", "mini_batch=16"]
     code = f"import sys; from rlhf_spmd.__main__ import main; assert main({command!r}) == 0; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     *_, last, modules = done.stdout.splitlines()
     assert {name.partition(".")[0] for name in modules.split()} & HEAVY == {"matplotlib"}
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_forecast_and_said(capsys):
 
 def test_a_file_of_options_names_the_strategy(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text(
-        "strategy: {name: separation, training_tp: 2}\nrollout_batch: 16\nmini_batch: 16\n"
+        "strategy: {name: separation, training_tp: 2}\nrollout_batch: 16\nmini_batch: 16\n", encoding="utf-8"
     )
     assert main(["forecast", "--config", str(tmp_path / "c.yaml"), "--layout", "1x4"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["strategy"] == "separation"

@@ -69,7 +69,10 @@ def test_a_model_that_nothing_can_end_is_refused(tmp_path):
     endless = write_all(tmp_path, eos_token_ids=())
     RunOf(load(endless))  # by the tokenizer's
     for path in (tmp_path / "actor").glob("*token*_*.json"):
-        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token"}))
+        path.write_text(
+            json.dumps({k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if k != "eos_token"}),
+            encoding="utf-8",
+        )
     with pytest.raises(UserError, match=r"names an end of sequence .*give generation.stop=TEXT"):
         RunOf(load(endless))
     for option in ("ppo.truncation=score", f"generation.stop={WORDS[0]}"):

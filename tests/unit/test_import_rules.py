@@ -35,7 +35,9 @@ def test_a_run_on_a_cpu_imports_no_triton_and_no_deepspeed():
     code = "import sys, rlhf_spmd.runtime.run.train; print([n for n in ('triton', 'deepspeed') if n in sys.modules])"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, encoding="utf-8", check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -77,7 +79,11 @@ GOOD = {
     DEEPSPEED: "def step():\n    import deepspeed\n",
     "rlhf_spmd/runtime/observe/trace.py": "import time\n",
     "rlhf_spmd/runtime/observe/metric_sums.py": "from rlhf_spmd.runtime.observe import trace\n",
-    WORLD: "from mpi4py import MPI\nfrom rlhf_spmd.runtime.observe.trace import x\n",
+    WORLD: (
+        "from mpi4py import MPI\nfrom rlhf_spmd.runtime.observe.trace import x\n"
+        "os.open('x', os.O_RDONLY)\npath.open('rb')\nopen('x', 'w', encoding='utf-8')\ntempfile.TemporaryFile()\n"
+        "connection.makefile('rb')\nload(text='x')\n"
+    ),
     "rlhf_spmd/runtime/run/train.py": (
         "from rlhf_spmd.runtime.world.world import World\nfrom rlhf_spmd import algorithm\n"
     ),
@@ -229,6 +235,19 @@ OFFENCES = [
     ("rlhf_spmd/plan/layout.py", "from pathlib import Path", "opens no files"),
     ("rlhf_spmd/plan/layout.py", "x = open('x')", "opens no files"),
     ("rlhf_spmd/plan/layout.py", "x = np.load('x')", "opens no files"),
+    # text files
+    (WORLD, "open('x')", "open without an encoding"),
+    (WORLD, "path.open('a')", "open without an encoding"),
+    (WORLD, "path.open(mode='x', errors='replace')", "open without an encoding"),
+    (WORLD, "io.open('x', 'r')", "open without an encoding"),
+    (WORLD, "os.fdopen(1, 'w')", "fdopen without an encoding"),
+    (WORLD, "def f():\n    return path.read_text(errors='replace')", "read_text without an encoding"),
+    ("kernels/philox.py", "path.write_text('x')", "write_text without an encoding"),
+    (WORLD, "connection.makefile()", "makefile without an encoding"),
+    (WORLD, "tempfile.NamedTemporaryFile('w')", "NamedTemporaryFile without an encoding"),
+    ("bench/rows.py", "subprocess.run(command, text=True)", "run without an encoding"),
+    ("tests/unit/test_x.py", "path.read_text()", "read_text without an encoding"),
+    (WORLD, "path.read_text(encoding='utf-8').splitlines()", 'split at "\\n"'),
     # sizes
     (WORLD, "# a line\n" * (MAX_LINES + 1), "at most 399"),
     ("strategies/flattening.py", LONG, "at most 80"),
@@ -242,7 +261,7 @@ OFFENCES = [
 def write_tree(root: Path, files: dict[str, str]) -> None:
     for name, source in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(source)
+        (root / name).write_text(source, encoding="utf-8")
 
 
 def test_a_tree_that_keeps_the_rules_passes(tmp_path):

@@ -22,7 +22,7 @@ def file_of(module: str) -> Path | None:
 
 def defined(path: Path) -> set[str]:
     """The names that a module binds anywhere outside functions and classes."""
-    names, todo = set(), [ast.parse(path.read_text())]
+    names, todo = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -59,7 +59,7 @@ def missing(text: str) -> list[str]:
 def test_imported_names_exist(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
-    lacks = {path.relative_to(ROOT).as_posix(): missing(path.read_text()) for path in files}
+    lacks = {path.relative_to(ROOT).as_posix(): missing(path.read_text(encoding="utf-8")) for path in files}
     assert {path: names for path, names in lacks.items() if names} == {}
 
 

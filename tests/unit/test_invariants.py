@@ -126,7 +126,10 @@ def test_invariant_5_pad_token(pad, tmp_path):
     padded_overrides = write_all(tmp_path / "padded", eos_token_ids=EOS_IDS, pad_token_id={"</s>": 1, "<unk>": 2}[pad])
     for folder in ("actor", "reward"):
         path = tmp_path / "padded" / folder / "tokenizer_config.json"
-        path.write_text(path.read_text().replace('"bos_token"', f'"pad_token": "{pad}", "bos_token"'))
+        path.write_text(
+            path.read_text(encoding="utf-8").replace('"bos_token"', f'"pad_token": "{pad}", "bos_token"'),
+            encoding="utf-8",
+        )
     padded = RunOf(load(padded_overrides))
     assert padded.job.tokenizer.pad_token_id == {"</s>": 1, "<unk>": 2}[pad] != plain.job.tokenizer.pad_token_id
     for _ in range(2):
@@ -330,8 +333,11 @@ def test_row_15_there_is_no_dropout(overrides, tmp_path):
     folder = tmp_path / "actor"
     write_all(tmp_path)
     path = folder / "config.json"
-    path.write_text(path.read_text().replace('"attention_dropout": 0.0', '"attention_dropout": 0.9'))
-    assert "0.9" in path.read_text()
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('"attention_dropout": 0.0', '"attention_dropout": 0.9'),
+        encoding="utf-8",
+    )
+    assert "0.9" in path.read_text(encoding="utf-8")
     model = load_model(folder, head="lm", dtype=torch.float32)
     kinds = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout)
     assert not any(isinstance(module, kinds) or "drop" in type(module).__name__.lower() for module in model.modules())

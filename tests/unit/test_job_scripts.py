@@ -13,7 +13,7 @@ import pytest
 from bench.forecast.suites import SUITES
 
 FOLDER = Path(__file__).parents[2] / "slurm"
-SCRIPTS = {path.name: path.read_text() for path in sorted(FOLDER.iterdir())}
+SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir())}
 SITE_OPTIONS = (
     "--partition",
     "--account",
@@ -90,10 +90,10 @@ class Job:
         self.folder, self.runs = folder, folder / "runs"
         (folder / "slurm").mkdir(exist_ok=True)
         for name, text in SCRIPTS.items():
-            (folder / "slurm" / name).write_text(text.replace("patience_s=90", "patience_s=1"))
+            (folder / "slurm" / name).write_text(text.replace("patience_s=90", "patience_s=1"), encoding="utf-8")
         (folder / "venv" / "bin").mkdir(parents=True, exist_ok=True)
         for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": "#!/bin/bash\n"}.items():
-            (folder / "venv" / "bin" / name).write_text(text)
+            (folder / "venv" / "bin" / name).write_text(text, encoding="utf-8")
             (folder / "venv" / "bin" / name).chmod(0o755)
         self.runs.mkdir(exist_ok=True)
         of_slurm = {"SLURM_SUBMIT_DIR": folder, "SLURM_JOB_ID": 7, "SLURM_RESTART_COUNT": restart, "SLURM_NTASKS": 2}
@@ -103,7 +103,7 @@ class Job:
             ["bash", folder / "slurm" / "train.sbatch", *words],
             env={"PATH": "/usr/bin:/bin", **{name: str(value) for name, value in ours.items()}},
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         wait_for(folder / "started")
         (folder / "started").unlink()
@@ -111,7 +111,7 @@ class Job:
     def checkpoint(self, iteration: int, run: str = "job-7") -> None:
         path = self.runs / run / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json"
         path.parent.mkdir(parents=True)
-        (self.runs / run / "config.json").write_text(json.dumps({}))
+        (self.runs / run / "config.json").write_text(json.dumps({}), encoding="utf-8")
         path.touch()
 
     def end(self) -> tuple[list[str], str]:
@@ -119,7 +119,7 @@ class Job:
         (self.folder / "stop").touch()
         said, _ = self.process.communicate(timeout=30)
         (self.folder / "stop").unlink()
-        words = (self.folder / "words").read_text().split("\n")[:-1]
+        words = (self.folder / "words").read_text(encoding="utf-8").split("\n")[:-1]
         return words[words.index("train") + 1 :], said
 
 
@@ -177,18 +177,18 @@ CHAIN = ("-N", "2", *(word for words in SECTIONS.values() for word in (":", *wor
 def stages(tmp_path):
     """Runs the script: the words of every submission by its run folder's name, and what the script said."""
     for name, text in {"sbatch": SBATCH, "squeue": SQUEUE}.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
 
     def submit(*words, name="x", status=0):
-        (tmp_path / "next").write_text("11")
+        (tmp_path / "next").write_text("11", encoding="utf-8")
         for path in tmp_path.glob("submitted-*"):
             path.unlink()
         told = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path), "RLHF_SPMD_RUNS": str(tmp_path / "runs")}
         command = [FOLDER / "stages.sh", name, *words]
-        done = subprocess.run(command, cwd=FOLDER.parent, env=told, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=FOLDER.parent, env=told, capture_output=True, encoding="utf-8")
         assert done.returncode == status, done.stderr
-        found = [path.read_text().split("\n")[:-1] for path in sorted(tmp_path.glob("submitted-*"))]
+        found = [path.read_text(encoding="utf-8").split("\n")[:-1] for path in sorted(tmp_path.glob("submitted-*"))]
         return {run: words for run, *words in found}, done.stdout + done.stderr
 
     return submit
@@ -225,7 +225,7 @@ def test_a_second_submission_of_stages_adds_what_is_missing(stages, tmp_path):
     assert of_train(found["x-reward"]) == ["iterations=3"]  # train.sbatch resumes the run, which has its own options
     assert not [word for word in found["x-reward"] if "depend" in word]
     assert "--dependency=afterok:11" in found["x-ppo"] and of_train(found["x-ppo"])[0] == "--model"
-    (tmp_path / "queue-x-reward").write_text("7\n")
+    (tmp_path / "queue-x-reward").write_text("7\n", encoding="utf-8")
     found, said = stages(*words)
     assert list(found) == ["x-ppo"] and "--dependency=afterok:7" in found["x-ppo"]
     assert "x-reward: job 7 is in the queue" in said

@@ -20,7 +20,9 @@ def test_kernels_compile(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tests.compile_kernels", str(capability)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert "decode_attention._split_kernel" in kernels

@@ -1,8 +1,9 @@
 """The KL term of the loss, against the derivative of the KL divergence of a distribution."""
 
+import pytest
 import torch
 
-from rlhf_spmd.algorithms.surrogates import surrogate_loss
+from rlhf_spmd.algorithms.surrogates import kl_estimate, surrogate_loss
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -33,3 +34,44 @@ def test_an_unbiased_kl_term_has_the_gradient_of_the_kl():
     (wanted,) = torch.autograd.grad(kl, own)
     torch.testing.assert_close(slopes[True], wanted, **CLOSE)
     assert not torch.allclose(slopes[False], wanted, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_beyond_the_guard(dtype):
+    """Value and gradient are held at d = -20, and nothing is held where d is positive; inside the bits are those of
+    the bare formula."""
+    d = torch.tensor([-1e4, -100.0, -30.0, -20.1, -20.0, -19.9, 19.9, 30.0, 1e4], dtype=dtype, requires_grad=True)
+    value = kl_estimate(d, "k3")
+    (gradient,) = torch.autograd.grad(value.sum(), d)
+    exact = 1 - torch.exp(-d.detach().double())
+    assert value.isfinite().all() and torch.equal(gradient.sign(), exact.sign().to(dtype))
+    assert (value[:4] == value[4]).all() and (gradient[:4] == gradient[4]).all()
+    torch.testing.assert_close(gradient[4:].double(), exact[4:])
+    d = (8 * torch.randn(500, dtype=dtype, generator=torch.Generator().manual_seed(1))).clamp(-20, 20).requires_grad_()
+    bare = torch.expm1(-d) + d
+    assert torch.equal(kl_estimate(d, "k3"), bare)
+    found = (torch.autograd.grad(x.sum(), d)[0] for x in (kl_estimate(d, "k3"), bare))
+    assert torch.equal(*found)
+
+
+def test_an_unbiased_term_pulls_towards_the_reference_beyond_the_guard():
+    """Its gradient is ratio x d, here the small difference of two large numbers."""
+    for d in (-15.0, -20.0, -30.0, -100.0, 15.0, 30.0, 100.0):
+        new = torch.tensor([[-0.5]], dtype=torch.float64, requires_grad=True)
+        mask, none = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.float64)
+        loss, _ = surrogate_loss(
+            new, new.detach(), none, mask, ref_logprobs_BG=new.detach() - d, kl_coef=1.0, kl_unbiased=True
+        )
+        (gradient,) = torch.autograd.grad(loss, new)
+        assert float(gradient) == pytest.approx(max(d, -20.0), rel=1e-6)
+
+
+def test_k1_as_a_term_does_not_see_the_reference():
+    new = torch.tensor([[-0.5, -2.0]], requires_grad=True)
+    mask, none, gradients = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1), {}
+    for estimator in ("k1", "k2", "k3"):
+        for shift in (0.5, 1.5):
+            given = {"ref_logprobs_BG": new.detach() - shift, "kl_coef": 0.1, "kl_estimator": estimator}
+            loss, _ = surrogate_loss(new, new.detach(), none, mask, **given)
+            gradients[estimator, shift] = torch.autograd.grad(loss, new)[0]
+        assert torch.equal(gradients[estimator, 0.5], gradients[estimator, 1.5]) == (estimator == "k1")

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_spmd import presets
 from rlhf_spmd.algorithms import advantages
 from rlhf_spmd.algorithms.losses import policy_loss, policy_loss_prepare, policy_loss_sums, value_loss
+from rlhf_spmd.algorithms.surrogates import surrogate_loss
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.runtime.execute import optimizer_step
@@ -209,6 +210,22 @@ def test_row_18_approx_kl_is_never_negative(differences):
     d_BG = tensor(differences)
     _, sums = policy_loss(d_BG - 1, torch.full_like(d_BG, -1.0), d_BG, torch.ones_like(d_BG, dtype=torch.bool))
     assert sums["approx_kl"][0] >= 0 and sums["approx_kl_sq"][0] >= 0
+
+
+@pytest.mark.parametrize("loss", [policy_loss, surrogate_loss])
+@pytest.mark.parametrize("log_ratio", [30.0, 100.0, 1000.0, -30.0, -1000.0])
+def test_extreme_ratios(loss, log_ratio):
+    """No NaN and no infinity: a clipped token has no gradient, and any other one keeps its sign."""
+    mask_BG = torch.ones(1, 2, dtype=torch.bool)
+    for advantage in (1.0, 0.0, -1.0):
+        new_BG = torch.tensor([[0.0, -1.0]], requires_grad=True)
+        advantages_BG = torch.tensor([[advantage, 1.0]])
+        total, sums = loss(new_BG, torch.tensor([[-log_ratio, -1.0]]), advantages_BG, mask_BG)
+        (slope_BG,) = torch.autograd.grad(total, new_BG)
+        is_clipped = advantage * log_ratio > 0
+        assert slope_BG[0, 1] == -1 and slope_BG.isfinite().all()
+        assert float(slope_BG[0, 0].sign()) == (0.0 if is_clipped else -advantage)
+        assert all(math.isfinite(value) for value, _ in sums.values())
 
 
 def stops(*local: tuple[float, int], limit: float | None, monkeypatch) -> list[bool]:

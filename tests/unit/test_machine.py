@@ -49,7 +49,7 @@ def files(tmp_path, monkeypatch):
 
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def test_the_first_processor_is_read(files):

@@ -82,4 +82,4 @@ def test_trackers_get_both_names_and_the_file_ours(tmp_path):
     folder.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert sorted(events.Tags()["scalars"]) == ["reward/reward", "train/reward"]
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 0, "reward": 0.5}\n'
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == '{"iteration": 0, "reward": 0.5}\n'

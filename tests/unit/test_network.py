@@ -9,7 +9,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM
 SRUN = {"PMI_SIZE": "8", "PMI_RANK": "0", "SLURM_STEP_NUM_NODES": "1"}
 
 
-@pytest.mark.parametrize("environment", [{}, HYDRA, OPEN_MPI, SRUN, {**HYDRA, "SLURM_STEP_NUM_NODES": "2"}])
+LEFT = {"PMI_SIZE": "", "MPI_LOCALNRANKS": "x", "SLURM_STEP_NUM_NODES": " "}
+
+
+@pytest.mark.parametrize("environment", [{}, HYDRA, OPEN_MPI, SRUN, {**HYDRA, "SLURM_STEP_NUM_NODES": "2"}, LEFT])
 def test_one_node_keeps_to_loopback(environment):
     assert network.on_one_node(environment)
     environment = {**environment, network.INTERFACE_OPTION: "ib0", "FI_TCP_IFACE": "eth3"}

@@ -37,7 +37,7 @@ def folder(tmp_path):
         path = tmp_path / name
         path.mkdir()
         about = {"model_type": "llama", "rms_norm_eps": 1e-5, "eos_token_id": 2, "max_position_embeddings": context}
-        (path / "config.json").write_text(json.dumps(shape | about))
+        (path / "config.json").write_text(json.dumps(shape | about), encoding="utf-8")
         return str(path)
 
     return write

@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline import generate_file, options
@@ -31,9 +32,42 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**(sizes | shape | changes))
 
 
+def test_a_chat_template_gets_what_options_and_rows_say(tokenizer, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": [{"role": "user", "content": "ba"}], "tools": [{}]}\n'
+        '{"messages": [{"role": "user", "content": "ba"}], "chat_template_kwargs": {"x": "bo"}}\n{"prompt": "bi"}\n',
+        encoding="utf-8",
+    )
+    (tmp_path / "t.jinja").write_text("{{ x }} {% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    write_tokenizer(tmp_path)
+
+    def read(kwargs: str) -> list[str]:
+        words = ["generation.max_new_tokens=8", f"data.chat_template_kwargs={kwargs}"]
+        template = ChatTemplate(tmp_path, str(tmp_path / "t.jinja"), started="2026-02-03T00:00:00")
+        given = load_options(words), None, template
+        return [one.text for one in read_offline_prompts(tmp_path / "p.jsonl", tokenizer, config(), *given)]
+
+    assert read('{"x": "be"}') == ["be ba", "bo ba", "bi"]
+    assert capsys.readouterr().err.split("\n")[:-1] == [
+        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: 1 of text, which no chat template renders, so that "
+        "chat_template_kwargs have no effect",
+        f"rlhf_spmd: note: {tmp_path / 'p.jsonl'}: the chat template does not read 'tools'",
+    ]
+    with pytest.raises(
+        UserError, match=r"data.chat_template_kwargs has 'y', which the chat template .* \(it reads x\)"
+    ):
+        read('{"y": "be"}')
+    with pytest.raises(UserError, match="data.chat_template_kwargs has 'tools', which every chat template is given by"):
+        options.check_options(load_options(['data.chat_template_kwargs={"tools": []}']))
+    for wrong in ("1", "[1]", '{"x": False}', "x=1"):
+        with pytest.raises(UserError, match=r'write an object of JSON, such as {"enable_thinking": false}'):
+            load_options([f"data.chat_template_kwargs={wrong}"])
+    assert load_options(["data.chat_template_kwargs=none"]).data.chat_template_kwargs == {}
+
+
 def prompts_of(folder: Path, lines: list[dict], tokenizer: Tokenizer, *words: str, **model) -> list[Prompt]:
     path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     options = load_options(["generation.max_new_tokens=8", *words])
     return read_offline_prompts(path, tokenizer, config(**model), options)
 
@@ -52,6 +86,9 @@ def test_words_set_options():
 @pytest.mark.parametrize("key", options.types())
 def test_every_key_can_be_set(key):
     words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
+    if key == "data.chat_template_kwargs":
+        assert load_options([f'{key}={{"a": [1]}}']).data.chat_template_kwargs == {"a": [1]}
+        return
     value = (words | {"generation.stop": "x"}).get(key, "1")
     options = load_options([f"{key}={value}"])
     for part in key.split("."):
@@ -187,7 +224,7 @@ def test_the_file_gets_its_name_at_the_end(tmp_path):
             file.write([{"a": number, "b": "é"}])
             assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.part"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-    assert (tmp_path / "out.jsonl").read_text() == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 0, "b": "é"}\n{"a": 1, "b": "é"}\n'
     with pytest.raises(ZeroDivisionError), OutputFile(tmp_path / "other.jsonl") as file:
         file.write([{}])
         raise ZeroDivisionError
@@ -195,15 +232,15 @@ def test_the_file_gets_its_name_at_the_end(tmp_path):
 
 
 def test_a_file_of_a_broken_run_is_begun_anew(tmp_path):
-    (tmp_path / "out.jsonl.part").write_text("half\n")
+    (tmp_path / "out.jsonl.part").write_text("half\n", encoding="utf-8")
     with OutputFile(tmp_path / "out.jsonl") as file:
         file.write([{"a": 1}])
-    assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"a": 1}\n'
 
 
 def test_where_the_file_must_not_go(tmp_path):
     prompts = tmp_path / "p.jsonl"
-    prompts.write_text("")
+    prompts.write_text("", encoding="utf-8")
     (tmp_path / "link.jsonl").symlink_to(prompts)
     for name, overwrite, message in (
         ("p.jsonl", False, "is the prompt file"),
@@ -213,7 +250,7 @@ def test_where_the_file_must_not_go(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             OutputFile.check(tmp_path / name, prompts, overwrite=overwrite)
-    (tmp_path / "old.jsonl").write_text("")
+    (tmp_path / "old.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="exists.*--overwrite"):
         OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=False)
     OutputFile.check(tmp_path / "old.jsonl", prompts, overwrite=True)

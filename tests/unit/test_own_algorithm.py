@@ -100,9 +100,9 @@ def test_a_page_without_a_rule_for_truncated_responses_may_have_no_end(tmp_path)
     overrides = write_all(tmp_path, eos_token_ids=())
     for folder in ("actor", "reward"):
         names_path = tmp_path / folder / "tokenizer_config.json"
-        values = json.loads(names_path.read_text())
+        values = json.loads(names_path.read_text(encoding="utf-8"))
         del values["eos_token"]
-        names_path.write_text(json.dumps(values))
+        names_path.write_text(json.dumps(values), encoding="utf-8")
     run = run_of(write_page(tmp_path), overrides)
     assert run.iteration()["ended_fraction"] == 0.0
     with pytest.raises(UserError, match=r"choose ppo\.truncation=score"):

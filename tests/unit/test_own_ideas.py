@@ -33,7 +33,7 @@ def words(**given) -> SimpleNamespace:
 @pytest.fixture
 def mine(tmp_path) -> str:
     path = tmp_path / "mine.py"
-    path.write_text(MINE)
+    path.write_text(MINE, encoding="utf-8")
     return str(path)
 
 
@@ -57,7 +57,7 @@ def test_usual_options_of_a_strategy_are_searched(mine):
 def test_rows_as_csv(tmp_path):
     rows = [{"a": 1, "options": {"zero": 3, "tp": 2}}, {"a": None, "options": {}, "device_s": {"rest": 0.5}}]
     write_csv(tmp_path / "rows.csv", rows)
-    with (tmp_path / "rows.csv").open() as file:
+    with (tmp_path / "rows.csv").open(encoding="utf-8") as file:
         assert list(csv.DictReader(file)) == [
             {"a": "1", "options": "zero=3; tp=2", "device_rest_s": ""},
             {"a": "", "options": "", "device_rest_s": "0.5"},
@@ -73,7 +73,7 @@ def test_a_scan_of_one_place(mine, tmp_path, capsys, monkeypatch):
     assert main([*given, *options]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert json.loads(last) == {"bench": "scan", "suite": "all", "cases": 2, "ok": True}
-    with out.open() as file:
+    with out.open(encoding="utf-8") as file:
         flat, own = csv.DictReader(file)
     assert (flat["strategy"], own["strategy"]) == ("flattening", mine) and own["overrides"] == " ".join(options)
     assert float(own["iteration_s"]) > 0 and "tp=" in own["options"]

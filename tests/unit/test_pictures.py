@@ -41,14 +41,14 @@ def test_calls_stand_below_what_they_read():
 
 
 def test_pages_say_whether_timelines_were_measured():
-    kind = json.loads(TIMELINES.read_text())["kind"]
+    kind = json.loads(TIMELINES.read_text(encoding="utf-8"))["kind"]
     assert kind in ("measured", "forecast")
     for name in ("strategies.png", "timeline_demo.png"):
-        alts = [re.findall(rf"!\[([^]]*)\]\([^)]*results/{name}\)", page.read_text()) for page in PAGES]
+        alts = [re.findall(rf"!\[([^]]*)\]\([^)]*results/{name}\)", page.read_text(encoding="utf-8")) for page in PAGES]
         assert any(alts) and all(alt.lower().startswith(kind) for found in alts for alt in found)
 
 
 @pytest.mark.parametrize("picture", sorted(RESULTS.glob("*.png")), ids=lambda path: path.name)
 def test_every_picture_is_shown(picture):
-    pages = [page for page in PAGES if f"results/{picture.name})" in page.read_text()]
+    pages = [page for page in PAGES if f"results/{picture.name})" in page.read_text(encoding="utf-8")]
     assert pages, f"no page shows {picture.name}: show it, or delete it"

@@ -56,7 +56,7 @@ SMALL = ["--preset", "llama-7b", "--layout", "1x8", "--calibration", "a100-80g",
 @pytest.fixture
 def cpu_file(tmp_path) -> str:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(CPU))
+    path.write_text(json.dumps(CPU), encoding="utf-8")
     return str(path)
 
 
@@ -65,7 +65,7 @@ def planned(tmp_path_factory) -> tuple[str, dict, Path]:
     """Standard output, last line and module of one planning, in a process of its own."""
     folder = tmp_path_factory.mktemp("plan")
     command = [sys.executable, "-X", "importtime", "-m", "rlhf_spmd", "plan", *SMALL, "--out", str(folder / "mine.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert {name for name in imported if name.partition(".")[0] in HEAVY} == set()
@@ -104,7 +104,7 @@ def test_the_winner_is_a_strategy_with_that_forecast(planned):
     program = load_strategy(str(path)).compile(make_workload(config), cluster, {})
     found = forecast(program, load_calibration("a100-80g"))
     assert found.makespan_s == pytest.approx(result["forecast_s"])
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     for call, seconds in call_s(found).items():
         assert call == "estimate_advantages" or f"{call:15}  {seconds:<7.4g}" in source
     for command in (["check"], ["format", "--check"]):
@@ -121,11 +121,11 @@ def test_the_command_that_it_shows_works(planned, capsys):
 
 def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):
     _, _, path = planned
-    before = path.read_text()
+    before = path.read_text(encoding="utf-8")
     assert "mine.py exists already; pass --overwrite" in refusal(capsys, *SMALL, "--out", str(path))
-    assert path.read_text() == before
+    assert path.read_text(encoding="utf-8") == before
     picture = tmp_path / "old.png"
-    picture.write_text("old")
+    picture.write_text("old", encoding="utf-8")
     arguments = (*SMALL, "--out", str(tmp_path / "new.py"), "--timeline", str(picture))
     assert "old.png exists already" in refusal(capsys, *arguments) and not (tmp_path / "new.py").exists()
 
@@ -137,7 +137,7 @@ def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file):
     assert main([*command, "--top", "1", "--method", "two_phase", *words]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(result["plans"]) == 1 + len(COMPARED)
-    assert "Planned with rollout_batch=8 mini_batch=8." in " ".join(out.read_text().split())
+    assert "Planned with rollout_batch=8 mini_batch=8." in " ".join(out.read_text(encoding="utf-8").split())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -194,13 +194,15 @@ def test_bad_input_is_one_message(capsys, arguments, message):
 
 def test_a_calibration_of_another_version_is_refused(capsys, tmp_path):
     path = tmp_path / "old.json"
-    path.write_text(json.dumps(CPU | {"version": 0}))
+    path.write_text(json.dumps(CPU | {"version": 0}), encoding="utf-8")
     assert "has version 0, this program reads 1; measure it again" in refusal(capsys, "--calibration", str(path))
 
 
 def test_a_cluster_file_with_a_device_that_was_not_measured_is_refused(capsys, tmp_path):
     path = tmp_path / "mixed.toml"
-    path.write_text('[[nodes]]\ndevices = 8\ndevice = "a100-80g"\n\n[[nodes]]\ndevices = 8\ndevice = "h100-80g"\n')
+    path.write_text(
+        '[[nodes]]\ndevices = 8\ndevice = "a100-80g"\n\n[[nodes]]\ndevices = 8\ndevice = "h100-80g"\n', encoding="utf-8"
+    )
     message = refusal(capsys, "--cluster", str(path), "--calibration", "a100-80g", "--preset", "llama-7b")
     assert "a100-80g does not know devices of type h100-80g, only a100-80g; choose another one, or measure" in message
     message = refusal(capsys, "--cluster", str(path), "--preset", "llama-7b")
@@ -225,7 +227,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would(capsys):
 def test_memory_is_kept_for_evaluations(capsys, tmp_path):
     """`check` has no error about a plan with the options that it was planned with. Before, plans counted only the
     responses of training, which are shorter here."""
-    (tmp_path / "held_out.txt").write_text("one prompt\n")
+    (tmp_path / "held_out.txt").write_text("one prompt\n", encoding="utf-8")
     cluster, out = ["--layout", "1x4", "--preset", "llama-7b"], str(tmp_path / "one.py")
     words = [f"eval.prompts={tmp_path / 'held_out.txt'}", "eval.max_new_tokens=145000"]
     assert main(["plan", *cluster, "--method", "two_phase", "--out", out, *words]) == 0
@@ -238,7 +240,7 @@ def test_memory_is_kept_for_evaluations(capsys, tmp_path):
 def test_a_launcher_is_refused(capsys, monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "0")
-    assert "plan runs in one process" in refusal(capsys)
+    assert "plan runs in one process, but 2 were started (PMI_SIZE)" in refusal(capsys)
 
 
 # ---- train --strategy auto -------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def test_auto_is_the_same_every_time_and_is_what_its_source_says(tmp_path):
     workload = make_workload(config)
     found, again = (auto(config, workload, cluster, machine(layer_s=1e-4)) for _ in range(2))
     assert found.source == again.source
-    (tmp_path / "kept.py").write_text(found.source)
+    (tmp_path / "kept.py").write_text(found.source, encoding="utf-8")
     kept = load_strategy(str(tmp_path / "kept.py")).compile(workload, cluster, {})
     assert kept.fingerprint == found.compile(workload, cluster, {}).fingerprint
 
@@ -334,7 +336,7 @@ def test_the_table_says_how_the_calibration_was_scaled(tmp_path):
     assert text[2] == f"  It was made on Other, 1.5 cores, and is {scaled_by}"
     assert text[3] == f"  after a probe of 1.3 s: {kinds}, 1.25 ranks at full speed"
     RunFolder(tmp_path).write_values("forecast.json", compared.to_json())
-    written = json.loads((tmp_path / "forecast.json").read_text())
+    written = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))
     assert written["scaled_by"] == compared.scaled_by and written["scale"]["num_workers"] == 1.25
     assert (written["made_on"]["processor"], written["here"]["processor"]) == ("Other", "p")
     short = replace(compared, found=AtHand(replace(given, machine=None), given, HERE, why_not="the run was too short"))

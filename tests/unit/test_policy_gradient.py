@@ -170,6 +170,8 @@ VARIANTS = [
     {"scale": "none", "aggregation": "seq-mean-token-sum-norm"},  # Dr.GRPO
     {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "shape", "overlong_buffer": 4},  # DAPO
     {"clip_high": 0.28, "drop_equal_groups": True, "overlong": "mask", "scale": "batch"},
+    {"overlong": "mask"},
+    {"overlong": "mask", "scale": "none", "drop_equal_groups": True},
     {"ratio_level": "sequence", "aggregation": "seq-mean-token-mean", "clip_low": 3e-2, "clip_high": 4e-2},  # GSPO
     {"ratio_level": "sequence"},
     {"ratio_level": "product", "aggregation": "seq-mean-token-mean"},  # RLOO as TRL computes it
@@ -358,6 +360,27 @@ def test_the_first_groups_left_are_trained_on(oversampling, overlong):
     batch, advantages = made[0]
     fast = fast_loss(batch, advantages, trained_MC[0].view(8, SAMPLES), rules)
     assert_same(mini_batches[0], batch, fast, slow.loss(mini_batches[0], rules))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_what_is_masked_counts_in_no_baseline(scale):
+    """The advantages of the others are those without it. A response that is left alone has no advantage."""
+    mask, ended = torch.ones(4, 4, 5, dtype=torch.bool), torch.ones(4, 4, dtype=torch.bool)
+    ended[0, 3] = ended[1, 0] = ended[2, 1:] = ended[3] = False
+    scores = torch.tensor([[1.0, 1.0, 1.0, 0.0], [9.0, 1.0, 2.0, 6.0], [3.0, 1.0, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
+    found = []
+    for shift in (0.0, 7.0):
+        shifted = torch.where(ended, scores, scores + shift)
+        given = {"scale": scale, "overlong": "mask", "drop_equal_groups": True}
+        advantages, used, sums = group_advantages(shifted, mask, ended, **given)
+        total = group_advantages_sums(shifted, mask, used, overlong="mask")
+        found.append(group_advantages_finish(advantages, used, total, scale=scale))
+        assert sums["equal_groups"][0].tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].tolist() == [[0.0] * 4, [0.0, 1.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
+    three = advantages_of([[1.0, 2.0, 6.0]], scale="group" if scale == "batch" else scale)
+    torch.testing.assert_close(found[0][0][1, 1:], three[0].float())
+    assert not found[0][0][[0, 2, 3]].any()
 
 
 def test_all_groups_equal():

@@ -18,6 +18,7 @@ from rlhf_spmd.plan.cost.memory import static_bytes
 from rlhf_spmd.plan.program.evaluation import precompute_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
+from rlhf_spmd.runtime.run import job
 from rlhf_spmd.runtime.run.precompute import precompute
 from rlhf_spmd.verbs.precompute import check_out
 from tests.folders import WORDS, write_model
@@ -33,8 +34,10 @@ def folder(tmp_path_factory) -> Path:
         words = [WORDS[(7 * index + 3 * place) % 60] for place in range(14)]
         row = {"prompt": words[: 1 + index % 5], "chosen": words[2 : 4 + index % 4]}
         rows.append({name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:] + rows[:1]))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "others.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[1:] + rows[:1]), encoding="utf-8"
+    )
     write_model(folder / "actor", seed=1)
     write_model(folder / "reference", seed=3)
     return folder
@@ -107,7 +110,10 @@ def test_without_the_reference_less_memory_is_needed(folder):
         (["models.reference=FOLDER/actor"], "computed with another reference than .*actor"),
         (["dtype=bfloat16"], "computed with dtype=float32, and this run has bfloat16"),
         (["generation.temperature=0.5"], "computed with generation.temperature=1, and this run has 0.5"),
-        (["data.precomputed_logprobs=none"], "none does not exist: write it with `precompute --out none`"),
+        (
+            ["data.precomputed_logprobs=none"],
+            r"none does not exist \(looked in .*\): write it with `precompute --out none`",
+        ),
         (["data.precomputed_logprobs=FOLDER/rows.jsonl"], "rows.jsonl holds no precomputed logprobs"),
         (["data.precomputed_logprobs=FOLDER/actor/model.safetensors"], "holds no precomputed logprobs: compute it"),
     ],
@@ -117,6 +123,32 @@ def test_numbers_of_something_else_are_refused(words, message, folder, tmp_path)
     words = [f"data.precomputed_logprobs={file}", *(word.replace("FOLDER", str(folder)) for word in words)]
     with pytest.raises(UserError, match=message):
         RunOf(config_of(folder, *words))
+
+
+def test_the_file_brings_the_time_that_the_chat_template_wrote(folder, tmp_path, monkeypatch):
+    """Of a file without it, of an earlier version, the message says the cause."""
+    row = {"prompt": [{"role": "user", "content": "bi"}]}
+    row |= {name: [{"role": "assistant", "content": word}] for name, word in (("chosen", "ba"), ("rejected", "be"))}
+    (tmp_path / "rows.jsonl").write_text(8 * (json.dumps(row) + "\n"), encoding="utf-8")
+    (tmp_path / "t.jinja").write_text(
+        "{{ 'bo ' * (strftime_now('%d') | int) }}{% for m in messages %}{{ m.content }} {% endfor %}", encoding="utf-8"
+    )
+    words = [f"data.prompts={tmp_path / 'rows.jsonl'}", f"data.chat_template={tmp_path / 't.jinja'}"]
+    at_day = "2026-02-0{}T12:00:00+00:00".format
+    monkeypatch.setattr(job, "time_of_start", lambda: at_day(2))
+    file = write(config_of(folder, *words), tmp_path / "ref.safetensors")
+    monkeypatch.setattr(job, "time_of_start", lambda: at_day(3))
+    assert len(RunOf(config_of(folder, *words)).job.prompts.prompts[0]) == 4
+    words.append(f"data.precomputed_logprobs={file}")
+    run = RunOf(config_of(folder, *words))
+    assert len(run.job.prompts.prompts[0]) == 3 and run.job.written_at == at_day(2) and run.job.started == at_day(3)
+    values, time = load_file(file), "the time that the chat template wrote"
+    with safe_open(file, "np") as opened:
+        facts = opened.metadata()
+    for kept, expected in (({time: at_day(4)}, "at other limits: compute"), ({}, "an earlier version did not keep")):
+        save_file(values, file, metadata={name: one for name, one in facts.items() if name != time} | kept)
+        with pytest.raises(UserError, match=expected):
+            RunOf(config_of(folder, *words))
 
 
 def test_numbers_that_cannot_be_are_refused(folder, tmp_path):

@@ -82,7 +82,9 @@ def test_a_late_iteration_is_found_quickly():
 
 
 def write(path: Path, *rows: dict | str) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return str(path)
 
 

@@ -29,9 +29,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def change_tokenizer(folder: Path, change) -> None:
-    values = json.loads((folder / "tokenizer.json").read_text())
+    values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     values["model"]["vocab"] = change(values["model"]["vocab"])
-    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
 
 
 def config_of(folder: Path, *more: str, **models: str) -> Config:
@@ -68,6 +68,7 @@ def test_vocabularies_that_do_not_fit(folder, models, words):
     [
         {},
         {"reference": "large", "critic": "large"},  # padded embeddings
+        {"actor": "large"},
         {"reward": "other reward"},  # reads text
     ],
 )
@@ -76,30 +77,22 @@ def test_vocabularies_that_fit(folder, models):
     run.iteration()
 
 
-def test_padded_embeddings_are_fine_until_such_a_token_is_drawn(folder):
-    """A random model of 70 rows does draw the seven that no text has."""
-    run = RunOf(config_of(folder, actor="large"))
-    with pytest.raises(UserError, match="the actor drew token 6[3-9].* only 63 tokens"):
-        run.iteration()
-
-
 def test_text_that_a_reward_model_of_another_tokenizer_has_no_embedding_of(folder):
-    run = RunOf(config_of(folder, reward="other small reward"))
-    with pytest.raises(UserError, match="the tokenizer of the reward made token .* the model has 40 tokens"):
-        run.iteration()
+    text = refused(config_of(folder, reward="other small reward"))
+    assert "the tokenizer of the reward has token 60, but the model has 40 tokens" in text
 
 
 def test_a_reward_that_is_only_a_function_has_no_vocabulary(folder, tmp_path):
-    (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    (tmp_path / "r.py").write_text("def f(prompts, responses):\n    return [0.0] * len(prompts)\n", encoding="utf-8")
     config = config_of(folder, f"reward_function={tmp_path}/r.py:f", actor="large", reward="other small reward")
-    assert shared_vocabulary(config, load_tokenizer(config.main_folder)) == 70
+    assert shared_vocabulary(config, load_tokenizer(config.main_folder)).count == 63
 
 
 def test_the_same_tokenizer_in_other_words(folder, tmp_path):
     """Another version of tokenizers writes another file; what counts is which token has which id."""
     write_model(tmp_path)
-    values = json.loads((tmp_path / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=7))
+    values = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=7), encoding="utf-8")
     config = config_of(folder, reference=str(tmp_path))
     shared_vocabulary(config, load_tokenizer(config.main_folder))
     (tmp_path / "tokenizer.json").unlink()  # and a folder of weights alone says nothing about tokens

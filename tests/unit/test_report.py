@@ -21,7 +21,9 @@ def test_nothing_is_fetched():
 
 
 def test_unknown_files_show_all_plain_values(tmp_path):
-    (tmp_path / "new.jsonl").write_text('{"a": "<b>", "n": 1.23456, "commit": "c0"}\n{"a": "x", "m": [1, 2]}\n')
+    (tmp_path / "new.jsonl").write_text(
+        '{"a": "<b>", "n": 1.23456, "commit": "c0"}\n{"a": "x", "m": [1, 2]}\n', encoding="utf-8"
+    )
     text = page(tmp_path)
     assert "&lt;b&gt;" in text and "<b>" not in text
     assert "1.235" in text and "[1, 2]" in text and "<th>commit" not in text and "c0</p>" in text

@@ -45,13 +45,15 @@ class Tags(HTMLParser):
 
 def write_run(folder: Path, algorithm: str, **config) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"algorithm": algorithm, "iterations": 5} | config))
-    (folder / "program.json").write_text(json.dumps({"strategy": "separation"}))
+    (folder / "config.json").write_text(
+        json.dumps({"algorithm": algorithm, "iterations": 5} | config), encoding="utf-8"
+    )
+    (folder / "program.json").write_text(json.dumps({"strategy": "separation"}), encoding="utf-8")
     return folder
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def stages(tmp_path) -> list[Path]:
     write_lines(sft / "metrics.jsonl", [{"iteration": i, "loss": x, "iteration_s": 2} for i, x in enumerate(LOSSES)])
     write_lines(sft / "evaluations.jsonl", [{"iteration": i, "loss": x} for i, x in ((0, 2.25), (5, 1.125))])
     (sft / "actor").mkdir()
-    (sft / "actor" / "config.json").write_text("{}")
+    (sft / "actor" / "config.json").write_text("{}", encoding="utf-8")
     models = {"actor": str(sft / "actor"), "reward": "elsewhere", "critic": ""}
     ppo = write_run(tmp_path / "ppo", "ppo", models=models, eval={"prompts": "held_out.jsonl"})
     write_lines(ppo / "metrics.jsonl", [{"iteration": 0, "reward": -0.5, "kl": 0.0, "actor_grad_norm": 3.0}])
@@ -74,7 +76,7 @@ def stages(tmp_path) -> list[Path]:
 def written(tmp_path, runs: list[Path], *words: str) -> str:
     out = tmp_path / "new" / "page.html"
     assert main(["report", *map(str, runs), "--out", str(out), *words]) == 0
-    return out.read_text()
+    return out.read_text(encoding="utf-8")
 
 
 def test_a_page_of_several_stages(stages, tmp_path, capsys):
@@ -99,7 +101,10 @@ def test_text_of_a_model_is_text(stages, tmp_path):
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "program.json"])
 def test_files_that_are_cut_or_no_json(broken, stages, tmp_path):
     path = stages[1] / broken
-    path.write_text((path.read_text() if path.exists() else "") + '[1]\n"x"\n{"iteration": 1, "rew')
+    path.write_text(
+        (path.read_text(encoding="utf-8") if path.exists() else "") + '[1]\n"x"\n{"iteration": 1, "rew',
+        encoding="utf-8",
+    )
     Tags(written(tmp_path, stages))
 
 
@@ -126,11 +131,11 @@ def test_bad_words(words, says, stages, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BROKEN").mkdir()
-    (tmp_path / "BROKEN" / "config.json").write_text("{")
-    (tmp_path / "taken.html").write_text("mine")
+    (tmp_path / "BROKEN" / "config.json").write_text("{", encoding="utf-8")
+    (tmp_path / "taken.html").write_text("mine", encoding="utf-8")
     assert main(["report", *(word.replace("RUN", "sft") if word == "RUN" else word for word in words)]) == 2
     assert says in capsys.readouterr().err
-    assert (tmp_path / "taken.html").read_text() == "mine" and not (tmp_path / "page.html").exists()
+    assert (tmp_path / "taken.html").read_text(encoding="utf-8") == "mine" and not (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize("line", [[], [(0, 1.0)], [(0, 2.0), (1, 2.0)], [(3, -1e-30), (4, 1e30)], [(0, 0.0), (9, 5.0)]])

@@ -45,7 +45,7 @@ def test_a_calibration_file_keeps_its_reserve(tmp_path):
     write_calibration(replace(reserving(0.08), name="mine"), path)
     assert read_calibration(path).devices["a100-80g"].reserve == 0.08
     wrong = tmp_path / "wrong.json"
-    wrong.write_text((tmp_path / "mine.json").read_text().replace("0.08", "1.5"))
+    wrong.write_text((tmp_path / "mine.json").read_text(encoding="utf-8").replace("0.08", "1.5"), encoding="utf-8")
     with pytest.raises(UserError, match="reserve 1.5 is not a share"):
         read_calibration(str(wrong))
 

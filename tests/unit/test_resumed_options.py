@@ -1,6 +1,7 @@
 """What a resumed run reads before it starts: its options, what may change in them, and the state between iterations."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,15 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import checkpoint_files
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
-from rlhf_spmd.runtime.checkpoint.resume import config_of, read_run, refuse_changes, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import (
+    _started,
+    config_of,
+    not_compared,
+    read_run,
+    refuse_changes,
+    refuse_older,
+    refuse_other_inputs,
+)
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.guard.failures import explain
 from rlhf_spmd.runtime.run import report
@@ -55,9 +64,9 @@ MAY_CHANGE |= {"eval.every", "eval.patience", "rollouts.every", "rollouts.format
 def write_run(folder: Path, *overrides: str, iteration: int | None = 2, state: object = STATE) -> Path:
     """A run folder as a run with these options leaves it."""
     values = json.dumps(resolved(presets.load("tiny", overrides)))
-    (folder / "config.json").write_text(values)
-    (folder / "strategy.py").write_text("def place(): ...\n")
-    (folder / "program.json").write_text(json.dumps({"strategy": "mine"}))
+    (folder / "config.json").write_text(values, encoding="utf-8")
+    (folder / "strategy.py").write_text("def place(): ...\n", encoding="utf-8")
+    (folder / "program.json").write_text(json.dumps({"strategy": "mine"}), encoding="utf-8")
     if iteration is not None:
         draft = checkpoint_files.make_draft(folder / "checkpoints", iteration)
         texts = {"config.json": values, "strategy.py": "", "state.json": json.dumps(state)}
@@ -137,8 +146,8 @@ def test_a_thread_that_cannot_start_is_no_bug_of_the_program():
 
 def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
     """The checkpoint knows what it was made with."""
-    values = json.loads((write_run(tmp_path) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}))
+    values = json.loads((write_run(tmp_path) / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}), encoding="utf-8")
     assert "seed=5 would change the results" in refused(tmp_path)
 
 
@@ -204,6 +213,45 @@ def test_the_state_of_a_checkpoint_is_read(tmp_path, written):
     assert report.run_state(RunState(state)) == {"state": OF_PPO}
 
 
+def test_inputs_are_those_of_the_checkpoint(tmp_path):
+    """What an earlier version had no fingerprint of is not compared; everything else is."""
+    run = resumed(write_run(tmp_path))
+    now = {"prompts in x": "abc", "columns of the prompts in x": "1", "algorithm": "2", "tokenizer files in y": "3"}
+    refuse_other_inputs(now, run)
+    assert not_compared(now, run) == list(now)[1:]
+    for changed in ({"prompts in x": "abd"}, {"model in y": "1"}):
+        with pytest.raises(UserError, match=f"the {next(iter(changed))} changed since {tmp_path} was started; restore"):
+            refuse_other_inputs(now | changed, run)
+    (tmp_path / "new").mkdir()
+    run = resumed(write_run(tmp_path / "new", state=STATE | {"inputs": now}))
+    assert not_compared(now, run) == []
+    for name in now:
+        with pytest.raises(UserError, match=f"the {name} changed since"):
+            refuse_other_inputs(now | {name: "another"}, run)
+
+
+def test_a_change_of_any_file_changes_a_fingerprint(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(presets.load("tiny").models["actor"], folder)
+    (tmp_path / "r.py").write_text("def f(prompts, responses): ...\n", encoding="utf-8")
+    words = [f"models.actor={folder}", f"reward_function={tmp_path / 'r.py'}:f"]
+    prompts = SimpleNamespace(fingerprints=lambda file: {f"prompts in {file}": "1"})
+    job = SimpleNamespace(config=presets.load("tiny", words), prompts=prompts, evaluation=None)
+    before = report.inputs(job)
+    changes = {
+        "chat_template.jinja": "tokenizer files",
+        "generation_config.json": "model",
+        "../r.py": "reward function",
+    }
+    for file, name in changes.items():
+        with (folder / file).open("a", encoding="utf-8") as opened:
+            opened.write(" \n")
+        now = report.inputs(job)
+        (changed,) = [one for one in now if now[one] != before[one]]
+        assert changed.startswith(name) and now.keys() == before.keys()
+        before = now
+
+
 def test_the_options_of_an_older_run_folder_are_read(tmp_path):
     """Of a version before algorithms had pages: as it wrote them for `--preset tiny`, in full."""
     values = json.loads(OLDER_CONFIG)
@@ -218,13 +266,13 @@ def test_the_options_of_an_older_run_folder_are_read(tmp_path):
     assert config.optimizer.lr == {"actor": 3e-4, "critic": 0.25}
     words = ("ppo.kl_coef=0.3", "optimizer.critic_lr=0.25", "data.key=prompt")
     folder = write_run(tmp_path, *words, state=OLDER)
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     assert resumed(folder).config == config
 
 
 def test_a_cluster_file_is_found_again(tmp_path):
     assert resumed(write_run(tmp_path)).cluster is None
-    (tmp_path / "cluster.toml").write_text("")
+    (tmp_path / "cluster.toml").write_text("", encoding="utf-8")
     assert resumed(tmp_path).cluster == str(tmp_path / "cluster.toml")
 
 
@@ -242,9 +290,9 @@ def test_other_random_numbers_are_refused(tmp_path, layout):
     for iteration in (1, 2):
         write_run(tmp_path, iteration=iteration)
         path = tmp_path / "checkpoints" / f"iteration-{iteration:06d}" / "manifest.json"
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         assert values.pop("random_layout") == 2
-        path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}))
+        path.write_text(json.dumps(values if layout is None else values | {"random_layout": layout}), encoding="utf-8")
     message = refused(tmp_path)
     assert f"iteration-000002 has layout {layout or 1} of the random numbers, this program has 2" in message
     assert "the version of rlhf_spmd that started the run, or start a new run" in message
@@ -285,3 +333,37 @@ def test_other_surroundings_are_told():
     assert report.changed(now, {}) == ""  # of a version that did not write them
     text = report.changed(now, {"program": "a", "torch": "2.11", "threads": "1"})
     assert text == "another program, torch 2.13 instead of 2.11: from here on numbers may differ in their last digits"
+
+
+# ---- the time of the first start -------------------------------------------------------------------------------------
+
+
+def test_the_time_of_the_first_start(tmp_path):
+    """That of the checkpoint, whose prompts are compared, else that of the folder; a run without one says so once."""
+    folder = write_run(tmp_path, iteration=None)
+    assert read_run(str(folder), [], other_strategy=False).started == ""
+    first, second = "2026-02-03T00:00:00+01:00", "2026-02-04T00:00:00+01:00"
+    (folder / "program.json").write_text(json.dumps({"started": first}), encoding="utf-8")
+    assert read_run(str(folder), [], other_strategy=False).started == first
+    of_checkpoint = SimpleNamespace(
+        folder=folder / "c", files={"program.json": None}, text=lambda _: json.dumps({"started": second})
+    )
+    assert _started(folder, {"started": first}, of_checkpoint) == second
+    of_checkpoint.text = lambda _: "{}"
+    assert _started(folder, {"started": first}, of_checkpoint) == first
+    (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"program.json: 3 is no time of a start, such as '20.*; restore it"):
+        read_run(str(folder), [], other_strategy=False)
+
+
+def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
+    run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
+    job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
+    assert "writes 2026-02-03 00:00, also when the run is resumed again" in report.notes(job, run)[-1]
+    assert f'add it to {tmp_path / "program.json"}, such as "started": "now"' in report.lost_time(
+        job, run, "prompts in x"
+    )
+    assert report.lost_time(job, run, "model in x") == ""
+    job.written_at = ""
+    assert report.notes(job, run) == [*run.notes] and report.lost_time(job, run, "prompts in x") == ""
+    assert report.notes(job, None) == []

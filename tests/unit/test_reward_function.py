@@ -10,6 +10,7 @@ from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data import reward_function
 from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, source_file
+from rlhf_spmd.runtime.data.reward_styles import bind
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -26,8 +27,12 @@ def _clean_imports(monkeypatch):
 
 def write(tmp_path, source, name="mine.py"):
     path = tmp_path / name
-    path.write_text(textwrap.dedent(source))
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
     return path
+
+
+def bound(function, name="f"):
+    return RewardFunction(name, bind(function))
 
 
 def refusal(action, *words):
@@ -101,8 +106,11 @@ def test_missing_files_and_modules(tmp_path, monkeypatch):
         ("def b(p, r): ...\ndef a(p, r): ...\n", ["no function 'reward'", "it has a, b"]),
         ("", ["no function 'reward'", "defines no function"]),
         ("reward = 3\n", ["reward is 3, not a function"]),
-        ("def reward(responses): ...\n", ["reward(prompts, responses)", "too many positional"]),
-        ("def reward(p, r, *, model): ...\n", ["asks for model", "no column of the data set", "rename the parameter"]),
+        ("def reward(p, r): ...\n", ["no parameter of it receives the response (p, r)", "call one responses, "]),
+        (
+            "def reward(responses, model): ...\n",
+            ["asks for model", "no column of the data set", "rename the parameter"],
+        ),
     ],
 )
 def test_files_that_do_not_load(tmp_path, source, words):
@@ -113,8 +121,8 @@ def test_files_that_do_not_load(tmp_path, source, words):
 def test_a_file_can_be_loaded_after_it_was_mended(tmp_path):
     path = write(tmp_path, "raise ValueError\n")
     refusal(lambda: load_reward_function(f"{path}:reward"), "ValueError (")
-    path = write(tmp_path, "reward = max  # a builtin without a signature is taken at its word\n")
-    load_reward_function(f"{path}:reward")
+    path = write(tmp_path, "def reward(responses): return [1.0] * len(responses)\n")
+    assert load_reward_function(f"{path}:reward")(PROMPTS, RESPONSES) == [1.0] * 3
 
 
 # ---- calling
@@ -130,14 +138,14 @@ def test_a_file_can_be_loaded_after_it_was_mended(tmp_path):
     ],
 )
 def test_what_counts_as_scores(scores):
-    result = RewardFunction("f", lambda prompts, responses: scores)(PROMPTS, RESPONSES)
+    result = bound(lambda prompts, responses: scores)(PROMPTS, RESPONSES)
     assert result == [1.0, 0.5, 1.0] and {type(score) for score in result} == {float}
 
 
 def test_torch_scores():
     torch = pytest.importorskip("torch")
     for scores in (torch.ones(3, dtype=torch.bfloat16), [torch.tensor(1.0)] * 3):
-        assert RewardFunction("f", lambda p, r, s=scores: s)(PROMPTS, RESPONSES) == [1.0] * 3
+        assert bound(lambda responses, s=scores: s)(PROMPTS, RESPONSES) == [1.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -160,7 +168,7 @@ def test_torch_scores():
     ],
 )
 def test_what_does_not(scores, words):
-    reward = RewardFunction("mine:f", lambda prompts, responses: scores)
+    reward = bound(lambda prompts, responses: scores, "mine:f")
     refusal(lambda: reward(PROMPTS, RESPONSES), "reward function mine:f returned", *words)
 
 
@@ -181,7 +189,9 @@ def test_what_a_function_raises_is_told_with_the_line_and_the_prompt(tmp_path):
 
 
 def test_the_line_is_the_users_even_if_a_library_raised(tmp_path):
-    path = write(tmp_path, "import json\ndef reward(p, r):\n    return [json.loads(text) for text in r]\n")
+    path = write(
+        tmp_path, "import json\ndef reward(prompts, responses):\n    return [json.loads(text) for text in responses]\n"
+    )
     reward = load_reward_function(f"{path}:reward")
     refusal(lambda: reward(PROMPTS, ["1", "{", "2"]), "JSONDecodeError", "mine.py, line 3: return", "response 1")
 
@@ -192,14 +202,14 @@ def test_a_failure_that_only_the_batch_shows_and_a_slow_function(monkeypatch):
             raise RuntimeError
         return [0.0]
 
-    refusal(lambda: RewardFunction("f", batch_only)(PROMPTS, RESPONSES), "raised RuntimeError (", "a batch of 3")
+    refusal(lambda: bound(batch_only)(PROMPTS, RESPONSES), "raised RuntimeError (", "a batch of 3")
     monkeypatch.setattr(reward_function, "SEARCH_S", 0.0)
-    reward = RewardFunction("f", lambda prompts, responses: [1 / (response != "zzz") for response in responses])
+    reward = bound(lambda prompts, responses: [1 / (response != "zzz") for response in responses])
     refusal(lambda: reward(PROMPTS, RESPONSES), "ZeroDivisionError", "a batch of 3")
 
 
 def test_a_function_cannot_change_the_callers_lists():
-    reward = RewardFunction("f", lambda prompts, responses: [len(prompts.pop() + responses.pop())] * 3)
+    reward = bound(lambda prompts, responses: [len(prompts.pop() + responses.pop())] * 3)
     prompts = list(PROMPTS)
     assert reward(prompts, RESPONSES) == [4.0] * 3 and prompts == PROMPTS
 

@@ -78,14 +78,17 @@ ROWS = Scored(
     ["p", "q", "r", "s", "t"],
     ["a", "bb", "b", "", "\udc80\n"],
     [[1], [2, 3], [3], [], [5]],
-    [{"place": place, "data_source": "d", "ground_truth": "b", "reward_model": None} for place in range(5)],
+    [
+        {"place": place, "data_source": "d", "ground_truth": "b", "reward_model": None, "completion_ids": "column"}
+        for place in range(5)
+    ],
 )
 COLUMNS = list(ROWS.columns[0])
 
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    (tmp_path / "r.py").write_text(SOURCE)
+    (tmp_path / "r.py").write_text(SOURCE, encoding="utf-8")
     return tmp_path / "r.py"
 
 
@@ -112,6 +115,7 @@ def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     names = ("length", "some", "each")
     alone = [load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.one(row)) for name in names for row in range(5)]
     pool = workers(*names, num=num)
+    assert pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
     for _ in range(2):
         found, late = pool.score(ROWS)
         assert late == set() and [one[0][row] for one in found for row in range(5)] == [one[0][0] for one in alone]
@@ -129,14 +133,14 @@ def test_a_response_that_takes_too_long(file, workers):
     began = time.monotonic()
     assert pool.score(ROWS) == ([([1.0, None, 1.0, 0.0, 2.0], {})], {1})
     assert TIMEOUT_S <= time.monotonic() - began < 10 * TIMEOUT_S
-    assert not is_alive(int(Path(f"{file}.child").read_text()))
+    assert not is_alive(int(Path(f"{file}.child").read_text(encoding="utf-8")))
     assert len(pool._workers) == 2 and {worker.process.pid for worker in pool._workers} != before
     assert pool.score(ROWS.one(0)) == ([([1.0], {})], set())
 
 
 def is_alive(process: int) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
@@ -164,7 +168,7 @@ def test_an_error_is_one_message_with_function_and_row(name, says, workers):
     ],
 )
 def test_a_file_that_cannot_be_loaded(source, says, file, workers):
-    file.write_text(source)
+    file.write_text(source, encoding="utf-8")
     with pytest.raises(UserError, match=says):
         workers("f")
 
@@ -217,7 +221,7 @@ pool.score(Scored(["p", "p"], ["a", "bb"]))
 def test_workers_end_with_their_rank(number, file):
     """One is busy and one idle when the rank is killed."""
     command = [sys.executable, "-c", PROGRAM, f"{file}:naps"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment_alone()) as rank:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=environment_alone()) as rank:
         processes = json.loads(rank.stdout.readline())
         time.sleep(0.5)
         rank.send_signal(number)

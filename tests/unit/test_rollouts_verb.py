@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.verbs import rollouts
 
 SAMPLES = [("2+2", "4", 1.0, "4"), ("2+2", "five\n", 0.0, "4"), ("3+3", "6", None, "6"), ("3+3", "six", 0.5, "6")]
 ROWS = [
@@ -21,7 +22,7 @@ def run(tmp_path):
         folder.mkdir(parents=True)
         for part in range(2):
             lines = (json.dumps(row) + "\n" for row in ROWS[2 * part : 2 * part + 2])
-            (folder / f"part-{part:05d}.jsonl").write_text("".join(lines))
+            (folder / f"part-{part:05d}.jsonl").write_text("".join(lines), encoding="utf-8")
     return tmp_path
 
 
@@ -45,6 +46,22 @@ def responses(run, capsys, *words: str) -> list[str]:
 )
 def test_rows_that_match(words, found, run, capsys):
     assert responses(run, capsys, *words) == found
+
+
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ("answer=9007199254740993", ["9007199254740993"]),  # as floats, it equals the number below it
+        ("answer>9007199254740992", ["9007199254740993"]),
+        ("answer=9007199254740992.0", ["9007199254740992"]),
+        ("answer=0.1", ["0.1"]),
+        ("answer<inf", ["9007199254740993", "9007199254740992", "0.1"]),
+        ("answer=nan", []),
+    ],
+)
+def test_numbers_are_compared_exactly(condition, found):
+    rows = [{"answer": answer} for answer in (9007199254740993, 9007199254740992, 0.1)]
+    assert [str(row["answer"]) for row in rows if rollouts.condition(condition, rows)(row)] == found
 
 
 def test_text_and_means(run, capsys):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet, load_prompts
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
+from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
 
 BOS, EOS = 0, 1
 
@@ -48,7 +49,7 @@ TWO = {"columns": {"better": "chosen", "worse": "rejected"}}
 
 def load(tmp_path: Path, rows: list[dict], **options) -> PromptSet:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     limits = {"max_prompt_tokens": 99, "max_response_tokens": 99, "eos_ids": (EOS,), "render": render}
     return load_prompts(path, Characters(), **(limits | options))
 
@@ -139,7 +140,7 @@ def test_tokens_of_the_prompt_stay_as_they_are(tmp_path):
 
 
 def _written(tmp_path: Path, row: dict) -> Path:
-    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    (tmp_path / "one.jsonl").write_text(json.dumps(row), encoding="utf-8")
     return tmp_path / "one.jsonl"
 
 
@@ -181,7 +182,9 @@ def test_numbers_of_rows(tmp_path):
     for wrong, kind in (("0.5", "a string"), (True, "a boolean"), (float("nan"), "a number")):
         text = refusal(tmp_path, pair | {"margin": wrong}, numbers={"margins": ("margin", 0.0)}, **TWO)
         assert f"line 1: the value of 'margin' is {kind}, not a finite number" in text
-    assert "is null" in refusal(tmp_path, pair, numbers={"margins": ("margin", None)}, **TWO)
+    needed = {"numbers": {"margins": ("margin", None)}, **TWO}
+    assert "no key 'margin'" in refusal(tmp_path, pair, **needed)
+    assert "'margin' is null" in refusal(tmp_path, pair | {"margin": None}, **needed)
 
 
 def test_marks_are_padded_with_zeros_and_count_in_the_fingerprint(tmp_path):
@@ -193,6 +196,81 @@ def test_marks_are_padded_with_zeros_and_count_in_the_fingerprint(tmp_path):
     other = load(tmp_path, [CONVERSATION], turns="all", **ONE)
     object.__setattr__(other, "numbers", {"own": NumberRows(1 - found.numbers["own"].items, found.numbers["own"].ends)})
     assert other.fingerprint() != found.fingerprint()
+
+
+# ---- what data sets of others look like -----------------------------------------------------------------------------
+
+
+def test_ultrafeedback_has_its_prompt_in_the_conversations(tmp_path):
+    """As TRL reads it: the text is not read, and a heading counts rows where it says something else."""
+    row = {"prompt": "q", "chosen": [user("q"), said("good")], "rejected": [user("q"), said("bad")]}
+    row |= {"messages": row["chosen"], "score_chosen": 8.5}
+    found = load(tmp_path, [row, row | {"prompt": None}, row | {"prompt": "Is it?"}], **TWO)
+    assert [text_of(prompt) for prompt in found.prompts] == ["[u]q$\n[a]"] * 3
+    assert text_of(found.responses["worse"][2]) == "bad$" and found.records([0])[0]["prompt"] == "q"
+    assert found.remarks == ("1 whose 'prompt' is not in their conversations, which are read instead",)
+    assert load(tmp_path, [row], **ONE).prompts == found.prompts[:1]
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])
+def test_sharegpt_and_null_columns(tmp_path, column):
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "x"}, {"from": "gpt", "value": "one"}]
+    row = {"prompt": None, "completion": None, "text": None, column: turns}
+    assert one_row(tmp_path, row) == ("[s]s$\n[u]x$\n[a]", "one$", "one$")
+    assert list(load(tmp_path, [row]).texts) == ["[s]s$\n[u]x$\n[a]"]
+    assert turns[1] == {"from": "human", "value": "x"}
+
+
+def test_parts_that_are_text_are_joined_and_null_keys_left_out(tmp_path):
+    parts = [{"type": "text", "text": "x", "image": None}, {"type": "text", "text": "y"}]
+    assert list(load(tmp_path, [{"prompt": [user(parts) | {"name": None}]}]).texts) == ["[u]xy$\n[a]"]
+
+
+def test_what_a_row_gives_the_template(tmp_path):
+    """Columns, or JSON text in them; a row's own arguments replace those of all rows; Parquet's nulls are left out."""
+    import pyarrow
+    from pyarrow import parquet
+
+    seen = []
+
+    def noted(where, messages, **given):
+        seen.append(given)
+        return render(where, messages)
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": None}}
+    rows: list[dict] = [
+        {"prompt": [user("x")], "tools": [tool], "chat_template_kwargs": {"a": 1}},
+        {"prompt": [user("x")], "tools": json.dumps([tool]), "chat_template_kwargs": '{"a": 1, "b": null}'},
+        {"prompt": [user("x")], "tools": None},
+        {"prompt": "x", "tools": "a hammer"},
+    ]
+    found = load(tmp_path, rows, render=noted, template_kwargs={"a": 0, "c": 2})
+    both = {"tools": [tool], "chat_template_kwargs": {"a": 1, "c": 2}}
+    assert seen == [both, both, {"chat_template_kwargs": {"a": 0, "c": 2}}]
+    assert found.records([0])[0]["tools"] == [tool]
+    said_of_text = "1 of text, which no chat template renders, so that tools and chat_template_kwargs have no effect"
+    assert found.remarks == (said_of_text,)
+    seen.clear()
+    rows = [rows[0], {"prompt": [user("x")], "chat_template_kwargs": {"b": 1}}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    load_prompts(tmp_path / "p.parquet", Characters(), max_prompt_tokens=99, render=noted)
+    assert [given["chat_template_kwargs"] for given in seen] == [{"a": 1}, {"b": 1}]
+    assert seen[0]["tools"] == [{"type": "function", "function": {"name": "f"}}] and "tools" not in seen[1]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "expected"),
+    [
+        ("tools", {"name": "f"}, "'tools' is not a list of objects"),
+        ("tools", "f(x)", "'tools' is text that is not JSON"),
+        ("chat_template_kwargs", [1], "'chat_template_kwargs' is a list, not an object"),
+        ("chat_template_kwargs", {"tools": []}, "has 'tools', .*: give it as the column 'tools' of a row"),
+        ("chat_template_kwargs", {"strftime_now": 1}, "has 'strftime_now', which every chat template is given by"),
+    ],
+)
+def test_arguments_that_cannot_be_given(tmp_path, column, value, expected):
+    with pytest.raises(AssertionError, match=f"line 1: .*{expected}"):
+        raise AssertionError(refusal(tmp_path, {"prompt": [user("x")], column: value}))
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------
@@ -252,9 +330,32 @@ WRONG = {
     "no prompt": (
         ONE,
         [{"prompt": None, "completion": "a"}],
-        r"line 1: no key 'prompt' \(keys there: 'prompt', 'completion'\): add it, or write the row as",
+        r"line 1: the value of 'prompt' is null: give it a value, or set data.key",
     ),
     "no rejected": (TWO, [{"prompt": "q", "chosen": "a"}], "line 1: no key 'rejected'"),
+    "no completion but null": (
+        ONE,
+        [{"prompt": "q", "completion": None}],
+        "line 1: the value of 'completion' is null: give it a value, or write the row as 'messages' or 'text'",
+    ),
+    "null in a pair": (TWO, [PAIR | {"rejected": None}], "line 1: the value of 'rejected' is null: give it a value"),
+    "conversations without the prompt that is text": (
+        TWO,
+        [{"prompt": "q", "chosen": [said("a")], "rejected": [said("b")]}],
+        "line 1: the conversations have no message in common: write the column 'prompt' as a list of messages",
+    ),
+    "an image": (
+        ONE,
+        [{"messages": [user([{"type": "image", "url": "x"}]), said("b")]}],
+        "line 1: message 1 of 'messages' has a part of type 'image', and only .* can be read",
+    ),
+    "null as content": (ONE, [{"messages": [user(None), said("b")]}], "line 1: message 1 .* has null as 'content'"),
+    "no role": (ONE, [{"messages": [{"content": "a"}, said("b")]}], "line 1: message 1 of 'messages' has no 'role'"),
+    "half a character in a conversation": (
+        ONE,
+        [{"messages": [user("a\ud83d"), said("b")]}],
+        "line 1: the conversation has half a surrogate pair",
+    ),
     "nothing that is known": (ONE, [{"question": "q"}], r"line 1: no key 'prompt' \(keys there: 'question'\): add it"),
     "nothing in common": (
         TWO,

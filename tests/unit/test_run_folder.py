@@ -62,10 +62,10 @@ def test_a_name_whose_run_was_killed_before_it_began_is_free(tmp_path):
     first.lock()
     first.write("strategy.py", "")
     for name in (".config.json.123", ".strategy.py.123", ".program.json.45", ".cluster.toml.6"):
-        (first.path / name).write_text("{")  # killed
+        (first.path / name).write_text("{", encoding="utf-8")  # killed
         assert RunFolder.create(tmp_path, strategy="flattening", name="job-1").path == first.path
     assert {path.name for path in first.path.iterdir()} == {".lock", "strategy.py"}
-    (first.path / "notes.txt").write_text("somebody else's")
+    (first.path / "notes.txt").write_text("somebody else's", encoding="utf-8")
     with pytest.raises(UserError, match="job-1 exists already"):
         RunFolder.create(tmp_path, strategy="flattening", name="job-1")
 
@@ -85,7 +85,7 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, name):
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="can't be made"):
         RunFolder.create(tmp_path / "file" / "runs", strategy="flattening")
     with pytest.raises(UserError, match="exists already|can't be made"):
@@ -109,7 +109,7 @@ def test_files(tmp_path):
     folder.write_values("program.json", program)
     folder.write_samples(SAMPLES[:1])
     folder.write_samples(SAMPLES)
-    read = {path.name: path.read_text() for path in folder.path.iterdir()}
+    read = {path.name: path.read_text(encoding="utf-8") for path in folder.path.iterdir()}
     assert json.loads(read["config.json"]) == {"preset": "tiny", "path": str(tmp_path), "ppo": {"kl_coef": 0.05}}
     assert read["strategy.py"] == "def place(): ...\n"
     assert json.loads(read["program.json"]) == program
@@ -128,12 +128,12 @@ def test_files(tmp_path):
 def test_metrics_are_on_disk_after_every_iteration(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"reward": 0.5, "policy_loss": math.nan, "mine": 3, "hash": "abc"}, GROUPS)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[0]) == {"iteration": 1, "reward": 0.5, "policy_loss": None, "mine": 3, "hash": "abc"}
     folder.write_metrics(2, {"reward": 0.75, "kl": math.inf}, GROUPS)
     folder.close()
     folder.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[1]) == {"iteration": 2, "reward": 0.75, "kl": None}
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
@@ -213,7 +213,7 @@ def test_timeline(tmp_path):
     folder = RunFolder(tmp_path)
     spans = [["actor_generate", "compute", 1.0, 2.0, 1, {}]]
     folder.write_timeline([{"rank": 0, "host": "", "spans": spans}], title="flattening", workflow=WORKFLOW)
-    assert json.loads((tmp_path / "timeline.json").read_text())["otherData"]["title"] == "flattening"
+    assert json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))["otherData"]["title"] == "flattening"
     assert (tmp_path / "timeline.png").stat().st_size > 5000
 
 
@@ -231,11 +231,11 @@ def test_other_ranks_write_nothing(tmp_path):
 def test_a_killed_run_leaves_whole_files(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
     folder.write_samples(SAMPLES[:1])
-    before = (tmp_path / "samples.jsonl").read_text()
+    before = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         folder.write_samples(SAMPLES)
-    assert (tmp_path / "samples.jsonl").read_text() == before
+    assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8") == before
 
 
 def test_imports_are_late():
@@ -376,7 +376,7 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     for iteration in range(4):
         folder.write_metrics(iteration, {"reward": float(iteration)})
     folder.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"iteration": 4, "rew')  # killed
     again = RunFolder(tmp_path)
     rows = again.metrics(2)
@@ -384,7 +384,7 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path):
     again.keep_metrics(rows)
     again.write_metrics(2, {"reward": 7.0})
     again.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["iteration"], row["reward"]) for row in rows] == [(0, 0.0), (1, 1.0), (2, 7.0)]
 
 

@@ -166,6 +166,8 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     """The interpreter takes more than the compiler does; that one needs no device."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, encoding="utf-8", timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("_kernel") == 5

@@ -1,11 +1,14 @@
 """Scores of rows: by a reward model's own tokens, by its text, by a function, and by both."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
 from rlhf_spmd.runtime.data.response_scores import Scorer, how_read, reads_text
+from rlhf_spmd.runtime.run import report
 from tests.folders import write_all
 from tests.runs import RunOf, load
 
@@ -18,7 +21,7 @@ FUNCTION = "def f(prompts, responses):\n    seen.append((prompts, responses))\n 
 def score(tmp_path):
     """score(more overrides) -> scores of the rows above, by a scorer of that config."""
     overrides = write_all(tmp_path)
-    (tmp_path / "r.py").write_text("seen = []\n" + FUNCTION)
+    (tmp_path / "r.py").write_text("seen = []\n" + FUNCTION, encoding="utf-8")
 
     @torch.no_grad()
     def score(*more: str) -> torch.Tensor:
@@ -44,7 +47,7 @@ def test_a_model_of_another_tokenizer_scores_the_same_words(score, tmp_path):
     backend = load_tokenizer(tmp_path / "reward")._encode
     assert backend("da de", False) == load_tokenizer(tmp_path / "actor").encode("da de", special=False)
     file.write_text(
-        _with_a_beginning(file.read_text())
+        _with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8"
     )  # another file; it puts <s> before a text, as the prompts have it
     torch.testing.assert_close(score(), by_tokens_B, atol=1e-6, rtol=0)
 
@@ -53,7 +56,7 @@ def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
     """A whole run: the tokens that the reward model reads are those of the words, and the heading says so."""
     overrides = write_all(tmp_path, eos_token_ids=(1, 5))
     file = tmp_path / "reward" / "tokenizer.json"
-    file.write_text(_with_a_beginning(file.read_text()))
+    file.write_text(_with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8")
     read: list[list[int]] = []
     run = RunOf(load(overrides, "generation.stop=da"))
     scorer = run.job.calls.context.scorer
@@ -84,6 +87,16 @@ def _with_a_beginning(text: str) -> str:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer.to_str()
+
+
+def test_the_heading_says_which_names_are_the_programs():
+    """Of training and of evaluation, from the ranks that score, each once."""
+    notes = {0: [], 1: ["prompts of a.py:f: the program's"], 2: ["prompts of a.py:f: the program's", "more"]}
+    scorers = [SimpleNamespace(notes=notes[1]), None]
+    jobs = [SimpleNamespace(calls=SimpleNamespace(context=SimpleNamespace(scorer=scorer))) for scorer in scorers]
+    world = SimpleNamespace(allgather=lambda mine, what: [notes[0], mine, notes[2]])
+    job = SimpleNamespace(**vars(jobs[0]), evaluation=jobs[1], world=world, config=load([], "reward_function=a.py:f"))
+    assert report._names_of_functions(job) == "prompts of a.py:f: the program's; more"
 
 
 def test_a_function_gets_the_text_and_is_added_on_request(score):

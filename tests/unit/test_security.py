@@ -59,7 +59,7 @@ def problems(source: str, module: str) -> Iterator[str]:
 
 def test_this_repository():
     ours = {name: path for name, path in modules_of(ROOT).items() if within(name, "rlhf_spmd")}
-    found = [line for name, path in ours.items() for line in problems(path.read_text(), name)]
+    found = [line for name, path in ours.items() for line in problems(path.read_text(encoding="utf-8"), name)]
     assert found == []
 
 
@@ -86,12 +86,12 @@ def test_an_offence_is_found(source, problem):
 
 def test_code_in_a_model_folder_does_not_run(tmp_path):
     folder, marker = write_model(tmp_path / "model"), tmp_path / "ran"
-    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    (folder / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n", encoding="utf-8")
     for name in ("config.json", "tokenizer_config.json"):
-        values = json.loads((folder / name).read_text())
+        values = json.loads((folder / name).read_text(encoding="utf-8"))
         values["auto_map"] = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
         values |= {"tokenizer_class": "Own", "model_type": "llama"} if name != "config.json" else {}
-        (folder / name).write_text(json.dumps(values))
+        (folder / name).write_text(json.dumps(values), encoding="utf-8")
     (folder / "tokenizer.json").unlink()  # so that transformers must find a class for the tokenizer
     (folder / "tokenizer.model").write_bytes(b"")
     with pytest.raises(UserError, match="cannot read the tokenizer"):
@@ -102,11 +102,11 @@ def test_code_in_a_model_folder_does_not_run(tmp_path):
 def test_a_strategy_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypatch):
     from rlhf_spmd.strategy import load_strategy
 
-    (tmp_path / "separation.py").write_text("raise SystemExit('ran')")
-    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "separation.py").write_text("raise SystemExit('ran')", encoding="utf-8")
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert load_strategy("separation").source == (ROOT / "strategies" / "separation.py").read_text()
+    assert load_strategy("separation").source == (ROOT / "strategies" / "separation.py").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="unknown strategy 'mine'"):  # a file is named as one: mine.py
         load_strategy("mine")
 
@@ -114,10 +114,10 @@ def test_a_strategy_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypat
 def test_an_algorithm_in_the_working_folder_does_not_hide_ours(tmp_path, monkeypatch):
     from rlhf_spmd.algorithm import load_algorithm
 
-    (tmp_path / "ppo.py").write_text("raise SystemExit('ran')")
-    (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "ppo.py").write_text("raise SystemExit('ran')", encoding="utf-8")
+    (tmp_path / "mine.py").write_text("raise SystemExit('ran')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert load_algorithm("ppo").source == (ROOT / "rlhf_spmd" / "algorithms" / "ppo.py").read_text()
+    assert load_algorithm("ppo").source == (ROOT / "rlhf_spmd" / "algorithms" / "ppo.py").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="unknown algorithm 'mine'"):  # a file is named as one: mine.py
         load_algorithm("mine")

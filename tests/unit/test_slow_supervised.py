@@ -56,7 +56,7 @@ def folder(tmp_path_factory) -> Path:
         }
         row = {name: " ".join(some) for name, some in (row | {"rejected": words[5 : 7 + index % 5]}).items()}
         rows.append(row | {"margin": 0.25 * (index % 3)})
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for name, head, seed in (("actor", "lm", 1), ("reference", "lm", 3), ("reward", "scalar", 2)):
         write_model(folder / name, head=head, seed=seed)
     return folder

@@ -77,7 +77,7 @@ def write_rows(folder: Path, rows: range) -> Path:
         row = {"prompt": words[: 1 + index % 5], "completion": words[3 : 5 + index % 6]}
         row |= {"chosen": words[2 : 4 + index % 4], "rejected": words[5 : 7 + index % 5]}
         lines.append({name: " ".join(some) for name, some in row.items()})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 

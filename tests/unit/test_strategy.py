@@ -38,7 +38,7 @@ def place(workload, cluster):
 @pytest.fixture
 def write(tmp_path):
     def write(source: str, name: str = "mine.py") -> str:
-        (tmp_path / name).write_text(HEAD + textwrap.dedent(source))
+        (tmp_path / name).write_text(HEAD + textwrap.dedent(source), encoding="utf-8")
         return str(tmp_path / name)
 
     return write
@@ -86,7 +86,7 @@ def test_a_file_leaves_no_bytecode_and_is_read_anew(write, monkeypatch):
 def test_a_strategy_by_name_and_by_file_are_the_same(tmp_path):
     named = load_strategy("flattening")
     copy = tmp_path / "copy.py"
-    copy.write_text(named.source)
+    copy.write_text(named.source, encoding="utf-8")
     filed = load_strategy(str(copy))
     assert (named.name, filed.name) == ("flattening", "copy") and filed.source == named.source
     fingerprints = {s.compile(make_workload(), Cluster.parse("1x4"), {}).fingerprint for s in (named, filed)}
@@ -143,7 +143,7 @@ def test_files_that_are_no_strategy(write, source, words):
 
 def test_a_folder_is_no_file(tmp_path):
     (tmp_path / "folder.py").mkdir()
-    with pytest.raises(UserError, match="folder.py does not exist"):
+    with pytest.raises(UserError, match="folder.py is a folder"):
         load_strategy(str(tmp_path / "folder.py"))
 
 
@@ -151,7 +151,8 @@ def test_a_file_may_hold_dataclasses_with_late_annotations(tmp_path):
     """dataclasses look their own module up by name, which a module loaded by path must not break."""
     (tmp_path / "mine.py").write_text(
         "from __future__ import annotations\nfrom dataclasses import dataclass, KW_ONLY\n"
-        "@dataclass\nclass Share:\n    _: KW_ONLY\n    ranks: int = 1\n" + HEAD + EVERYWHERE
+        "@dataclass\nclass Share:\n    _: KW_ONLY\n    ranks: int = 1\n" + HEAD + EVERYWHERE,
+        encoding="utf-8",
     )
     assert compiled(str(tmp_path / "mine.py"), zero="1").placement.layouts["actor_train"].zero == 1
 
@@ -244,8 +245,20 @@ def test_a_place_that_fails(write, body, words):
 
 
 def test_a_place_with_other_parameters(write):
-    assert "place() raised TypeError" in refused(write("def place(workload): ..."))
-    assert "missing 1 required keyword-only argument: 'must'" in refused(write("def place(w, c, *, must): ..."))
+    assert "missing 1 required keyword-only argument: 'must'" in refused(
+        write("def place(workload, cluster, *, must): ...")
+    )
+    for source in ("def place(workload): ...", "def place(w, c): ...", "def place(workload, cluster, /): ..."):
+        assert "write place(workload, cluster, *, ...)" in refused(write(source))
+
+
+def test_the_order_of_parameters_means_nothing(write):
+    strategy = load_strategy(
+        write(EVERYWHERE.replace("workload, cluster, *, zero: int = 0", "zero: int = 0, cluster=0, *, workload"))
+    )
+    assert list(strategy.parameters) == ["zero"]
+    program = strategy.compile(make_workload(), Cluster.parse("1x4"), {"zero": "1"})
+    assert program.placement.layouts["actor_train"].zero == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_spmd.kernels import softmax_chunk, token_logprobs
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.plan.cost import memory
 
 BANNED = (3, 100)
@@ -24,10 +25,10 @@ CHUNKS = [1, 3]
 def cut(monkeypatch, num_rows: int, vocab_size: int, num_chunks: int) -> None:
     """Make that many chunks, the last one shorter if the numbers allow it."""
     columns = -(-vocab_size // num_chunks)
-    monkeypatch.setattr(token_logprobs, "MULTIPLE", 1)
+    monkeypatch.setattr(token_logprobs, "TILE", 1)
     monkeypatch.setattr(token_logprobs, "MOST_CHUNKS", num_chunks)
     monkeypatch.setattr(token_logprobs, "CHUNK_BYTES", 4 * num_rows * columns)
-    assert len(token_logprobs._chunks(num_rows, vocab_size)) == num_chunks
+    assert -(-vocab_size // token_logprobs.columns_per_chunk(num_rows, vocab_size)) == num_chunks
 
 
 @dataclass
@@ -49,12 +50,16 @@ class Case:
         return [*outputs, *torch.autograd.grad(outputs, (self.hidden_ND, self.weight_VD), factors)]
 
 
-def make_case(num_rows, size, vocab_size, dtype, device, *, banned=False, kept=False, **options) -> Case:
+def make_case(num_rows, size, vocab_size, dtype, device, *, banned=False, kept=False, known=False, **options) -> Case:
     """Row 1, if there is one, has no token; no token is banned where it stands, and each is in its set."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden_ND = torch.randn(num_rows, size, generator=generator, dtype=torch.float64)
     weight_VD = torch.randn(vocab_size, size, generator=generator, dtype=torch.float64)
     tokens_N = torch.randint(vocab_size, (num_rows,), generator=generator)
+    if known:
+        options["known"] = KnownTokens(vocab_size - 30, holes=(0, 5, 6, 60))
+        free = [token for token in range(vocab_size - 30) if token not in options["known"].holes]
+        tokens_N = torch.tensor(free)[tokens_N % len(free)]
     early_N = torch.rand(num_rows, generator=generator) < 0.5
     if banned:
         early_N &= ~torch.isin(tokens_N, torch.tensor(BANNED))
@@ -81,12 +86,13 @@ def tolerance(dtype: torch.dtype, expected: Tensor) -> dict:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "banned", "kept", "banned and kept"])
+@pytest.mark.parametrize("kind", ["plain", "banned", "kept", "banned and kept", "known", "known and kept"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_the_twin(monkeypatch, device, form, num_chunks, entropy, kind, dtype):
     if dtype == torch.float64 and form == "triton":
         pytest.skip("float64 is plain torch everywhere")
     more = {"temperature": 0.7, "entropy": entropy, "banned": "banned" in kind, "kept": "kept" in kind}
+    more["known"] = "known" in kind
     case = make_case(9, 6, 131, dtype, device, **more)
     cut(monkeypatch, 9, 131, num_chunks)
     expected = case.everything(token_logprobs.token_logprobs_ref)

@@ -35,7 +35,7 @@ def test_given_responses_learn_the_end_of_the_tokenizer(own, of_model, ends, tmp
     tokenizer = dataclasses.replace(hf.load_tokenizer(ACTOR), eos_token_id=own)
     found = tokenizer.eos_ids(dataclasses.replace(hf.read_config(ACTOR), eos_token_ids=of_model))
     assert found == ends
-    (tmp_path / "a.jsonl").write_text('{"prompt": "On Sunday", "completion": " Dora left."}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "On Sunday", "completion": " Dora left."}\n', encoding="utf-8")
     rows = load_prompts(
         tmp_path / "a.jsonl",
         tokenizer,

@@ -49,8 +49,8 @@ def sentencepiece(folder: Path, *, prepends: bool = True, **config) -> Path:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names | config))
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | config), encoding="utf-8")
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     return folder
 
 
@@ -62,12 +62,12 @@ def test_a_folder_is_compared_once_and_its_note_remembered(tmp_path, memory, mon
     assert len(list(memory.iterdir())) == 2
     forbid(monkeypatch)
     assert reading_note(plain) == "" and reading_note(llama) == note
-    (plain / "added_tokens.json").write_text('{"<tool>": 1024}')
+    (plain / "added_tokens.json").write_text('{"<tool>": 1024}', encoding="utf-8")
     with pytest.raises(AssertionError, match="is compared"):
         reading_note(plain)
-    next(memory.iterdir()).write_text("no JSON")
+    next(memory.iterdir()).write_text("no JSON", encoding="utf-8")
     for file in memory.iterdir():
-        file.write_text('{"note": 3}')
+        file.write_text('{"note": 3}', encoding="utf-8")
     with pytest.raises(AssertionError, match="is compared"):
         reading_note(llama)
 
@@ -86,7 +86,7 @@ def test_they_are_read_alike():
 
 @pytest.mark.parametrize("home", ["file", "read only", "relative", "none"])
 def test_a_home_that_cannot_be_used_is_no_error(home, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     places = {"file": str(tmp_path / "file"), "read only": "/proc/none", "relative": "cache", "none": ""}
     monkeypatch.setenv("XDG_CACHE_HOME", places[home])
     monkeypatch.chdir(tmp_path)
@@ -127,8 +127,10 @@ def test_files_that_are_read_in_two_ways_are_an_error(tmp_path, memory):
 
 def test_what_only_transformers_assumes_is_told(tmp_path):
     unnamed = sentencepiece(tmp_path / "unnamed")
-    names = json.loads((unnamed / "tokenizer_config.json").read_text())
-    (unnamed / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in names.items() if k != "eos_token"}))
+    names = json.loads((unnamed / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (unnamed / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in names.items() if k != "eos_token"}), encoding="utf-8"
+    )
     assert "does not name what transformers assumes: eos_token is 2" in reading_note(unnamed)
     unreadable = copy(tmp_path / "unreadable", config={"eos_token": special("<|end|>")})
     assert "transformers cannot read the tokenizer" in reading_note(unreadable)
@@ -161,7 +163,9 @@ from tests.runs import RunOf, load
 RunOf(load({overrides!r}))
 assert "torch" in sys.modules and "transformers" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -229,10 +229,10 @@ def test_without_tokenizer_json(tmp_path):
         (tmp_path / name).mkdir()
         how = {"indent": 2} if name == "two" else {}
         if vocabulary:
-            (tmp_path / name / "vocab.json").write_text(json.dumps(vocabulary, **how))
-            (tmp_path / name / "merges.txt").write_text("a b\n")
+            (tmp_path / name / "vocab.json").write_text(json.dumps(vocabulary, **how), encoding="utf-8")
+            (tmp_path / name / "merges.txt").write_text("a b\n", encoding="utf-8")
         about = {"eos_token": end, "tokenizer_class": "GPT2TokenizerFast" if name == "two" else "GPT2Tokenizer"}
-        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(about))
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
     one, two, three, four = (str(tmp_path / name) for name in ("one", "two", "three", "four"))
     assert same_tokenizer(one, two) and not same_tokenizer(one, three)
     assert not same_tokenizer(four, str(tmp_path / "none")) and not same_tokenizer(four, one)
@@ -246,7 +246,9 @@ def test_it_needs_no_torch(tmp_path):
         f"assert same_tokenizer({str(other)!r}, {str(ACTOR)!r}); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
 
 

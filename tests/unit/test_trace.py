@@ -189,7 +189,7 @@ def test_old_iterations_are_forgotten():
 def test_chrome_trace(tmp_path):
     path = tmp_path / "timeline.json"
     write_chrome(path, two_ranks(), about={"strategy": "flattening"})
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_text(encoding="utf-8"))
     threads = check_chrome(document)
     assert {thread: len(events) for thread, events in threads.items()} == {(0, 1): 5, (0, 2): 1, (1, 1): 4}
     assert threads[0, 2][0]["name"] == "responses"  # overlaps two calls, so it has a lane of its own
@@ -211,11 +211,11 @@ def test_a_chrome_trace_is_read_back(tmp_path):
 def test_chrome_trace_of_nothing_and_of_touching_spans(tmp_path):
     path = tmp_path / "timeline.json"
     write_chrome(path, [])
-    assert check_chrome(json.loads(path.read_text())) == {}
+    assert check_chrome(json.loads(path.read_text(encoding="utf-8"))) == {}
     times = [index * 0.1 for index in range(11)]  # their sums are not exact
     spans = [("actor_train", "compute", a, b, 0) for a, b in zip(times, times[1:], strict=False)]
     write_chrome(path, [record(0, *spans), record(1)])
-    assert set(check_chrome(json.loads(path.read_text()))) == {(0, 1)}
+    assert set(check_chrome(json.loads(path.read_text(encoding="utf-8")))) == {(0, 1)}
 
 
 # ---- busy share

@@ -63,10 +63,10 @@ def write_run(folder: Path, *, weight: float = 1.0, kl: float = 0.25, seconds: f
     save_file(weights, checkpoint / "rank-0000.safetensors", metadata={"steps": "{}"})
     save_file({"norm.weight": torch.ones(2).bfloat16()}, folder / "actor" / "model.safetensors")
     state = {"strategy": "flattening", "kl_coef": 0.05, "scores": {"mean": 0.5}, "inputs": {str(folder): "hash"}}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
     row = {"iteration": 0, "kl": kl, "tokens_sha256": "abc", "iteration_s": seconds}
-    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    (folder / "samples.jsonl").write_text(json.dumps({"before": "kl"}) + "\n")
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (folder / "samples.jsonl").write_text(json.dumps({"before": "kl"}) + "\n", encoding="utf-8")
     return left_by(folder)
 
 

@@ -47,7 +47,7 @@ def plans_of(row: dict[str, str]) -> tuple[list[Plan], list]:
 )
 def test_bad_rows_are_refused_by_line(tmp_path, old, new, says):
     path = tmp_path / "rows.csv"
-    path.write_text(ROWS.read_text().replace(old, new))
+    path.write_text(ROWS.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     with pytest.raises(UserError, match=rf"rows\.csv.*{says}"):
         read_rows(path)
 
@@ -165,10 +165,11 @@ def test_wrong_order_is_not_ok():
 
 
 def test_other_rows_are_judged_and_not_recorded(tmp_path, monkeypatch, capsys):
-    path, lines = tmp_path / "mine.csv", ROWS.read_text().splitlines()
+    path, lines = tmp_path / "mine.csv", ROWS.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if ",13,7,13,7,128,128," in line]
     path.write_text(
-        "\n".join([lines[0], *kept, kept[1].replace("13,7,13,7", "70,7,70,7").replace("512,16", "512,8")]) + "\n"
+        "\n".join([lines[0], *kept, kept[1].replace("13,7,13,7", "70,7,70,7").replace("512,16", "512,8")]) + "\n",
+        encoding="utf-8",
     )
     monkeypatch.setattr(validate, "write", lambda *_: pytest.fail("other rows were recorded"))
     code = main(["--rows", str(path)])

@@ -45,7 +45,7 @@ def test_it_never_asks_torch(monkeypatch):
         watch.stop()
 
 
-def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capsys):
+def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capfd):
     def broken(**_) -> None:
         raise RuntimeError("no memory is shared")
 
@@ -61,4 +61,4 @@ def test_it_tells_what_goes_wrong_in_it_once_and_looks_on(capsys):
     finally:
         watch.stop()
     text = "rank 0 (host here) could not check whether the job hangs (RuntimeError: no memory is shared)"
-    assert capsys.readouterr().err.count(text) == 1
+    assert capfd.readouterr().err.count(text) == 1

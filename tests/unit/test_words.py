@@ -56,7 +56,9 @@ def _has(node: ast.AST) -> bool:
 
 def problems(path: Path) -> list[str]:
     where = str(path.relative_to(ROOT))
-    found = [(line, text) for line, text in texts_of(ast.parse(path.read_text())) if text in forbidden()]
+    found = [
+        (line, text) for line, text in texts_of(ast.parse(path.read_text(encoding="utf-8"))) if text in forbidden()
+    ]
     return [f"{where}:{line}: {text!r}" for line, text in found]
 
 

@@ -61,7 +61,7 @@ def strategy_source(placement: Placement, workload: Workload, cluster: Cluster, 
 
 def _docstring(text: str) -> str:
     """Text between triple quotes, without spaces at the ends of its lines."""
-    text = "\n".join(line.rstrip() for line in text.strip().splitlines()).replace("\\", "\\\\")
+    text = "\n".join(line.rstrip() for line in text.strip().split("\n")).replace("\\", "\\\\")
     text = text.replace('"""', '\\"\\"\\"')
     text = text[:-1] + '\\"' if text.endswith('"') else text
     return text + "\n" if "\n" in text else text

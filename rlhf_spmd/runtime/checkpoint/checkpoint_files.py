@@ -24,6 +24,7 @@ from pathlib import Path
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
+from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, number_of
 
 FORMAT = 1
@@ -85,7 +86,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
 
 def unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
-        f"the checkpoint file {path} can't be written: {error.strerror or error}; make room there, or lower "
+        f"the checkpoint file {path} can't be written: {error.strerror or error}; {advice(error)}, or lower "
         "checkpoint.keep. Earlier checkpoints are unchanged"
     )
 
@@ -122,7 +123,7 @@ def wait_for(draft: Path, names: Iterable[str], *, deadline_s: float) -> dict[st
     while True:
         for name in list(lacking):
             with suppress(FileNotFoundError):
-                found[name] = FileRecord(**json.loads((draft / f".{name}.record").read_text()))
+                found[name] = FileRecord(**json.loads((draft / f".{name}.record").read_text(encoding="utf-8")))
                 lacking.remove(name)
         if not lacking:
             return found
@@ -208,7 +209,7 @@ class Checkpoint:
         """Raises UserError, naming the file and the fix, if the manifest can't be used."""
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
             if values["format"] != FORMAT:
                 raise unusable(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
             iteration, random_layout = values["iteration"], values.get("random_layout", 1)
@@ -243,7 +244,7 @@ class Checkpoint:
     def text(self, name: str) -> str:
         """A small file, verified."""
         self.verify([name])
-        return (self.folder / name).read_text()
+        return (self.folder / name).read_text(encoding="utf-8")
 
     @property
     def tensor_files(self) -> tuple[str, ...]:

@@ -15,7 +15,9 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.model.config import read_json
+from rlhf_spmd.model.template_time import checked_time
 from rlhf_spmd.option_checks import check_options
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
@@ -42,7 +44,10 @@ MAY_CHANGE = (
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
+STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
+# Beginnings of the names of inputs that checkpoints of earlier versions do not have.
+LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Resumed:
     checkpoint: Checkpoint | None
     state: Mapping[str, Any]
     notes: tuple[str, ...]
+    started: str = ""  # the time of the first start; empty: an earlier version did not keep it
 
     @property
     def iteration(self) -> int:
@@ -65,14 +71,14 @@ class Resumed:
     def cluster(self) -> str | None:
         """The cluster file of the run, if it was started with one."""
         path = self.folder / CLUSTER
-        return str(path) if path.is_file() else None
+        return str(path) if is_file(path) else None
 
 
 def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> Resumed:
     """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
     strategy are dropped. Raises UserError."""
     path = Path(folder)
-    if not (path / CONFIG).is_file() or not (path / STRATEGY).is_file():
+    if not is_file(path / CONFIG) or not is_file(path / STRATEGY):
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
@@ -97,8 +103,19 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     if checkpoint is None:
         notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 0")
     state = _state(checkpoint, config) if checkpoint else {}
-    name = read_json(path / PROGRAM).get("strategy", path.name) if (path / PROGRAM).is_file() else path.name
-    return Resumed(path, config, str(name), checkpoint, state, tuple(notes))
+    about = read_json(path / PROGRAM) if (path / PROGRAM).is_file() else {}
+    name = str(about.get("strategy", path.name))
+    return Resumed(path, config, name, checkpoint, state, tuple(notes), _started(path, about, checkpoint))
+
+
+def _started(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None) -> str:
+    """The time of the first start of a run, from its checkpoint or else from its folder; empty if neither has it.
+    about: PROGRAM of the folder. Raises UserError."""
+    found = {str(path / PROGRAM): about.get(STARTED)}
+    if checkpoint is not None and PROGRAM in checkpoint.files:
+        of_checkpoint = json.loads(checkpoint.text(PROGRAM))
+        found = {str(checkpoint.folder / PROGRAM): of_checkpoint.get(STARTED)} | found
+    return next((checked_time(text, source) for source, text in found.items() if text is not None), "")
 
 
 def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
@@ -108,6 +125,31 @@ def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
         if config.data.epochs:
             given, fix = f"data.epochs={config.data.epochs:g} is {config.iterations} iterations", "a larger data.epochs"
         raise UserError(f"{given}, but {folder} has done {done}; give {fix}")
+
+
+def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed, *, started: str = "") -> None:
+    """Raises UserError for the first input that is not as in the checkpoint. now: fingerprints by name. started: the
+    time that the chat template wrote into the prompts; empty: none."""
+    before, lacking = resumed.state["inputs"], not_compared(now, resumed)
+    for name, fingerprint in now.items():
+        if name in lacking or before.get(name) == fingerprint:
+            continue
+        logprobs = resumed.config.data.precomputed_logprobs
+        also = f" (or the logprobs in {logprobs} did)" if logprobs and name.startswith("prompts in ") else ""
+        fix = "restore the file, or start a new run"
+        if started and not resumed.started and name.startswith("prompts in "):
+            fix = (
+                "their chat template writes the time, and an earlier version of this program did not keep that of the "
+                f'first start: add it to {resumed.folder / PROGRAM}, such as "{STARTED}": "{started}", or start a new '
+                "run"
+            )
+        raise UserError(f"the {name} changed since {resumed.folder} was started{also}; {fix}")
+
+
+def not_compared(now: Mapping[str, str], resumed: Resumed) -> list[str]:
+    """The inputs of which the checkpoint of an earlier version has no fingerprint."""
+    before = resumed.state["inputs"] if resumed.checkpoint else now
+    return [name for name in now if name not in before and name.startswith(LATER_INPUTS)]
 
 
 def refuse_older(resumed: Resumed) -> None:
@@ -128,7 +170,8 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
         state = values.get("state", values)  # earlier versions kept its parts at the top level
         config.algorithm.read_state(state)
-        return {"state": state, **about}
+        support = values.get("support")  # earlier versions had none
+        return {"state": state, **about, "support": None if support is None else int(support)}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         name = checkpoint.folder / STATE
         raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None

@@ -1,16 +1,22 @@
 """The inputs of a run other than weights, checked before any model is loaded."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from rlhf_spmd.config import Config, prompt_files
+from rlhf_spmd.config import Config, prompt_files, split_functions
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model.tokenizer_check import reading_note
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.runtime.data.precomputed import with_logprobs
+from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
+from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.world.world import World
 
 SOURCE = "data_source"  # the column that names where a prompt is from
@@ -34,12 +40,32 @@ def check_responses_end(config: Config, eos_ids: Sequence[int]) -> None:
         )
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: Sequence[int] = ()) -> PromptSet:
-    """The data set of a run, tokenised. num_known: token ids that all models know. eos_ids: the first one ends the
-    responses that the set has, if there are any. Raises UserError."""
-    prompts = load_prompts(
+def load_rendered(
+    path: Path | Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    template_kwargs: Mapping[str, Any],
+    **how: Any,
+) -> PromptSet:
+    """load_prompts, with a chat template for conversations. template_kwargs: data.chat_template_kwargs. Raises
+    UserError."""
+    found = load_prompts(path, tokenizer, render=template.render, template_kwargs=template_kwargs, **how)
+    remarks = (*found.remarks, *template.remarks(template_kwargs))
+    return replace(found, remarks=remarks, written_at=template.written_at)
+
+
+def read_prompts(
+    config: Config, tokenizer: Tokenizer, known: KnownTokens, eos_ids: Sequence[int] = (), *, started: str
+) -> PromptSet:
+    """The data set of a run, tokenised. known: the tokens that all models know. eos_ids: the first one ends the
+    responses that the set has, if there are any. started: the time that chat templates write, unless a file of
+    precomputed logprobs has its own. Raises UserError."""
+    template = ChatTemplate(config.main_folder, config.data.chat_template, started=time_of(config) or started)
+    prompts = load_rendered(
         prompt_files(config),
         tokenizer,
+        template,
+        config.data.chat_template_kwargs,
         max_prompt_tokens=config.data.max_prompt,
         key=config.data.key or config.algorithm.data[PROMPTS],
         long_prompts=config.data.long_prompts,
@@ -52,23 +78,31 @@ def read_prompts(config: Config, tokenizer: Tokenizer, num_known: int, eos_ids: 
         turns=config.data.turns,
         max_response_tokens=config.generation.max_new_tokens,
         eos_ids=tuple(eos_ids),
-        render=ChatTemplate(config.main_folder, config.data.chat_template).render,
     )
     for key, rows in {PROMPTS: prompts.prompts, **prompts.responses}.items():
-        unknown = rows.first_above(num_known - 1)
+        unknown = rows.first_above(known.stop - 1)
         if unknown is not None:
             what = "the prompt" if key == PROMPTS else f"{key} of the prompt"
             text, token = prompts.texts[unknown], max(rows[unknown])
             raise UserError(
-                f"{what} {text[:60]!r} has token {token}, but the models have {num_known} tokens (vocab_size "
+                f"{what} {text[:60]!r} has token {token}, but the models have {known.stop} tokens (vocab_size "
                 f"in config.json); use the tokenizer that belongs to {config.main_folder}"
             )
-    return with_logprobs(config, prompts) if config.data.precomputed_logprobs else prompts
+    return with_logprobs(config, prompts, known) if config.data.precomputed_logprobs else prompts
+
+
+def functions_fingerprints(config: Config) -> dict[str, str]:
+    """Hashes of the files of reward functions, by name. A host that does not score need not have them."""
+    functions = split_functions(config.reward_function)
+    functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
+    files = filter(None, map(source_file, functions))
+    return {f"reward function in {path}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def sources_of(prompts: PromptSet, num: int) -> list[str]:
     """Where each of the first prompts is from, by its column data_source; empty where it has none."""
-    return [str(record.get(SOURCE, "")) for record in prompts.records(range(num))]
+    found = (record.get(SOURCE) for record in prompts.records(range(num)))
+    return ["" if source is None else str(source) for source in found]
 
 
 def check_best(config: Config, prompts: PromptSet, num: int) -> None:

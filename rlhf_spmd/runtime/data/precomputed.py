@@ -16,12 +16,18 @@ from safetensors.numpy import save_file
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, why_no_file
+from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.model.hf import read_config
+from rlhf_spmd.model.template_time import checked_time
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet
+from rlhf_spmd.runtime.data.packed_rows import NumberRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 
 FORMAT = "rlhf_spmd logprobs 1"
 PIECE_BYTES, NUM_PIECES = 2**16, 256  # of a file, for its fingerprint
-ROWS = "the tokens of the rows"
+ROWS, SUPPORT = "the tokens of the rows", "the tokens that may be drawn"
+TIME = "the time that the chat template wrote"  # only where it did
 FIX = "compute it again (`precompute`), or drop the option that names it"
 
 
@@ -30,15 +36,38 @@ def calls_of(config: Config) -> tuple[Call, ...]:
     return config.algorithm.workflow(config.options).repeated_calls
 
 
-def about(config: Config, prompts: PromptSet) -> dict[str, str]:
-    """What the numbers depend on, by name."""
+def about(config: Config, prompts: PromptSet, known: KnownTokens) -> dict[str, str]:
+    """What the numbers depend on, by name. known: the tokens that have a probability."""
     generation = config.generation
     found = {"format": FORMAT, ROWS: prompts.tokens_fingerprint(), "dtype": config.dtype}
     found["generation.temperature"] = f"{generation.temperature:g}"
     found["generation.min_new_tokens"] = str(generation.min_new_tokens)
+    if padded := padded_models(config, known):
+        found[SUPPORT] = f"{known.count} of {', '.join(f'{rows} ({role})' for role, rows in padded.items())}"
     return found | {
         f"the {call.model}": folder_fingerprint(Path(config.folder(call.model))) for call in calls_of(config)
     }
+
+
+def padded_models(config: Config, known: KnownTokens) -> dict[str, int]:
+    """Language models with more rows of embeddings than tokens that may be drawn -> their rows."""
+    roles = config.algorithm.roles
+    folders = {role: config.folder(role) for role in roles if roles[role].head == "lm" and config.folder(role)}
+    rows = {role: read_config(folder).vocab_size for role, folder in folders.items()}
+    return {role: num for role, num in rows.items() if num > known.count}
+
+
+def time_of(config: Config) -> str:
+    """The time that the chat template wrote into the rows of the file that the options name; empty: there is none."""
+    path = Path(config.data.precomputed_logprobs)
+    if not is_file(path):
+        return ""
+    try:
+        with safe_open(path, "np") as file:
+            text = (file.metadata() or {}).get(TIME, "")
+    except (OSError, SafetensorError):
+        return ""  # with_logprobs says it
+    return checked_time(text, str(path)) if text else ""
 
 
 def write_logprobs(path: Path, values: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
@@ -65,16 +94,14 @@ def try_to_write(path: Path) -> Path:
     return draft
 
 
-def with_logprobs(config: Config, prompts: PromptSet) -> PromptSet:
+def with_logprobs(config: Config, prompts: PromptSet, known: KnownTokens) -> PromptSet:
     """The set with the numbers of the file that the options name. Raises UserError if they are of something else."""
     path, found = Path(config.data.precomputed_logprobs), {}
-    if not path.is_file():
-        raise UserError(
-            f"the file of precomputed logprobs {path} does not exist: write it with `precompute --out {path}`"
-        )
+    if why := why_no_file(path):
+        raise UserError(f"the file of precomputed logprobs {path} {why}: write it with `precompute --out {path}`")
     try:
         with safe_open(path, "np") as file:
-            _compare(path, file.metadata() or {}, about(config, prompts), config)
+            _compare(path, file.metadata() or {}, about(config, prompts, known), config, prompts)
             for call in calls_of(config):
                 found[call.outputs[0]] = file.get_tensor(call.outputs[0]).astype(np.float32, copy=False)
     except (OSError, SafetensorError) as error:
@@ -88,7 +115,9 @@ def with_logprobs(config: Config, prompts: PromptSet) -> PromptSet:
     return replace(prompts, numbers=numbers)
 
 
-def _compare(path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], config: Config) -> None:
+def _compare(
+    path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], config: Config, prompts: PromptSet
+) -> None:
     """Raises UserError if a file was made from something else than a run has."""
     for name, value in wanted.items():
         if stored.get(name) == value:
@@ -96,10 +125,15 @@ def _compare(path: Path, stored: Mapping[str, str], wanted: Mapping[str, str], c
         if name == "format":
             raise UserError(f"{path} holds no precomputed logprobs: {FIX}")
         if name == ROWS:
+            time = ""
+            if prompts.written_at and TIME not in stored:
+                time = ", or at another time, which the chat template writes and an earlier version did not keep"
             raise UserError(
                 f"{path} was computed for other rows than those of {config.data.prompts}, or they were cut at other "
-                f"limits: {FIX}"
+                f"limits{time}: {FIX}"
             )
+        if name == SUPPORT:
+            raise UserError(f"{path} was computed with probabilities of tokens that the tokenizer lacks: {FIX}")
         if name.startswith("the "):
             role = name.removeprefix("the ")
             raise UserError(f"{path} was computed with another {role} than {config.folder(role)}: {FIX}")

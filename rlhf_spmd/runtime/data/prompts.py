@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,9 @@ import numpy as np
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
+from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records
+from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
 
 if TYPE_CHECKING:
@@ -32,112 +32,7 @@ if TYPE_CHECKING:
     from rlhf_spmd.model.tokenizer import Tokenizer
 
 NumberColumn = tuple[str, float | None]  # a column with numbers, and that of rows without one (None: an error)
-HASHED_AT_ONCE = 10_000  # prompts
 SOURCE = "data_source"  # a column: where a row comes from
-PADDING = -1  # never a token id, so it cannot be confused with an end of sequence that a tokenizer uses for padding
-
-
-class PackedRows(Sequence):
-    """A sequence of rows of different lengths, stored in one array without overhead per row."""
-
-    def __init__(self, items: np.ndarray, ends: np.ndarray):
-        """items: of all rows; ends: int64 [rows], where each row ends."""
-        self.items, self.ends = items, ends
-
-    @staticmethod
-    def ends_of(rows: Sequence[Sized]) -> np.ndarray:
-        """Where each of these rows ends, int64 [rows]."""
-        return np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        return self._value(self.row(range(len(self))[index]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    def row(self, index: int) -> np.ndarray:
-        """The items of a row (0 <= index < len)."""
-        return self.items[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
-
-    @abstractmethod
-    def _value(self, row: np.ndarray) -> Any:
-        """The items of a row as the sequence returns them."""
-
-
-class TokenRows(PackedRows):
-    """Rows of token ids, int32, read as lists."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
-        ends = cls.ends_of(rows)
-        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(ends[-1]) if len(rows) else 0), ends)
-
-    def _value(self, row: np.ndarray) -> list[int]:
-        return row.tolist()
-
-    def padded(self, index_B: np.ndarray, width: int) -> np.ndarray:
-        """The rows `index_B`, int64 [B, width], padded with -1 on the right. No row may be longer than `width`."""
-        rows_BP = np.full((len(index_B), width), PADDING, np.int64)
-        for row_P, index in zip(rows_BP, np.asarray(index_B).tolist(), strict=True):
-            tokens = self.row(index)
-            row_P[: len(tokens)] = tokens
-        return rows_BP
-
-    def add_to(self, digest) -> None:
-        """Adds every token, with the length before each row, to a hash."""
-        starts = np.concatenate((np.zeros(1, np.int64), self.ends[:-1]))
-        for first in range(0, len(self), HASHED_AT_ONCE):
-            part = slice(first, first + HASHED_AT_ONCE)
-            begin, ends = starts[first], self.ends[part]
-            tokens = self.items[begin : ends[-1]]
-            counted = np.insert(tokens.astype("<i8"), starts[part] - begin, ends - starts[part])
-            digest.update(np.ascontiguousarray(counted, "<i8"))
-
-    def first_above(self, limit: int) -> int | None:
-        """The first row with a token id larger than `limit`; None if there is none."""
-        above = np.flatnonzero(self.items > limit)
-        return int(np.searchsorted(self.ends, above[0], side="right")) if len(above) else None
-
-
-class NumberRows(PackedRows):
-    """Rows of numbers, float32: one for the row, or one for each token of its response."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[float]]) -> NumberRows:
-        ends = cls.ends_of(rows)
-        return cls(np.fromiter(chain.from_iterable(rows), np.float32, int(ends[-1]) if len(rows) else 0), ends)
-
-    def _value(self, row: np.ndarray) -> list[float]:
-        return row.tolist()
-
-    def add_to(self, digest) -> None:
-        """Adds the numbers to a hash."""
-        digest.update(np.ascontiguousarray(self.items, "<f4"))
-
-    def padded(self, index_B: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """The rows `index_B`, float32 [B, *shape], with zeros on the right."""
-        rows_BW = np.zeros((len(index_B), *(shape or (1,))), np.float32)
-        for row_W, index in zip(rows_BW, np.asarray(index_B).tolist(), strict=True):
-            values = self.row(index)
-            row_W[: len(values)] = values
-        return rows_BW.reshape(len(index_B), *shape)
-
-
-class TextRows(PackedRows):
-    """Texts in UTF-8, uint8, read as strings."""
-
-    @classmethod
-    def of(cls, texts: Iterable[str]) -> TextRows:
-        rows = [text.encode() for text in texts]
-        return cls(np.frombuffer(b"".join(rows), np.uint8), cls.ends_of(rows))
-
-    def _value(self, row: np.ndarray) -> str:
-        return row.tobytes().decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +56,11 @@ class PromptSet:
     numbers: Mapping[str, NumberRows] = field(default_factory=dict)  # by key, of rows or of the tokens of a response
     num_cut: int = 0  # rows with a response that was cut
     num_silent: int = 0  # rows that were left out, because nothing in them is learned
+    column_names: tuple[str, ...] = ()  # of the other columns of all rows together
+    remarks: tuple[str, ...] = ()  # for the heading: what is odd about the rows
+    written_at: str = ""  # the time that the chat template wrote (template_time.py); empty: it wrote none
     _order: PromptOrder = field(init=False, repr=False, compare=False)
-    _hash: list[str] = field(default_factory=list, repr=False, compare=False)
+    _hashes: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.prompts) and len(self.prompts) == len(self.texts), (
@@ -186,8 +84,12 @@ class PromptSet:
         return self.rows(key).padded(index_B, *shape)
 
     def records(self, index_B: Sequence[int]) -> list[Record]:
-        """The other columns of these prompts."""
+        """The other columns of these prompts, each with those that its row has."""
         return [{} if self.columns is None else json.loads(self.columns[int(index)]) for index in index_B]
+
+    def whole_records(self, index_B: Sequence[int]) -> list[Record]:
+        """The same with the columns of all rows: None where a row has none."""
+        return [dict.fromkeys(self.column_names) | record for record in self.records(index_B)]
 
     def batch(self, iteration: int, rollout_batch: int) -> list[int]:
         """Indices of the prompts of one iteration (from 0): a pure function of (seed, iteration)."""
@@ -201,15 +103,31 @@ class PromptSet:
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), compared
-        among the ranks at the start."""
-        if not self._hash:
+        """Hash of the seed, of what else their order depends on, and of all prompts (length, then tokens), responses
+        and numbers."""
+        if "tokens" not in self._hashes:
             order = f" {self.sizes} {self.weights} {self.shuffle}" if self.weights or not self.shuffle else ""
             digest = hashlib.sha256(f"{self.seed} {len(self)}{order}".encode())
             for rows in (self.prompts, *self.responses.values(), *self.numbers.values()):
                 rows.add_to(digest)
-            self._hash.append(digest.hexdigest())
-        return self._hash[0]
+            self._hashes["tokens"] = digest.hexdigest()
+        return self._hashes["tokens"]
+
+    def columns_fingerprint(self) -> str:
+        """Hash of the other columns, which reward functions and metrics read."""
+        if "columns" not in self._hashes:
+            digest = hashlib.sha256()
+            if self.columns is not None:
+                self.columns.add_to(digest)
+            self._hashes["columns"] = digest.hexdigest()
+        return self._hashes["columns"]
+
+    def fingerprints(self, file: str) -> dict[str, str]:
+        """What ranks and checkpoints compare, by name. file: that stands for the set in the names."""
+        return {
+            f"prompts in {file}": self.fingerprint(),
+            f"columns of the prompts in {file}": self.columns_fingerprint(),
+        }
 
 
 def pad(prompts: Iterable[Sequence[int]], width: int | None = None) -> torch.Tensor:
@@ -236,11 +154,13 @@ class _Rows:
     marks: str = ""  # the key of the marks of responses; empty: there are none
     numbers: dict[str, list[Sequence[float]]] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)  # other columns
+    names: dict[str, None] = field(default_factory=dict)  # of all of them
     form: dict[str, str] = field(default_factory=dict)  # how rows are written -> the place of the first such row
     num_truncated: int = 0  # prompts
     num_cut: int = 0  # responses
     num_dropped: int = 0
     num_silent: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)  # -> number of rows
 
 
 def load_prompts(
@@ -263,7 +183,8 @@ def load_prompts(
     columns: of responses to the prompts, by their keys (row_tokens.py). A response ends with an end of sequence; one of
     more than max_response_tokens tokens is an error, loses its last tokens, or its whole row is left out, as
     long_prompts says, too. A conversation in which the assistant says nothing is left out. numbers: columns with
-    numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation.
+    numbers, by key. marks: the key of which tokens of a response are learned. render: makes the text of a conversation,
+    with template_kwargs and what a row has for the template (template_arguments.py).
     Further columns are kept for reward functions; with several files, `data_source` is the name of the file where a row
     has no such column.
     """
@@ -291,6 +212,8 @@ def load_prompts(
         numbers={name: NumberRows.of(values) for name, values in rows.numbers.items()},
         num_cut=rows.num_cut,
         num_silent=rows.num_silent,
+        column_names=tuple(rows.names),
+        remarks=tuple(f"{num} {remark}" for remark, num in rows.remarks.items()),
     )
 
 
@@ -310,9 +233,12 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
     """Adds the rows of a file. name: for the column data_source of rows that have none; empty: no such column."""
     too_long: list[tuple[str, int]] = []
     num_before, long_prompts, num_silent = len(rows.texts), reading.long_prompts, 0
+    is_arrow = path.suffix.lower() == ".parquet"
     for place, record in read_records(path, reading.key, reading.others):
         where = f"{path}, {place}"
-        row = read_row(where, record, reading)
+        row = read_row(
+            where, {name: without_nulls(value) for name, value in record.items()} if is_arrow else record, reading
+        )
         if row is None:
             num_silent += 1
             continue
@@ -347,9 +273,12 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.tokens.extend(tokens)
         rows.ends.append(len(rows.tokens))
         rows.texts.append(text)
-        record = {SOURCE: name} | record if name else record
+        rows.remarks.update(filter(None, [row.remark]))
+        record = record | {SOURCE: name} if name and record.get(SOURCE) is None else record
         texts = (reading.key,) if row.is_plain else (TEXT,) if given else ()
-        rows.kept.append(_other_columns(record, besides=(*reading.columns.values(), *texts)))
+        others = {name: one for name, one in record.items() if name not in (*reading.columns.values(), *texts)}
+        rows.names |= dict.fromkeys(others)
+        rows.kept.append(json.dumps(others, default=str))  # what JSON has no type for (a date) becomes a string
     is_empty = len(rows.texts) == num_before
     if too_long and (long_prompts == "error" or is_empty):
         limit = reading.max_prompt_tokens
@@ -364,11 +293,6 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.num_truncated += len(too_long)
     else:
         rows.num_dropped += len(too_long)
-
-
-def _other_columns(record: Record, besides: tuple[str, ...]) -> str:
-    """The other columns of a row as a JSON object. What JSON has no type for (a date) becomes a string."""
-    return json.dumps({name: value for name, value in record.items() if name not in besides}, default=str)
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:

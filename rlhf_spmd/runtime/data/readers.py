@@ -1,35 +1,57 @@
 """Reads the entries of data files (JSON lines, Parquet, text), each with its place for messages."""
 
+import datetime
+import decimal
 import json
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder, why_no_file
 
-INSTEAD = {"prompt": "messages"}  # the column that is read where this one is missing
-CONVERSATION, TEXT = "messages", "text"  # that hold a prompt and a response
+CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
+CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
+INSTEAD = {"prompt": CONVERSATIONS}  # the columns of which the first is read where this one is missing
+ASSISTANT = "assistant"  # a role of messages
+ROLES = {"human": "user", "gpt": ASSISTANT}  # of ShareGPT's messages, whose other roles are called as here
+SAID = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  # what a message of the assistant says
+Message = dict[str, Any]  # `role`, and `content` unless it says something else; what else it has is for the template
 Record = dict[str, Any]  # column -> value
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
     """The columns of which a row has one, if it has none with the prompt. columns: with responses."""
     if len(columns) > 1:
         return tuple(columns)[:1]
-    return (CONVERSATION, TEXT) if columns else tuple(filter(None, [INSTEAD.get(key)]))
+    return (*CONVERSATIONS, TEXT) if columns else INSTEAD.get(key, ())
+
+
+def first_of(record: Record, columns: Sequence[str]) -> str | None:
+    """The first of these columns that the row has; null is none."""
+    return next((column for column in columns if record.get(column) is not None), None)
+
+
+def lacks(where: str, record: Record, key: str, fix: str = "add it") -> UserError:
+    """The error for a row that has no such column, or null in it."""
+    if key in record:
+        fix = fix.replace("add it", "give it a value", 1)
+        return UserError(f"{where}: the value of {key!r} is null: {fix}")
+    there = ", ".join(map(repr, record)) or "none"
+    return UserError(f"{where}: no key {key!r} (keys there: {there}): {fix}")
 
 
 def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> list[tuple[str, Record]]:
-    """(place, columns) of every entry, which all have the column `key` or one of `others` (None: that of INSTEAD);
+    """(place, columns) of every entry, which all have the column `key` or one of `others` (None: those of INSTEAD);
     place is `line 7` or `row 7`, counted from 1. Raises UserError naming file and place."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".txt": _read_lines}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UserError(f"{path}: unknown extension {path.suffix or '(none)'!r}: use one of {', '.join(readers)}")
-    if not path.is_file():
-        what = "is a folder: name a file in it" if path.is_dir() else f"does not exist (looked in {Path.cwd()})"
-        raise UserError(f"prompt file {path} {what}")
+    if why := why_no_file(path):
+        raise UserError(f"prompt file {path} {why}" + (": name a file in it" if is_folder(path) else ""))
     try:
         return list(reader(path, key, others_of(key, ()) if others is None else others))
     except OSError as error:
@@ -38,36 +60,79 @@ def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> l
 
 def text_of(where: str, record: Record, key: str) -> str:
     """A column that must be a string. where: file and place."""
-    if key not in record:
-        raise UserError(f"{where}: no key {key!r} (keys there: {', '.join(map(repr, record))}): add it")
-    if not isinstance(record.get(key), str):
-        raise UserError(f"{where}: the value of {key!r} is {kind_of(record.get(key))}, not a string")
+    if record.get(key) is None:
+        raise lacks(where, record, key)
+    if not isinstance(record[key], str):
+        raise UserError(f"{where}: the value of {key!r} is {kind_of(record[key])}, not a string")
     return record[key]
 
 
 def number_of(where: str, record: Record, key: str, default: float | None) -> float:
     """A column that must be a finite number; default: where it is missing or null; None: it must not be."""
     value = record.get(key)
-    if value is None and default is not None:
+    if value is None:
+        if default is None:
+            raise lacks(where, record, key)
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= FLOAT32_MAX:
         raise UserError(f"{where}: the value of {key!r} is {kind_of(value)}, not a finite number")
     return float(value)
 
 
-def messages_of(where: str, record: Record, key: str) -> list[dict[str, str]]:
-    """A column that must be a conversation: messages with `role` and `content`. Raises UserError."""
+def messages_of(where: str, record: Record, key: str) -> list[Message]:
+    """A column that must be a conversation, each message with `role` and `content` as text. Keys that are null are left
+    out, as transformers does. Raises UserError."""
     if not isinstance(record[key], list):
         raise UserError(f"{where}: the value of {key!r} is {kind_of(record[key])}, not a list of messages")
-    for number, message in enumerate(record[key], start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
-            raise UserError(
-                f'{where}: message {number} of {key!r} is {kind_of(message)}, not {{"role": "...", "content": "..."}} '
-                "with two strings"
-            )
     if not record[key]:
         raise UserError(f"{where}: {key!r} has no message")
-    return record[key]
+    return [_message(f"{where}: message {number} of {key!r}", one) for number, one in enumerate(record[key], start=1)]
+
+
+def is_said(message: Message) -> bool:
+    """Whether a message of the assistant says anything."""
+    return any(value.strip() if isinstance(value, str) else value for value in map(message.get, SAID))
+
+
+def _message(where: str, value: Any) -> Message:
+    """One message, also one of ShareGPT, with `from` and `value`."""
+    message = {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else {}
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        message = {"role": ROLES.get(role, role) if isinstance(role, str) else role} | message
+        if "value" in message and "content" not in message:
+            message["content"] = message.pop("value")
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(_part(where, part) for part in message["content"])
+    wrong = next((name for name in ("role", "content") if not isinstance(message.get(name), str)), None)
+    if wrong == "content" and "content" not in message and message["role"] == ASSISTANT and is_said(message):
+        return message  # it calls tools
+    if wrong is not None:
+        what = f"has {kind_of(message[wrong])} as {wrong!r}" if wrong in message else f"has no {wrong!r}"
+        if not isinstance(value, dict):
+            what = f"is {kind_of(value)}"
+        elif wrong in value and value[wrong] is None:
+            what = f"has null as {wrong!r}"
+        raise UserError(f'{where} {what}: write {{"role": "...", "content": "..."}} with two strings')
+    return message
+
+
+def _part(where: str, part: Any) -> str:
+    """The text of one part of a message."""
+    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in ("text", None):
+        return part["text"]
+    found = f"of type {part.get('type')!r}" if isinstance(part, dict) else f"that is {kind_of(part)}"
+    raise UserError(
+        f'{where} has a part {found}, and only {{"type": "text", "text": "..."}} can be read: the models here read text'
+    )
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without keys that are null: Arrow gives all objects of a column the same keys."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _read_lines(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:
@@ -94,17 +159,19 @@ def _read_jsonl(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[s
             raise UserError(f"{where}: the line is blank: remove it")
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            message = getattr(error, "msg", str(error))
+        except json.JSONDecodeError as error:
             raise UserError(
-                f'{where}: not valid JSON{column} ({message}): each line is one object such as {{"{key}": "..."}}'
+                f"{where}: not valid JSON at column {error.colno} ({error.msg}): each line is one object such as "
+                f'{{"{key}": "..."}}'
             ) from None
+        except ValueError:
+            limit = f"{sys.get_int_max_str_digits():,}"
+            raise UserError(f"{where}: a whole number has more than {limit} digits: write it as a string") from None
+        except RecursionError:
+            raise UserError(f"{where}: lists or objects are nested too deep: write them as a string") from None
         if not isinstance(record, dict):
             raise UserError(f'{where}: {kind_of(record)}, not an object: write {{"{key}": "..."}}')
-        if key not in record and not any(other in record for other in others):
-            found = ", ".join(map(repr, record)) or "none"
-            raise UserError(f"{where}: no key {key!r} (keys there: {found}): add it, or set data.key")
+        _check_has(where, record, key, others)
         yield place, record
 
 
@@ -121,16 +188,58 @@ def _read_parquet(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple
                 raise UserError(
                     f"{path}: no column {key!r} (columns there: {', '.join(map(repr, names))}): add it, or set data.key"
                 )
-            records = file.read().to_pylist()
+            columns = [_values_of(column) for column in file.read().columns]
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
-    for number, record in enumerate(records, start=1):
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} is not a readable Parquet file: {reason}") from None
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        record = dict(zip(names, values, strict=True))
+        _check_has(f"{path}, row {number}", record, key, others)
         yield f"row {number}", record
 
 
+def _values_of(column: Any) -> list[Any]:
+    """The values of a column of Parquet. Bytes that are UTF-8 become texts, wherever they stand."""
+    import pyarrow
+
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:  # texts that some program wrote in another encoding
+        column = column.cast(pyarrow.large_binary())
+        values = column.to_pylist()
+    except (ValueError, OverflowError):  # nanoseconds, years after 9999 and their like, which Python's types lack
+        values = column.cast(pyarrow.large_string()).to_pylist()
+    is_plain = not any(word in str(column.type) for word in ("binary", "halffloat"))
+    return values if is_plain else [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """A value with texts in the place of bytes that are UTF-8, and numbers of Python in the place of numpy's."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+KINDS = {dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+KINDS |= {bytes: "bytes that are no UTF-8", decimal.Decimal: "a decimal number", type(None): "null"}
+KINDS |= {datetime.date: "a date", datetime.datetime: "a date with a time", datetime.time: "a time of day"}
+KINDS |= {datetime.timedelta: "a length of time"}
+
+
+def _check_has(where: str, record: Record, key: str, others: Sequence[str]) -> None:
+    """Raises UserError for a row that has none of these columns."""
+    if first_of(record, (key, *others)) is None:
+        null = next((name for name in (key, *others) if name in record), key)
+        raise lacks(where, record, null, "add it, or set data.key")
+
+
 def kind_of(value: object) -> str:
-    """The type of a JSON value, with its article."""
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {dict: "an object", list: "a list", int: "a number", float: "a number", str: "a string"}
-    return names.get(type(value), "null")
+    """The type of a value of a data file, with its article."""
+    return KINDS.get(type(value), f"a value of the type {type(value).__name__}")

@@ -45,27 +45,33 @@ class Scorer:
         tokenizer: Tokenizer,
         data: PromptSet | None = None,
         *,
+        started: str = "",
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
     ):
         """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
-        calls: whether this rank calls the reward functions, and starts workers for them; beat: see RewardWorkers."""
+        started: the time that chat templates write. calls: whether this rank calls the reward functions, and starts
+        workers for them; beat: see RewardWorkers."""
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
-        columns = list(data.records([0])[0]) if data is not None else []
+        columns = data.column_names if data is not None else ()
         self.specs = split_functions(config.reward_function)
         self.functions, self.workers = [], None
+        self.notes: list[str] = []  # of the functions, for the heading
         if not config.reward_workers:
             self.functions = [load_reward_function(spec, columns) for spec in self.specs]
+            self.notes = [note for function in self.functions for note in function.notes]
         elif calls:
             limits = {"num": config.reward_workers, "timeout_s": config.reward_timeout_s}
             self.workers = RewardWorkers(self.specs, columns, **limits, beat=beat)
+            self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
         self.texts = None
         if reads_text(config, role):
-            self.texts = RewardTexts(folder, self.shape, config.data.key or config.algorithm.data[PROMPTS], role)
+            key = config.data.key or config.algorithm.data[PROMPTS]
+            self.texts = RewardTexts(folder, self.shape, key, role, started=started)
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
@@ -77,7 +83,7 @@ class Scorer:
         reward_function.py), or if none applies to a row for another reason than time."""
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
-        columns = self.data.records(index_B) if self.data is not None else []
+        columns = self.data.whole_records(index_B) if self.data is not None else []
         rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns)
         total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
         by_function, late = self._by_function(rows)
@@ -135,5 +141,6 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)
-    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS], role)
+    key = config.data.key or config.algorithm.data[PROMPTS]
+    texts = RewardTexts(folder, read_config(folder), key, role, started="")
     return f" ({texts.describe(data.records([0])[0])})"

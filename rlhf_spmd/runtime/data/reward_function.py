@@ -1,12 +1,13 @@
 """Reward functions: Python callables such as `reward(prompts, responses) -> list of numbers`, named in the config.
 
-reward_styles.py calls them with the parameters that they were written for. A bad score would corrupt training silently,
-so every result is checked. An error in the user's code is reported in one message with the function, the prompt, the
+reward_styles.py binds them, by the names of their parameters. A bad score would corrupt training silently, so every
+result is checked. An error in the user's code is reported in one message with the function, the prompt, the
 exception and its line.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,9 +21,10 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, why_no_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.data.reward_styles import Scored, call, check_columns, needs, style_of
+from rlhf_spmd.runtime.data.reward_styles import Bound, Scored, bind
 from rlhf_spmd.user_module import described, import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
@@ -35,11 +37,27 @@ class RewardFunction:
     UserError."""
 
     name: str  # as the user wrote it
-    function: Callable
+    bound: Bound
 
     @property
     def label(self) -> str:
         return label_of(self.name)
+
+    @property
+    def asks_for_columns(self) -> bool:
+        """Whether the data set must have columns for it."""
+        return bool(self.bound.columns) or "ground_truth" in self.bound.words
+
+    def bound_to(self, columns: Sequence[str] | None) -> RewardFunction:
+        """The same function, bound to these columns, see reward_styles.bind. Raises UserError."""
+        with naming(f"reward function {self.name!r}"):
+            return RewardFunction(self.name, bind(self.bound.function, columns))
+
+    @property
+    def notes(self) -> list[str]:
+        """Which of its parameters have the name of a column that they do not get."""
+        names = ", ".join(self.bound.hidden)
+        return [f"{self.name} gets the program's {names}, not the data set's"] if names else []
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """Scores of rows without further columns."""
@@ -51,7 +69,7 @@ class RewardFunction:
         if not len(rows):
             return [], {}  # a rank without data does not call the user's code
         try:
-            result = call(self.function, rows)
+            result = self.bound.call(rows)
         except UserError as error:  # it already states the fix, e.g. a package to install
             text = str(error)
             named = f"reward function {self.name} {text.removeprefix('it ')}"
@@ -109,7 +127,7 @@ class RewardFunction:
             where = f"on response {rows.first + index} {shortened(rows.responses[index])}"
             where += f" (prompt {shortened(rows.prompts[index])})"
         return (
-            f"reward function {self.name} raised {described(error, self.function)} {where}: "
+            f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} {where}: "
             "fix the function, or return a score for such a response"
         )
 
@@ -120,7 +138,7 @@ class RewardFunction:
         deadline = time.perf_counter() + SEARCH_S
         for index in range(len(rows)):
             try:
-                call(self.function, rows.one(index))
+                self.bound.call(rows.one(index))
             except (Exception, SystemExit) as again:
                 if type(again) is type(error):
                     return index
@@ -129,23 +147,30 @@ class RewardFunction:
         return None
 
 
+def _code_of(function: Callable) -> Callable:
+    """The function with the code of a partial or a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if hasattr(inspect.unwrap(function), "__code__") else type(function).__call__
+
+
 def label_of(spec: str) -> str:
     """The name of a function in the log: without the module."""
     return spec.rpartition(":")[2]
 
 
-def load_reward_function(spec: str, columns: Sequence[str] = ()) -> RewardFunction:
-    """Loads `module:function` or `file.py:function`. Raises UserError naming the wrong part and the fix, also if the
-    function asks for something that is no column of the data set.
+def load_reward_function(spec: str, columns: Sequence[str] | None = ()) -> RewardFunction:
+    """Loads `module:function` or `file.py:function`, and binds it. columns: as of reward_styles.bind. Raises UserError
+    naming the wrong part and the fix, also if the function cannot be called by names.
 
     The file's folder (for a module: the working folder) is appended to the import path, so the function can import
     modules there.
     """
     with naming(f"reward function {spec!r}"):
-        return RewardFunction(spec, _load(spec, columns))
+        return RewardFunction(spec, bind(_load(spec), columns))
 
 
-def _load(spec: str, columns: Sequence[str]) -> Callable:
+def _load(spec: str) -> Callable:
     target, colon, name = spec.rpartition(":")
     if not colon or not target or not name.isidentifier():
         raise UserError("write it as module:function or file.py:function")
@@ -156,16 +181,6 @@ def _load(spec: str, columns: Sequence[str]) -> Callable:
     function = getattr(module, name)
     if not callable(function):
         raise UserError(f"{name} is {shortened(function)}, not a function")
-    if style_of(function) == "own":
-        needed = dict.fromkeys(needs(function))
-        try:
-            inspect.signature(function).bind([], [], **needed)
-        except TypeError as error:
-            fix = "take two lists of strings and return a list of numbers"
-            raise UserError(f"it can't be called as {name}(prompts, responses) ({error}): {fix}") from None
-        except ValueError:
-            pass  # a builtin without a signature: errors show when it is called
-    check_columns(function, columns)
     return function
 
 
@@ -173,7 +188,7 @@ def source_file(spec: str) -> Path | None:
     """The file of a reward function, or None; the same on every rank, whether or not it loads the function."""
     target = spec.rpartition(":")[0]
     if not target or target.endswith(".py") or "/" in target:
-        return Path(target) if Path(target).is_file() else None
+        return Path(target) if is_file(target) else None
     _extend_import_path(Path.cwd())
     try:
         module = importlib.util.find_spec(target)
@@ -183,9 +198,8 @@ def source_file(spec: str) -> Path | None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if path.suffix != ".py" or not path.is_file():
-        why = "is not a .py file" if path.exists() else f"does not exist (looked in {Path.cwd()})"
-        raise UserError(f"{path} {why}")
+    if path.suffix != ".py" or not is_file(path):
+        raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
     path = path.resolve()
     _extend_import_path(path.parent)
     try:

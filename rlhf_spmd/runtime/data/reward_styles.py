@@ -1,29 +1,31 @@
-"""Calls a reward function with the parameters that it was written for: those of this program, TRL, verl or OpenRLHF.
+"""Binds a reward function by the names of its parameters: those of this program, TRL, verl or OpenRLHF.
 
-The style is told by the names of the parameters:
+The parameter that receives the responses tells the program, whose words are passed first:
 
-    (prompts, responses, ...)                                     this program
-    (prompts, completions, completion_ids, **columns)             TRL; conversations get conversations
-    (data_source, solution_str, ground_truth, extra_info)         verl; called once for each response
-    (queries, prompts, labels)                                    OpenRLHF; a query is a prompt with its response
+    responses       this program: prompts, responses
+    completions     TRL: prompts, completions; as conversations where the prompt of the data set is one
+    solution_str    verl: data_source, solution_str, ground_truth, extra_info; called once for each response
+    queries         OpenRLHF: queries, prompts, labels; a query is a prompt with its response
 
-Any further parameter is a column of the data set, as a list with one value for each response. The result is one number
-for each response, or None where the function does not apply; or a dict with numbers of that kind, for the log.
+and in all of them completion_ids, the tokens of each response. Any further parameter is a column of the data set, as a
+list with one value for each response. Nothing is passed by place. The result is one number for each response, or None
+where the function does not apply; or a dict with numbers of that kind, for the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.option_suggestions import did_you_mean
 
 SCORE_KEYS = ("score", "rewards", "scores")  # of dicts that functions return, the first one counts
 EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
-TAKEN = ("prompts", "responses")  # no columns, for a function that takes everything by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,13 @@ class Scored:
         first = self.first + index
         return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first)
 
-    def column(self, name: str) -> list[Any]:
-        return [row.get(name) for row in self.columns] if self.columns else [None] * len(self)
+    @property
+    def records(self) -> Sequence[Mapping[str, Any]]:
+        """The columns of each row, also where the data set has none."""
+        return self.columns or [{}] * len(self)
 
-    def column_names(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.columns for name in row))
+    def column(self, name: str) -> list[Any]:
+        return [row.get(name) for row in self.records]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,34 +65,212 @@ class Result:
     logs: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
-def style_of(function: Callable) -> str:
-    """`own`, `trl`, `verl` or `openrlhf`."""
-    try:
-        names = set(inspect.signature(function).parameters)
-    except ValueError:  # a builtin
-        return "own"
-    if "completions" in names:
-        return "trl"
-    if "solution_str" in names:
-        return "verl"
-    return "openrlhf" if "queries" in names else "own"
+# ---- the words of each program: the values of a word for some rows, a list ------------------------------------------
 
 
-def call(function: Callable, rows: Scored) -> Result:
-    """Calls a function of any style. Raises what it raises, and UserError for a dict without scores."""
-    style = style_of(function)
-    if style == "verl":
-        return _each(function, rows)
-    positional: tuple = ()
-    if style == "own":
-        positional, known = (list(rows.prompts), list(rows.responses)), {"completion_ids": list(map(list, rows.tokens))}
-    elif style == "trl":
-        known = {"completion_ids": list(map(list, rows.tokens)), **_conversations(rows)}
+def _prompts(rows: Scored) -> list[str]:
+    return list(rows.prompts)
+
+
+def _responses(rows: Scored) -> list[str]:
+    return list(rows.responses)
+
+
+def _conversation(row: Mapping[str, Any]) -> list | None:
+    """The prompt of a row if it is a conversation in the data set, without an answer at its end; else None."""
+    for messages in (row.get("prompt"), row.get("messages")):
+        if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
+            return messages[:-1] if messages[-1].get("role") == "assistant" else messages
+    return None
+
+
+def _prompts_of_trl(rows: Scored) -> list[str | list]:
+    return [_conversation(row) or text for row, text in zip(rows.records, rows.prompts, strict=True)]
+
+
+def _completions(rows: Scored) -> list[str | list]:
+    pairs = zip(rows.records, rows.responses, strict=True)
+    return [[{"role": "assistant", "content": text}] if _conversation(row) else text for row, text in pairs]
+
+
+def _column(name: str) -> Callable[[Scored], list[Any]]:
+    return lambda rows: rows.column(name)
+
+
+def _truths(rows: Scored) -> list[Any]:
+    models = [row["reward_model"] if isinstance(row.get("reward_model"), Mapping) else {} for row in rows.records]
+    return _first([model.get("ground_truth") for model in models], rows.column("ground_truth"))
+
+
+def _labels(rows: Scored) -> list[Any]:
+    return _first(rows.column("labels"), rows.column("label"))
+
+
+def _first(values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [other if value is None else value for value, other in zip(values, others, strict=True)]
+
+
+def _queries(rows: Scored) -> list[str]:
+    return [prompt + response for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
+
+
+def _tokens(rows: Scored) -> list[list[int]]:
+    return [list(tokens) for tokens in rows.tokens or [()] * len(rows)]
+
+
+IDS = {"completion_ids": _tokens}
+WORDS: dict[str, dict[str, Callable[[Scored], list[Any]]]] = {  # by the word that is the response
+    "responses": {"prompts": _prompts, "responses": _responses, **IDS},
+    "completions": {"prompts": _prompts_of_trl, "completions": _completions, **IDS},
+    "solution_str": {
+        "data_source": _column("data_source"),
+        "solution_str": _responses,
+        "ground_truth": _truths,
+        "extra_info": _column("extra_info"),
+        **IDS,
+    },
+    "queries": {"queries": _queries, "prompts": _prompts, "labels": _labels, **IDS},
+}
+OF_EACH = "solution_str"  # such a function is called once for each response
+COLUMNS_TOO = ("data_source", "extra_info", "ground_truth", "labels")  # words that are the columns of these names
+PROGRAMS = {"responses": "this program", "completions": "TRL", "solution_str": "verl", "queries": "OpenRLHF"}
+ACCEPTED = "responses, completions (as in TRL), solution_str (verl) or queries (OpenRLHF: prompt with response)"
+# What others call them: trlX's samples are prompt and response.
+ELSEWHERE = {"samples": "queries", **dict.fromkeys(("output", "outputs", "texts", "generations"), "responses")}
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+# ---- binding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A reward function, and the names by which it is called. receiver: the word that is the response. hidden: words
+    that are columns, too, which the function does not get."""
+
+    function: Callable
+    receiver: str
+    words: tuple[str, ...]
+    columns: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
+
+    def call(self, rows: Scored) -> Result:
+        """The function's result for these rows. Raises what it raises, and UserError for a dict without scores."""
+        made = {name: rows.column(name) for name in self.columns}
+        made |= {name: WORDS[self.receiver][name](rows) for name in self.words}
+        if self.receiver == OF_EACH:
+            calls = [{name: values[index] for name, values in made.items()} for index in range(len(rows))]
+            return _of_each(_awaited([self.function(**arguments) for arguments in calls]))
+        (found,) = _awaited([self.function(**made)])
+        return _of_all(found, len(rows))
+
+
+def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
+    """Reads the parameters of a function, once. columns: of the data set; None: not known, any name may be one. Raises
+    UserError, with the accepted names, for a function that cannot be called by names."""
+    parameters = _parameters(function)
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    named = {name: one for name, one in parameters.items() if one.kind in BY_NAME and name not in fixed}
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    receiver = _receiver(function, named, takes_all=takes_all and "responses" not in fixed)
+    words = [name for name in WORDS[receiver] if name in named or (takes_all and name not in fixed)]
+    required = [name for name, one in named.items() if one.default is one.empty]
+    if columns is None:
+        others = [name for name in required if name not in words]
     else:
-        labels = "label" if "label" in rows.column_names() else "labels"
-        queries = [prompt + response for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
-        known = {"queries": queries, "prompts": list(rows.prompts), "labels": rows.column(labels)}
-    found = _result(function(*positional, **_arguments(function, rows, known)))
+        _check_columns(receiver, required, columns)
+        others = [one for one in columns if one not in WORDS[receiver] and (one in named or takes_all)]
+        others = [one for one in others if one not in fixed]
+    try:
+        _own_signature(function).bind(**dict.fromkeys([*words, *others]))
+    except TypeError as error:
+        given = ", ".join([*words, *others])
+        fix = "let its decorator pass on what it gets (**kwargs), or not name the function behind it (functools.wraps)"
+        raise UserError(f"it can't be called with {given} by name ({error}): {fix}") from None
+    hidden = [name for name in words if name in (columns or ()) and name not in COLUMNS_TOO]
+    return Bound(function, receiver, tuple(words), tuple(others), tuple(hidden))
+
+
+def _own_signature(function: Callable) -> inspect.Signature:
+    """The signature of a function; of a decorated one that of its decorator."""
+    try:
+        return inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # functools.cache has none
+        return inspect.signature(function)
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function; of a decorated one those of its decorator, unless that passes any name on. Raises
+    UserError."""
+    try:
+        found = _own_signature(function).parameters
+        if any(one.kind is one.VAR_KEYWORD for one in found.values()):
+            found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        fix = f"write a function around it that names the response {ACCEPTED}"
+        raise UserError(f"the names of its parameters cannot be read, and they are bound by names: {fix}") from None
+    if unnamed := [name for name, one in found.items() if one.kind is one.POSITIONAL_ONLY]:
+        raise UserError(
+            f"it takes {', '.join(unnamed)} by place only, and parameters are bound by their names: remove the / after "
+            f"them, or write a function around it that names the response {ACCEPTED}"
+        )
+    return found
+
+
+def _receiver(function: Callable, named: Mapping[str, inspect.Parameter], *, takes_all: bool) -> str:
+    """The word by which a function gets the response. named: parameters that can be given. takes_all: any word can be
+    given. Raises UserError unless there is one."""
+    found = [name for name in WORDS if name in named]
+    if len(found) > 1:  # where one is required, the others may be columns
+        must = [name for name in found if named[name].default is inspect.Parameter.empty]
+        found = must if len(must) == 1 else found
+    if len(found) > 1:
+        programs = ", ".join(f"{name} ({PROGRAMS[name]})" for name in found)
+        raise UserError(f"several of its parameters receive the response: {programs}; keep one of them")
+    if found or takes_all:
+        return found[0] if found else "responses"
+    guesses = [did_you_mean(ELSEWHERE.get(name, name), WORDS) for name in named]
+    hint = next(filter(None, guesses), "")
+    hint += "; it is a class: name an object of it" if inspect.isclass(function) else ""
+    raise UserError(
+        f"no parameter of it receives the response ({', '.join(named) or 'it has none with a name'}), because they are "
+        f"bound by their names: call one {ACCEPTED}{hint}"
+    )
+
+
+def _check_columns(receiver: str, required: Sequence[str], columns: Sequence[str]) -> None:
+    """Raises UserError if a function asks for a name that is neither a word nor a column of the data set."""
+    words, there = WORDS[receiver], ", ".join(columns) or "there is none besides the prompts"
+    for name in required:
+        if name not in words and name not in columns:
+            known = [*words, *columns]
+            raise UserError(
+                f"it asks for {name}, which is no column of the data set ({there}) and none of {', '.join(words)}"
+                f"{did_you_mean(ELSEWHERE.get(name, name), known)}: add the column, or rename the parameter"
+            )
+    if "ground_truth" in required and "ground_truth" in words and not {"ground_truth", "reward_model"} & {*columns}:
+        raise UserError(
+            f"it asks for ground_truth, and the data set has neither this column nor reward_model ({there}): add one"
+        )
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def _awaited(found: list[Any]) -> list[Any]:
+    """What calls returned; what they will return if they are async, all of them at once."""
+
+    async def one_of(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*map(one_of, found))
+
+    return asyncio.run(together()) if any(map(inspect.isawaitable, found)) else found
+
+
+def _of_all(found: Any, num: int) -> Result:
+    """What a function returned for so many rows."""
     if not isinstance(found, Mapping):
         return Result(found)
     key = next((key for key in SCORE_KEYS if key in found), None)
@@ -97,114 +279,19 @@ def call(function: Callable, rows: Scored) -> Result:
     logs = {name: value for name, value in found.items() if name not in (*SCORE_KEYS, *EXTRA_KEYS)}
     for extra in EXTRA_KEYS:
         logs |= found.get(extra, {})
-    return Result(found[key], {name: _listed(value, len(rows)) for name, value in logs.items()})
+    return Result(found[key], {name: _listed(value, num) for name, value in logs.items()})
 
 
-def _result(found: Any) -> Any:
-    """What a function returned; what it will return if it is async."""
-
-    async def awaited() -> Any:
-        return await found
-
-    return asyncio.run(awaited()) if inspect.isawaitable(found) else found
-
-
-def _results(found: Sequence[Any]) -> Sequence[Any]:
-    """What several calls returned; what they will return if they are async, all of them at once."""
-
-    async def awaited() -> list[Any]:
-        return await asyncio.gather(*found)
-
-    return asyncio.run(awaited()) if found and all(map(inspect.isawaitable, found)) else found
-
-
-def _conversations(rows: Scored) -> dict[str, list]:
-    """Prompts and completions as TRL passes them: as conversations if the prompts of the data set are some."""
-    messages = rows.column("prompt")
-    messages = messages if any(isinstance(one, list) for one in messages) else rows.column("messages")
-    if not all(isinstance(one, list) for one in messages):
-        return {"prompts": list(rows.prompts), "completions": list(rows.responses)}
-    completions = [[{"role": "assistant", "content": response}] for response in rows.responses]
-    return {"prompts": messages, "completions": completions}
-
-
-OF_ROWS = {  # what a style is given besides columns
-    "own": ("completion_ids",),
-    "trl": ("prompts", "completions", "completion_ids"),
-    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "openrlhf": ("queries", "prompts", "labels"),
-}
-POSITIONAL = {"own": 2}  # parameters that are given by their places
-
-
-def needs(function: Callable) -> list[str]:
-    """The columns of the data set without which a function cannot be called."""
-    style = style_of(function)
-    return [
-        name
-        for name, parameter in _parameters(function).items()
-        if parameter.default is parameter.empty and name not in OF_ROWS[style]
-    ]
-
-
-def check_columns(function: Callable, columns: Sequence[str]) -> None:
-    """Raises UserError if a function asks for a column that the data set does not have."""
-    has_truth = "ground_truth" in columns or "reward_model" in columns
-    lacking = [name for name in needs(function) if name not in columns]
-    lacking += ["ground_truth"] if style_of(function) == "verl" and not has_truth else []
-    if lacking:
-        there = ", ".join(columns) or "there is none besides the prompts"
-        raise UserError(
-            f"it asks for {lacking[0]}, which is no column of the data set ({there}): add the column, or rename the "
-            "parameter"
-        )
-
-
-def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters that are given by name, without *args and **kwargs."""
-    try:
-        found = inspect.signature(function).parameters
-    except ValueError:  # a builtin
-        return {}
-    named = list(found.items())[POSITIONAL.get(style_of(function), 0) :]
-    return {name: one for name, one in named if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-
-
-def _takes_all(function: Callable) -> bool:
-    """Whether a function has **kwargs."""
-    try:
-        return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
-    except ValueError:
-        return False
-
-
-def _arguments(function: Callable, rows: Scored, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments: what is known of rows, and columns; all of them for a function with **kwargs."""
-    columns, parameters = rows.column_names(), _parameters(function)
-    wanted = [name for name in columns if name in parameters or (_takes_all(function) and name not in TAKEN)]
-    found = {name: rows.column(name) for name in wanted if name not in known}
-    return found | {name: value for name, value in known.items() if name in parameters or _takes_all(function)}
-
-
-def _each(function: Callable, rows: Scored) -> Result:
-    """verl's: one call for each response, which returns a number, or a dict with `score` and more numbers. Calls of an
-    async function run concurrently."""
-    parameters, made, scores, logs = _parameters(function), [], [], {}
-    for index, response in enumerate(rows.responses):
-        row = rows.columns[index] if rows.columns else {}
-        model = row.get("reward_model")
-        truth = model.get("ground_truth") if isinstance(model, Mapping) else row.get("ground_truth")
-        known = {"solution_str": response, "ground_truth": truth}
-        known |= {name: row.get(name) for name in ("data_source", "extra_info")}
-        given = {name: value for name, value in (row | known).items() if name in parameters or _takes_all(function)}
-        made.append(function(**given))
-    for index, found in enumerate(_results(made)):
+def _of_each(answers: Sequence[Any]) -> Result:
+    """What a function returned for each row: a number, or a dict with `score` and more numbers."""
+    scores, logs = [], {}
+    for index, found in enumerate(answers):
         if isinstance(found, Mapping):
             if "score" not in found:
                 raise UserError(f"it returned a dict with {', '.join(map(repr, found))}, and no 'score'")
             for name, value in found.items():
                 if name != "score":
-                    logs.setdefault(name, [None] * len(rows))[index] = value
+                    logs.setdefault(name, [None] * len(answers))[index] = value
             found = found["score"]
         scores.append(found)
     return Result(scores, logs)

@@ -2,7 +2,7 @@
 
 It reads lines of JSON from a socket and answers each with one:
 
-    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": true}
+    {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": [note, ...]}
     {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
 
 An error in the user's code is answered with {"error": message}. The functions run in the main thread, so they may use
@@ -24,6 +24,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
+from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
 
 # What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
@@ -34,6 +35,7 @@ LEFT_TO_THE_RANK = ASKED_BY | {signal.SIGUSR1, signal.SIGUSR2}
 def main() -> None:
     """Serves the rank at the other end of the socket until that closes. Arguments: the socket's descriptor, and the
     process id of the rank."""
+    streams.prepare(is_work=False, speaks=False)
     descriptor, rank = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != rank:  # it ended before that
@@ -41,6 +43,8 @@ def main() -> None:
     for number in LEFT_TO_THE_RANK:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank
     with socket.socket(fileno=descriptor) as connection:
         functions: list[RewardFunction] = []
         for line in _lines(connection):
@@ -48,7 +52,7 @@ def main() -> None:
                 answer = _answer(json.loads(line), functions)
             except UserError as error:
                 answer = {"error": str(error)}
-            sys.stdout.flush()  # what the function printed, before the rank goes on
+            streams.flush()  # what the function printed, before the rank goes on
             try:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
             except (BrokenPipeError, ConnectionResetError):  # the rank has ended
@@ -57,7 +61,8 @@ def main() -> None:
 
 def _lines(connection: socket.socket) -> Iterator[str]:
     """The lines that the rank sends, until it ends or closes the connection."""
-    with connection.makefile("r") as lines, suppress(ConnectionResetError):  # it ended without reading our answer
+    # The rank may end without reading our answer.
+    with connection.makefile("r", encoding="utf-8", newline="\n") as lines, suppress(ConnectionResetError):
         yield from lines
 
 
@@ -65,7 +70,7 @@ def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[st
     """What a message asks for. functions: those loaded, filled by the first message. Raises UserError."""
     if "functions" in message:
         functions += [load_reward_function(spec, message["columns"]) for spec in message["functions"]]
-        return {"ready": True}
+        return {"ready": [note for function in functions for note in function.notes]}
     columns = [message["columns"]] if message["columns"] is not None else []
     row = Scored([message["prompt"]], [message["response"]], [message["tokens"]], columns, first=message["row"])
     scores, logs = functions[message["function"]].score(row)

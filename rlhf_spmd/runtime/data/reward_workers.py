@@ -78,6 +78,7 @@ class RewardWorkers:
         """specs, columns: as of load_reward_function. timeout_s: for one response and function; 0: no limit. beat: is
         called again and again while workers work, and not while all of them sleep."""
         self.specs, self.columns, self.timeout_s, self.beat = list(specs), list(columns), timeout_s or math.inf, beat
+        self.notes: list[str] = []  # of the functions
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
         atexit.register(self.close)
@@ -199,7 +200,7 @@ class RewardWorkers:
         if "error" in answer:
             raise UserError(answer["error"])
         if "ready" in answer:
-            worker.is_ready = True
+            worker.is_ready, self.notes = True, answer["ready"]
             return
         (function, row), worker.task, worker.until_s = worker.task, None, math.inf
         scores, logs = now.found[function]

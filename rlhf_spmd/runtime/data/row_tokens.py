@@ -6,24 +6,42 @@ A row with responses has one of these forms (a conversation is a list of message
     responses                    two of them, whose common beginning is the prompt
     `messages`                   a conversation; the assistant's turns are the response
     `text`                       its first token is the prompt, all others are the response
+
+Two conversations beside a prompt that is text begin with their prompt; the text is not read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.data.readers import CONVERSATION, INSTEAD, TEXT, Record, messages_of, others_of, text_of
+from rlhf_spmd.runtime.data.readers import (
+    ASSISTANT,
+    CONVERSATION,
+    CONVERSATIONS,
+    TEXT,
+    Message,
+    Record,
+    first_of,
+    is_said,
+    lacks,
+    messages_of,
+    others_of,
+    text_of,
+)
+from rlhf_spmd.runtime.data.template_arguments import arguments_of, names_of
 
 if TYPE_CHECKING:
     from rlhf_spmd.model.tokenizer import Tokenizer
 
-Message = dict[str, str]
-Render = Callable[..., str]  # where (for messages), a conversation, answers=whether its answer begins behind it -> text
-ASSISTANT = "assistant"  # a role of messages
+# where (for messages), a conversation, answers=whether its answer begins behind it, and what a row gives the template
+# (template_arguments.py), if it does -> text
+Render = Callable[..., str]
+OTHER_TEXT = "whose {key!r} is not in their conversations, which are read instead"
+NOT_RENDERED = "of text, which no chat template renders, so that {names} have no effect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +58,15 @@ class Reading:
     render: Render | None = None
     turns: Literal["last", "all"] = "last"
     marks: bool = False  # whether a response may have tokens that are not learned
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of all rows, whose own ones replace them
 
     def rendered(self, where: str, messages: list[Message], *, answers: bool = True) -> str:
         """The text of a conversation. Raises UserError."""
         if self.render is None:
             raise UserError(f"{where}: the prompt is a list of messages, and only a string can be read here")
-        return self.render(where, messages) if answers else self.render(where, messages, answers=False)
+        text = self.render(where, messages) if answers else self.render(where, messages, answers=False)
+        check_unicode(where, text, "the conversation")
+        return text
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -56,7 +77,8 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class RowTokens:
     """A row. form: how it is written, for messages. text: of the prompt. is_plain: the prompt is a column of its own,
-    as text. marks: 1 for each token of a single response that is learned."""
+    as text. marks: 1 for each token of a single response that is learned. remark: for the heading, behind a number of
+    rows; empty: nothing is odd."""
 
     form: str
     text: str
@@ -64,10 +86,26 @@ class RowTokens:
     prompt: list[int]
     responses: Mapping[str, list[int]] = field(default_factory=dict)
     marks: list[int] = field(default_factory=list)
+    remark: str = ""
 
 
 def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
     """The tokens of a row; None if nothing in it can be learned. Raises UserError."""
+    names, given = names_of(record, reading.template_kwargs), []
+    if not names or reading.render is None:
+        return _read(where, record, reading)
+
+    def render(where: str, messages: list[Message], **how: Any) -> str:
+        if not given:  # not before, because a column beside text may mean something else
+            given.append(arguments_of(where, record, reading.template_kwargs))
+        return reading.render(where, messages, **given[0], **how)
+
+    row = _read(where, record, replace(reading, render=render))
+    is_text = row is not None and not given
+    return replace(row, remark=NOT_RENDERED.format(names=" and ".join(names))) if is_text else row
+
+
+def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
     columns, key = reading.columns, reading.key
     if not columns:
         text, is_rendered = prompt_of(where, record, reading)
@@ -75,14 +113,19 @@ def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
         return RowTokens("", text, not is_rendered, _encoded(where, text, reading, special=not is_rendered))
     lacking = [column for column in (key, *columns.values()) if record.get(column) is None]
     if len(columns) == 1 and lacking:
-        if record.get(CONVERSATION) is not None:
-            return _of_conversation(where, messages_of(where, record, CONVERSATION), reading)
-        if record.get(TEXT) is not None:
+        instead = first_of(record, (*CONVERSATIONS, TEXT))
+        if instead is None:
+            raise lacks(where, record, lacking[0], f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}")
+        if instead == TEXT:
             return _of_text(where, text_of(where, record, TEXT), reading)
-        there, fix = ", ".join(map(repr, record)), f"add it, or write the row as {CONVERSATION!r} or {TEXT!r}"
-        raise UserError(f"{where}: no key {lacking[0]!r} (keys there: {there}): {fix}")
+        return _of_conversation(where, messages_of(where, record, instead), reading)
+    for column in columns.values():
+        if column in lacking:
+            raise lacks(where, record, column)
     explicit = key not in lacking
-    kinds = {column: isinstance(record.get(column), list) for column in columns.values()}
+    kinds = {column: isinstance(record[column], list) for column in columns.values()}
+    if explicit and isinstance(record[key], str) and len(kinds) > 1 and all(kinds.values()):
+        explicit = False  # the text says the same as the conversations
     kinds |= {key: isinstance(record[key], list)} if explicit else {}
     if len(set(kinds.values())) > 1:
         strings, lists = ([repr(name) for name, is_list in kinds.items() if is_list == which] for which in (0, 1))
@@ -101,10 +144,10 @@ def read_row(where: str, record: Record, reading: Reading) -> RowTokens | None:
 def prompt_of(where: str, record: Record, reading: Reading) -> tuple[str, bool]:
     """The text of a prompt without responses, and whether it was rendered from a conversation, whose last answer is
     left out."""
-    key = reading.key
-    if key in record and not isinstance(record[key], list):
-        return text_of(where, record, key), False
-    messages = messages_of(where, record, key if key in record else INSTEAD[key])
+    column = first_of(record, (reading.key, *reading.others)) or reading.key
+    if column == reading.key and not isinstance(record.get(column), list):
+        return text_of(where, record, column), False
+    messages = messages_of(where, record, column)
     if messages[-1]["role"] == ASSISTANT:
         messages = messages[:-1]
     if not messages:
@@ -116,6 +159,11 @@ def check_text(where: str, text: str, what: str = "the prompt") -> None:
     """Raises UserError for a text that is empty or no Unicode."""
     if not text.strip():
         raise UserError(f"{where}: {what} is empty: write one or remove the entry")
+    check_unicode(where, text, what)
+
+
+def check_unicode(where: str, text: str, what: str) -> None:
+    """Raises UserError for a text that is no Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -147,7 +195,11 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
     given = {name: messages_of(where, record, column) for name, column in reading.columns.items()}
     before = messages_of(where, record, reading.key) if explicit else _common_messages(list(given.values()))
     if not before:
-        raise UserError(f"{where}: the conversations have no message in common: add the column {reading.key!r}")
+        fix = "write" if record.get(reading.key) else "add"
+        raise UserError(
+            f"{where}: the conversations have no message in common: {fix} the column {reading.key!r}"
+            + " as a list of messages" * (fix == "write")
+        )
     after = {name: messages if explicit else messages[len(before) :] for name, messages in given.items()}
     for name, column in reading.columns.items():
         if not any(message["role"] == ASSISTANT for message in after[name]):
@@ -156,7 +208,11 @@ def _of_messages(where: str, record: Record, reading: Reading, *, explicit: bool
     text, tokens, *_ = next(iter(made.values()))
     responses = {name: one[2] for name, one in made.items()}
     marks = next(iter(made.values()))[3]
-    return RowTokens("conversations", text, False, tokens, responses, marks)
+    said = [] if explicit else [message.get("content", "").strip() for message in before]
+    given = record.get(reading.key) or ""  # text beside conversations, which should say the same
+    differs = not explicit and given.strip() and not any(one and (one in given or given.strip() in one) for one in said)
+    remark = OTHER_TEXT.format(key=reading.key) if differs else ""
+    return RowTokens("conversations", text, False, tokens, responses, marks, remark)
 
 
 def _of_conversation(where: str, messages: list[Message], reading: Reading) -> RowTokens | None:
@@ -190,7 +246,7 @@ def _answered(
     own = [place for place, message in enumerate(after) if message["role"] == ASSISTANT]
     tokens, marks, last = list(prompt), [], own[-1] if own else -1
     for place in own:
-        if not after[place]["content"].strip():
+        if not is_said(after[place]):
             raise UserError(f"{where}: a message of the assistant is empty: write it, or remove the row")
         opened = reading.rendered(where, [*before, *after[:place]])
         closed = reading.rendered(where, [*before, *after[: place + 1]], answers=False)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.lib import format as npy
 
-from rlhf_spmd.runtime.data.prompts import NumberRows, PromptSet, TextRows, TokenRows
+from rlhf_spmd.runtime.data.packed_rows import NumberRows, TextRows, TokenRows
+from rlhf_spmd.runtime.data.prompts import PromptSet
 from rlhf_spmd.runtime.world.world import World
 
 SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
 COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
-FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle")  # the other fields of a set
+# the other fields of a set
+FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks", "written_at")
 
 
 def once_per_node(world: World, load: Callable[[], PromptSet]) -> PromptSet:
@@ -58,7 +60,7 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
             facts = {name: getattr(prompts, name) for name in FACTS}
             keys = {"keys": list(prompts.responses), "numbers": list(prompts.numbers)}
             about = keys | {"columns": prompts.columns is not None, "facts": facts}
-            return path, about | {"fingerprint": prompts.fingerprint()}
+            return path, about | {"hashes": {"tokens": prompts.fingerprint(), "columns": prompts.columns_fingerprint()}}
     return "", {}
 
 
@@ -74,6 +76,6 @@ def _map(about: Mapping) -> PromptSet | None:
     found = iter(rows[2:])
     responses = {key: TokenRows(*next(found)) for key in about["keys"]}
     values = {key: NumberRows(*next(found)) for key in about["numbers"]}
-    prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), [about["fingerprint"]]
+    prompts, texts, known = TokenRows(*rows[0]), TextRows(*rows[1]), dict(about["hashes"])
     facts = {name: tuple(value) if isinstance(value, list) else value for name, value in about["facts"].items()}
-    return PromptSet(prompts, texts, responses=responses, numbers=values, columns=columns, **facts, _hash=known)
+    return PromptSet(prompts, texts, responses=responses, numbers=values, columns=columns, **facts, _hashes=known)

@@ -5,12 +5,14 @@ torch.optim.AdamW runs the same operation, but constructing it imports torch's c
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Interval = tuple[str, int, int]  # a parameter's name, and an interval [start, stop) of its flattened local shard
+Decaying = Literal["all", "matrices", "linear"]
 ReadState = Callable[[str, Interval], Tensor]  # "master", "exp_avg" or "exp_avg_sq" -> the numbers, [stop - start]
 
 
@@ -43,6 +45,12 @@ def read_into(shares: Iterable[Share], read: ReadState) -> None:
             value.detach().view(-1)[share.part] = read(kind, share.interval).to(value.device)
 
 
+def decays(name: str, weight: Tensor, on: Decaying) -> bool:
+    """Whether weight decay concerns a parameter: any one; "matrices": no vector, which norms and biases are; "linear":
+    a matrix, but not the token embeddings (nor the output layer that is tied to them)."""
+    return on == "all" or (weight.dim() > 1 and (on == "matrices" or "embed" not in name))
+
+
 class AdamW:
     """Updates `masters` from their .grad; the moments have the dtype of the masters.
 
@@ -50,9 +58,20 @@ class AdamW:
     and torch could not return that memory to the GPU.
     """
 
-    def __init__(self, masters: Sequence[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float):
+    def __init__(
+        self,
+        masters: Sequence[Tensor],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        bare: Iterable[tuple[int, slice]] = (),
+    ):
+        """bare: the parts of masters without weight decay, in order, each as the place of a master and an interval of
+        the flattened master."""
         self.masters = list(masters)
-        self._settings = dict(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+        self._settings = dict(beta1=betas[0], beta2=betas[1], eps=eps)
+        self._parts = _parts(self.masters, list(bare), weight_decay)
         self.begin(0)
 
     @property
@@ -69,15 +88,37 @@ class AdamW:
     @torch.no_grad()
     def step(self, *, lr: float) -> None:
         torch._foreach_add_(self._steps, 1)
-        torch._fused_adamw_(
-            self.masters,
-            [master.grad for master in self.masters],
-            [moments["exp_avg"] for moments in self.moments],
-            [moments["exp_avg_sq"] for moments in self.moments],
-            [],
-            self._steps,
-            lr=lr,
-            amsgrad=False,
-            maximize=False,
-            **self._settings,
-        )
+        for weight_decay, parts in self._parts.items():
+            torch._fused_adamw_(
+                [_view(self.masters[place], part) for place, part in parts],
+                [_view(self.masters[place].grad, part) for place, part in parts],
+                [_view(self.moments[place]["exp_avg"], part) for place, part in parts],
+                [_view(self.moments[place]["exp_avg_sq"], part) for place, part in parts],
+                [],
+                [self._steps[place] for place, _ in parts],
+                lr=lr,
+                weight_decay=weight_decay,
+                amsgrad=False,
+                maximize=False,
+                **self._settings,
+            )
+
+
+def _parts(masters: Sequence[Tensor], bare: Sequence[tuple[int, slice]], weight_decay: float) -> dict[float, list]:
+    """Weight decay -> the parts of masters that have it, as place and interval (None: all of a master)."""
+    found: dict[float, list[tuple[int, slice | None]]] = {weight_decay: [], 0.0: []}
+    for place, master in enumerate(masters):
+        start, own = 0, [part for other, part in bare if other == place]
+        if not own:
+            found[weight_decay].append((place, None))
+            continue
+        for part in own:
+            found[weight_decay] += [(place, slice(start, part.start))] if start < part.start else []
+            found[0.0].append((place, part))
+            start = part.stop
+        found[weight_decay] += [(place, slice(start, master.numel()))] if start < master.numel() else []
+    return {decay: parts for decay, parts in found.items() if parts}
+
+
+def _view(x: Tensor, part: slice | None) -> Tensor:
+    return x if part is None else x.view(-1)[part]

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +71,7 @@ class DeepSpeedEngine:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        bare: Set[str],
         max_grad_norm: float | None,
     ):
         weights = [p for p in model.parameters() if p.requires_grad]
@@ -79,8 +80,16 @@ class DeepSpeedEngine:
         self._device = weights[0].device
         self._loss_module = _LossModule(model)
         self._deepspeed = _import_deepspeed(self._device)
+        without = {id(p) for name, p in model.named_parameters() if name in bare}
+        parts = [
+            {
+                "params": [p for p in weights if (id(p) in without) == is_bare],
+                "weight_decay": 0.0 if is_bare else weight_decay,
+            }
+            for is_bare in (False, True)
+        ]
         self.optimizer = torch.optim.AdamW(  # torch's, because DeepSpeed's compiles an operation
-            weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            [part for part in parts if part["params"]], lr=0.0, betas=betas, eps=eps, fused=True
         )
         if groups.tensor is not None:
             for name, p in model.named_parameters():
@@ -190,17 +199,23 @@ class DeepSpeedEngine:
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
         """See `TrainEngine.optimizer_state`."""
-        num_steps = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
-        return num_steps, state_of(self._shares())
+        if not self.optimizer.state:  # no step has been made
+            self._begin(0)
+        return max(int(state["step"]) for state in self.optimizer.state.values()), state_of(self._shares())
 
     @torch.no_grad()
     def load(self, num_steps: int, read: ReadState) -> None:
         """See `TrainEngine.load`."""
+        self._begin(num_steps)
+        read_into(self._shares(), read)
+
+    def _begin(self, num_steps: int) -> None:
+        """Sets the number of steps, and moments of zero."""
         zero = self.engine.optimizer
         for master in zero.fp32_partitioned_groups_flat if self._zero == 3 else zero.single_partition_of_fp32_groups:
             step = torch.tensor(float(num_steps), dtype=torch.float32, device=master.device)
-            self.optimizer.state[master] = {"step": step} | {kind: torch.zeros_like(master) for kind in MOMENTS}
-        read_into(self._shares(), read)
+            zeros = {kind: torch.zeros_like(master, requires_grad=False) for kind in MOMENTS}
+            self.optimizer.state[master] = {"step": step} | zeros
 
     def publish(self) -> None:
         """See `TrainEngine.publish`."""

@@ -16,14 +16,17 @@ States = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]  # of the inner AdamW
 
 
 def shares_of_flat(zero: Any, states: States, names: Mapping[int, str], *, rank: int) -> list[Share]:
-    """ZeRO 2: all weights concatenated; each rank has one part. zero: DeepSpeed's optimizer; names: by id(weight)."""
-    (flat,), (weights,), (master,) = zero.bit16_groups_flat, zero.bit16_groups, zero.single_partition_of_fp32_groups
-    shares, first, last = [], rank * master.numel(), (rank + 1) * master.numel()
-    for p in weights:
-        begin = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
-        start, stop = max(first, begin), min(last, begin + p.numel())
-        if start < stop:
-            shares.append(Share((names[id(p)], start - begin, stop - begin), _values(master, states), start - first))
+    """ZeRO 2: the weights of each group concatenated; each rank has one part. zero: DeepSpeed's optimizer; names: by
+    id(weight)."""
+    shares, groups = [], (zero.bit16_groups_flat, zero.bit16_groups, zero.single_partition_of_fp32_groups)
+    for flat, weights, master in zip(*groups, strict=True):
+        first, last = rank * master.numel(), (rank + 1) * master.numel()
+        for p in weights:
+            begin = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
+            start, stop = max(first, begin), min(last, begin + p.numel())
+            if start < stop:
+                interval = names[id(p)], start - begin, stop - begin
+                shares.append(Share(interval, _values(master, states), start - first))
     return shares
 
 
@@ -47,10 +50,10 @@ def _values(master: torch.Tensor, states: States) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def publish_flat(zero: Any, *, group: dist.ProcessGroup) -> None:
-    """ZeRO 2: copies every rank's masters to the weights, which are views of one flat tensor."""
-    (parts,), (master,) = zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups
-    mine = master.detach().to(parts[0].dtype, copy=True)
-    dist.all_gather(list(parts), mine, group=group)
+    """ZeRO 2: copies every rank's masters to the weights, which are views of a flat tensor for each group."""
+    groups = zero.parallel_partitioned_bit16_groups, zero.single_partition_of_fp32_groups
+    for parts, master in zip(*groups, strict=True):
+        dist.all_gather(list(parts), master.detach().to(parts[0].dtype, copy=True), group=group)
 
 
 def publish_parts(zero: Any) -> None:

@@ -10,7 +10,7 @@ sends half as much again, but every replica of a weight gets the same bits.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +55,10 @@ class FlatEngine:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        bare: Set[str],
         max_grad_norm: float | None,
     ):
-        """model: in `dtype`, the same on every rank of groups.data."""
+        """model: in `dtype`, the same on every rank of groups.data. bare: names of weights without weight decay."""
         self.model, self._groups = model, groups
         self._max_grad_norm = max_grad_norm
         whole = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied weight occurs once
@@ -79,7 +80,13 @@ class FlatEngine:
                 p.register_post_accumulate_grad_hook(lambda p, g=g: _move_gradient(p, g))
         self._flat_weights: Tensor | None = None
         self.masters = self._make_masters(shards)
-        self._adamw = AdamW(self.masters, betas=betas, eps=eps, weight_decay=weight_decay)
+        own = slice(0, len(self._gradient)) if self._flat_weights is None else self._own_part()
+        parts = [
+            (place, slice(offset, offset + stop - start))
+            for (name, start, stop), place, offset in self._intervals(own)
+            if name in bare
+        ]
+        self._adamw = AdamW(self.masters, betas=betas, eps=eps, weight_decay=weight_decay, bare=parts)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shapes of the weights."""
@@ -182,16 +189,21 @@ class FlatEngine:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _shares(self, numbers: slice) -> Iterator[Share]:
-        """The intervals of weights in a part of the flat buffer, and where they are stored."""
+    def _intervals(self, numbers: slice) -> Iterator[tuple[Interval, int, int]]:
+        """The intervals of weights in a part of the flat buffer, each with the place of its master and where it begins
+        in the flattened master."""
         start = 0
         for place, (name, p) in enumerate(zip(self._names, self._weights, strict=True)):
             first, last = max(start, numbers.start), min(start + p.numel(), numbers.stop)
             if first < last:
                 master, begin = (place, start) if self._flat_weights is None else (0, numbers.start)
-                values = {"master": self.masters[master], **self._adamw.moments[master]}
-                yield Share((name, first - start, last - start), values, first - begin)
+                yield (name, first - start, last - start), master, first - begin
             start += p.numel()
+
+    def _shares(self, numbers: slice) -> Iterator[Share]:
+        """The intervals of weights in a part of the flat buffer, and where they are stored."""
+        for interval, place, offset in self._intervals(numbers):
+            yield Share(interval, {"master": self.masters[place], **self._adamw.moments[place]}, offset)
 
     def _own_part(self) -> slice:
         """The part of the flat buffer that this rank updates (ZeRO 1), or writes for all replicas."""

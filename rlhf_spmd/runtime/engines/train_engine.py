@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.engines.adamw import Interval, ReadState
+from rlhf_spmd.runtime.engines.adamw import Decaying, Interval, ReadState, decays
 from rlhf_spmd.runtime.engines.deepspeed_engine import DeepSpeedEngine
 from rlhf_spmd.runtime.engines.flat_engine import FlatEngine, Groups, Loss
 
@@ -49,8 +49,8 @@ class TrainEngine(Protocol):
         once, under its first name. Stages 0 to 2: the live weight of this rank's shard; stage 3: a flat part of it."""
 
     def optimizer_state(self) -> tuple[int, dict[Interval, dict[str, Tensor]]]:
-        """The number of optimizer steps, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat views;
-        the data-parallel ranks together hold each number of their shard once. Call it after the first step."""
+        """The number of steps that were made, and this rank's share of "master", "exp_avg" and "exp_avg_sq" as flat
+        views; the data-parallel ranks together hold each number of their shard once."""
 
     def load(self, num_steps: int, read: ReadState) -> None:
         """Restores such a state, however it was distributed over ranks. Call it before the first step, then `publish`.
@@ -69,14 +69,15 @@ def make_engine(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-5,
     weight_decay: float = 0.0,
+    weight_decay_on: Decaying = "all",
     max_grad_norm: float | None = 1.0,
 ) -> TrainEngine:
     """Makes an engine for a model, or this rank's shard of it, on the ranks of a layout. The engine owns the model.
 
     model: the same weights on every rank of groups.data; if that is None, every stage acts as stage 0, because there is
     nothing to shard. dtype: of weights and computation; bfloat16 keeps float32 master weights and gradient sums;
-    float64 is for tests. weight_decay: AdamW's, on every weight. max_grad_norm: of the global gradient; None: no
-    clipping. Raises UserError for an unsupported stage or dtype.
+    float64 is for tests. weight_decay: AdamW's. weight_decay_on: the weights that it concerns (`decays` in adamw.py).
+    max_grad_norm: of the global gradient; None: no clipping. Raises UserError for an unsupported stage or dtype.
     """
     if zero not in (0, 1, 2, 3):
         raise UserError(f"ZeRO stage {zero} does not exist; choose zero=0, 1, 2 or 3")
@@ -88,7 +89,8 @@ def make_engine(
     with torch.no_grad():
         for p in model.parameters():  # not model.to(dtype): buffers keep their precision
             p.data = p.data.to(dtype)
-    settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
+    bare = {name for name, p in model.named_parameters() if weight_decay and not decays(name, p, weight_decay_on)}
+    settings = dict(betas=betas, eps=eps, weight_decay=weight_decay, bare=bare, max_grad_norm=max_grad_norm)
     if groups.data is not None:
         _assert_same_weights(model, group=groups.data)
     if zero < 2 or groups.data is None:

@@ -167,14 +167,14 @@ class Executor:
             return error
         world = self.world
         needs = needs_of(self.program, world.rank, step, places_of(self.program))
-        late = world.stragglers(needs, data.number)
+        late, reason = world.stragglers(needs, data.number), str(error).partition("\n")[0]
         place = f"{data.title}, instruction {position}: {text_of(self.program, step)}"
         names = "; ".join(f"rank {rank} on {world.hosts[rank]} last reported: {where}" for rank, where in late.items())
         what = "lost a connection" if is_lost(error) else "gave up waiting"
         return PeerError(
             f"rank {world.rank} on {world.hosts[world.rank]} {what} in {place}: "
             + (names or "all its peers arrived, but a message did not get through")
-            + f" ({str(error).splitlines()[0][:120]})",
+            + f" ({reason[:120]})",
             lost=is_lost(error),
         )
 

@@ -5,6 +5,9 @@ contributes once, however many ranks hold it. If a budget of tokens cuts the row
 ranks then agree on the largest number of micro-batches; ranks with fewer add blank ones, whose loss is 0. They agree
 over torch, in the call's own group: a control message among all ranks would make the ranks that generate wait for those
 that train.
+
+A divisor of 0 says that no row is left. All ranks know it before the first forward, and leave the step out: neither
+weights nor the optimizer's state move. Only the schedule of the learning rate counts it.
 """
 
 # M mini-batches, C columns, B sequences of a micro-batch, G response tokens
@@ -48,9 +51,10 @@ from rlhf_spmd.plan.runtime_words import (
     TOKEN_SHAPES,
     VALUES,
 )
-from rlhf_spmd.plan.workflow import DIVISORS, Call
+from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.engines.train_engine import TrainEngine
+from rlhf_spmd.runtime.execute.divisors import checked_divisor, divisor_of
 from rlhf_spmd.runtime.execute.page_functions import called, loss_of
 from rlhf_spmd.runtime.observe.metric_sums import Meter
 
@@ -73,7 +77,7 @@ class Step:
     engine: TrainEngine
     micro_batches: list[Rows]
     prepared: list[dict[str, Tensor]]  # of each micro-batch: arguments of the loss made by its `_prepare`
-    divisor: float  # of the global mini-batch's loss
+    divisor: float  # of the global mini-batch's loss; 0: there is no row, and nothing is done
     numbers: Mapping[str, Any]  # options and state of the algorithm
     rate: float
     meter: Meter  # discarded if another rank reports the rows
@@ -122,22 +126,21 @@ class Training:
             given = self._arguments(call, counted_rows) | numbers
             counted.append(called(algorithm, f"{call.function}_sums", count, given))
         sums = summed(torch.cat(counted), group=group)
-        prepared: dict[str, Tensor] = {}
-        prepare = algorithm.companion(call.function, "_prepare")
-        if prepare is not None and all(key in rows for key in call.inputs):  # only the last stage has all of them
-            given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
-            prepared = called(algorithm, f"{call.function}_prepare", prepare, given)
-        micro_batches, prepared_parts = self._micro_batches(
-            call, rows, prepared, layout, micro_batch, mini_batch, group
-        )
+        divisor, parts = checked_divisor(float(sums[0]), call, algorithm.name), ([], [])
+        if divisor:
+            prepared: dict[str, Tensor] = {}
+            prepare = algorithm.companion(call.function, "_prepare")
+            if prepare is not None and all(key in rows for key in call.inputs):  # only the last stage has all of them
+                given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
+                prepared = called(algorithm, f"{call.function}_prepare", prepare, given)
+            parts = self._micro_batches(call, rows, prepared, layout, micro_batch, mini_batch, group)
         return Step(
             run,
             call,
             layout,
             engine,
-            micro_batches,
-            prepared_parts,
-            float(sums[0]),
+            *parts,
+            divisor,
             numbers,
             rate,
             meter if reports else Meter(),
@@ -195,6 +198,10 @@ class Training:
         return chunks, made
 
     # ---- a whole step, or its passes --------------------------------------------------------------------------------
+
+    def leave_out(self, step: Step) -> None:
+        """Logs a step without a row, in place of its passes and its update."""
+        self._log(step, 0.0)
 
     def whole(self, step: Step) -> None:
         """All micro-batches and the update, without stages."""
@@ -274,7 +281,7 @@ class Training:
         algorithm, loss = self.config.algorithm, self.config.algorithm.function(call.function)
         total, sums = loss_of(algorithm, call.function, called(algorithm, call.function, loss, step.numbers | given))
         step.stats.append(sums)
-        return total / max(step.divisor, 1.0)
+        return total / step.divisor
 
     def measure(
         self, call: Call, model: Transformer, batch: Sequences, output: Tensor, rows: Rows, numbers: Mapping[str, Any]
@@ -375,18 +382,6 @@ def read_output(
     if what == LOGPROBS:
         return response_logprobs(model, batch, output, kept_BGK, **sampling)
     return {VALUES: response_values, SCORES: sequence_scores}[what](model, batch, output)
-
-
-def divisor_of(call: Call, rows: Rows) -> Tensor:
-    """The divisor of the loss of these rows, float64: response tokens, responses that have tokens, rows, or the sum of
-    the numbers of a key."""
-    if call.divisor not in DIVISORS:
-        return rows[call.divisor].double().sum()
-    masks = [response_mask(rows[key]) for key in call.responses]
-    if call.divisor == "rows":
-        return masks[0].new_tensor(len(masks[0]), dtype=torch.float64)
-    counts = [mask.any(1).sum() if call.divisor == "responses" else mask.sum() for mask in masks]
-    return sum(counts).double()
 
 
 def summed(tensor: Tensor, *, group: dist.ProcessGroup | None) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
 from rlhf_spmd.model.fast_attributes import fast_attributes
@@ -47,6 +48,7 @@ class Engine:
         *,
         longest: int,
         eos_ids: Sequence[int] = (),
+        known: KnownTokens | None = None,
         max_sequences: int = 256,
         block_size: int = 0,
         num_blocks: int = 0,
@@ -54,10 +56,10 @@ class Engine:
         num_stored: int = 0,
         decode: Callable[..., str] | None = None,
     ):
-        """longest: limit of prompt + response, in tokens. max_sequences: decoded at the same time. block_size: tokens
-        per block; 0: `longest` on a CPU, so that a batch is a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough
-        for all rows, limited by free_bytes. num_stored: largest sampling support to store for replay; 0: none. decode:
-        of a Tokenizer, for stop texts.
+        """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
+        max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
+        a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
+        largest sampling support to store for replay; 0: none. decode: of a Tokenizer, for stop texts.
         """
         self.model, self.parallel, self.decode = model, model.parallel, decode
         self.device = next(model.parameters()).device
@@ -76,8 +78,12 @@ class Engine:
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
         self._eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=self.device)
         shard = self.parallel.shard
-        self._slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]
+        known = known or KnownTokens(model.config.vocab_size)
+        slices = [vocabulary_of(model.config, replace(shard, tp_index=index)) for index in range(shard.tp)]
+        self._slices = [known.within(one) for one in slices]
         mine = self._slices[shard.tp_index]
+        self._width = known.width(slices[shard.tp_index])
+        self._holes_H = known.columns_of_holes(mine, self.device)
         self._banned = torch.tensor(
             [token - mine.start for token in eos_ids if token in mine], dtype=torch.int64, device=self.device
         )
@@ -166,7 +172,7 @@ class Engine:
         index_B = batch.request_B - requests.first
         tokens_B = torch.empty_like(batch.token_B)
         if self.parallel.is_last:
-            drawn = self._sample(self.model.logits(hidden_BD, head=logits_of), batch, index_B)
+            drawn = self._sample(self.model.logits(hidden_BD, head=self._logits), batch, index_B)
             tokens_B = drawn.tokens_B
             requests.logprobs_RG[index_B, batch.drawn_B] = drawn.logprobs_B.float()
             if drawn.support_BK is not None:
@@ -192,6 +198,12 @@ class Engine:
             under_way = {row.key for row in self.scheduler.rows}
             self._last_hidden = {key: place for key, place in self._last_hidden.items() if key in under_way}
         return [row.request for row in ended]
+
+    def _logits(self, hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
+        """The logits of the known tokens of this rank's slice, -inf for holes between them."""
+        logits_BV = logits_of(hidden_BD, weight_VD[: self._width])
+        logits_BV = logits_BV[:, : len(self._slices[self.parallel.shard.tp_index])]
+        return logits_BV if self._holes_H is None else logits_BV.index_fill_(1, self._holes_H, -math.inf)
 
     def _sample(self, logits_BV: Tensor, batch: Batch, index_B: Tensor) -> Sampled:
         """Draws tokens for all rows, the same on all tp ranks."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.plan.workflow import check_temperature
 from rlhf_spmd.runtime.generation.scheduler import Admission
 
 
@@ -36,6 +37,7 @@ class Sampling:
                 f"temperature={self.temperature:g}, top_k={self.top_k}, top_p={self.top_p:g}, min_p={self.min_p:g}: "
                 "need temperature >= 0, top_k >= 0, 0 < top_p <= 1 and 0 <= min_p <= 1"
             )
+        check_temperature("temperature", self.temperature)
 
 
 SAMPLING_KEYS = tuple(field.name for field in fields(Sampling))

@@ -38,13 +38,15 @@ class WaitGraph:
         numbers = {text: number for number, text in enumerate(texts)}
         lists = [[[numbers[step.text], step.needs] for step in steps] for steps in self.of_rank]
         (folder / FOLDER).mkdir(mode=0o750, exist_ok=True)
-        (folder / FOLDER / FILE).write_text(json.dumps({"texts": list(texts), "ranks": lists}, separators=(",", ":")))
+        (folder / FOLDER / FILE).write_text(
+            json.dumps({"texts": list(texts), "ranks": lists}, separators=(",", ":")), encoding="utf-8"
+        )
 
     @classmethod
     def read(cls, folder: Path) -> "WaitGraph | None":
         """Reads the lists of a run folder; None if they are missing or unreadable."""
         try:
-            values: Mapping[str, Any] = json.loads((folder / FOLDER / FILE).read_text())
+            values: Mapping[str, Any] = json.loads((folder / FOLDER / FILE).read_text(encoding="utf-8"))
             texts = values["texts"]
             return cls(
                 tuple(

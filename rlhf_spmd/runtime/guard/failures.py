@@ -3,8 +3,8 @@
 import errno
 import hashlib
 import json
+import resource
 import socket
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,8 @@ PREFIX = "rlhf_spmd: error: "  # of every message for a user
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
-NO_THREAD = "can't start new thread"  # Python's RuntimeError, whatever the reason
+NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # Python's RuntimeError; C++'s and gloo's
+NO_DESCRIPTOR = ("Too many open files", "File table overflow")
 # In messages that torch.distributed's backends raise if a peer is late or gone (they have no own exception type).
 PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 LATE_ERRORS = ("timed out", "timeout")
@@ -50,8 +51,11 @@ class PeerError(UserError):
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Whether torch.distributed raised this because of another rank."""
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in PEER_ERRORS)
+    """Whether torch.distributed raised this because of another rank, and not for lack of something on this one."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or any(word in text for word in (*NO_DESCRIPTOR, *NO_THREAD)):
+        return False
+    return any(word in text.lower() for word in PEER_ERRORS)
 
 
 def is_lost(error: BaseException) -> bool:
@@ -60,8 +64,8 @@ def is_lost(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> str | None:
-    """A message for foreign errors that a user can fix: memory, disk, network; None for all others."""
-    first = (str(error).splitlines() or [""])[0][:200]
+    """A message for foreign errors that a user can fix: memory, limits, disk, network; None for all others."""
+    first = str(error).partition("\n")[0][:200]
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in first for word in NO_MEMORY):
         what = f": {first}" if first else ""
@@ -69,18 +73,29 @@ def explain(error: BaseException) -> str | None:
             f"this rank ran out of memory ({kind}{what}); lower micro_batch or generation.max_sequences, raise the "
             "ZeRO stage or tp, or start more ranks"
         )
-    if NO_THREAD in first:
+    if any(word in str(error) for word in NO_DESCRIPTOR):
+        return (
+            f"this rank has too many open files ({first}); raise the limit (`ulimit -n`, now "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}), or close the files that own functions open"
+        )
+    if any(word in first for word in NO_THREAD):
         return (
             f"this rank ran out of memory, or may not start another thread ({kind}: {first}); compare the limits "
             "`ulimit -u` and pids.max of the job's control group with the threads that run, or lower micro_batch"
         )
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
-        fix = "make room there" if error.errno in NO_ROOM else "check the disk"
-        return f"{error.strerror} when writing{where}: {fix}, or put the run elsewhere (--runs FOLDER)"
+        return f"{error.strerror} when writing{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"
     if is_peer_error(error):
         return f"the connection to another rank broke or is late ({first})"
     return None
+
+
+def advice(error: OSError) -> str:
+    """What makes it possible to write a file."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (`ulimit -n`)"
+    return "make room there" if error.errno in NO_ROOM else "check the disk and the rights"
 
 
 def deadline_error(late: Late, rank: int, hosts: Sequence[str], last: Mapping[int, str]) -> DeadlineError:
@@ -106,7 +121,10 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 def view_of(values: Mapping[str, str]) -> dict[str, list[str | None]]:
     """The message by which ranks compare texts: name -> [digest, the text itself if it is short]."""
-    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in values.items()}
+    # a word of the command line may hold surrogates, for bytes that the locale's encoding lacks
+    digests = {
+        name: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16] for name, text in values.items()
+    }
     return {name: [digests[name], text if len(text) <= SHORT_TEXT else None] for name, text in values.items()}
 
 
@@ -160,10 +178,3 @@ def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     else:
         lines = ["".join(traceback.format_exception(error)).rstrip(), by.strip()]
     return "\n".join([*lines, go_on]).rstrip()
-
-
-def print_error(text: str) -> None:
-    """Prints to standard error, after flushing standard output."""
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

@@ -14,8 +14,9 @@ import threading
 import time
 from typing import Any
 
+from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.diagnose import RankState, WaitGraph, diagnose
-from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks, print_error
+from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, name_ranks
 from rlhf_spmd.runtime.guard.supervise import process_fields, waits_for_disk
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE
 from rlhf_spmd.runtime.observe.position_board import RankStatus
@@ -69,7 +70,7 @@ class Watch:
             except Exception as error:  # no error may end the watch silently
                 if not is_reported:
                     me, what = name_ranks([self.world.rank], self.world.hosts), f"{type(error).__name__}: {error}"
-                    print_error(f"{PREFIX}{me} could not check whether the job hangs ({what}); it tries again")
+                    streams.say(f"{PREFIX}{me} could not check whether the job hangs ({what}); it tries again")
                 is_reported = True
 
     def _check(self) -> None:

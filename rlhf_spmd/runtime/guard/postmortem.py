@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder
 from rlhf_spmd.runtime.guard.diagnose import Divergence, RankState, WaitGraph, diagnose
 from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, read_records
@@ -48,7 +49,7 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
 
 def check_is_folder(run: Path) -> None:
     """Raises UserError if what a command names as a run folder is no folder."""
-    if not run.is_dir():
+    if not is_folder(run):
         raise UserError(f"{run} is not a folder; give the run folder that train printed")
 
 

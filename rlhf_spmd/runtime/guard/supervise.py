@@ -17,13 +17,15 @@ import resource
 import signal
 import socket
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_spmd.runtime.guard import launcher
+from rlhf_spmd.runtime.guard import launcher, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
+from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, shared_memory_bytes
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
 from rlhf_spmd.runtime.observe.position_board import take_claim
@@ -71,6 +73,7 @@ class Supervisor:
 
     def __init__(self, memory: mmap.mmap, stack: int, child: int, launcher: int | None):
         self.memory, self.stack, self.child, self.launcher = memory, stack, child, launcher
+        self.shared_memory = shared_memory_bytes()  # before MPI takes its part
         self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
         self.board: int | None = None
         self.made: Path | None = None  # the folder of the record, once it exists
@@ -142,30 +145,50 @@ class Supervisor:
         record = parse(self.memory)
         lost = not asked if number else bool(record.host) and not record.has_left
         status = 128 + number if number else status or int(lost)
-        if lost and (self.board is None or take_claim(self.board, mmap.mmap(self.board, 1))):
-            by_kernel = _num_oom_kills() > self.num_oom_kills[0]
-            text = exit_message(record, most_bytes, by_kernel=by_kernel) + self._stack()
-            flight_recorder.keep_message(record.run, text)
-            os.write(2, f"rlhf_spmd: error: {text}\n".encode())
-            time.sleep(LINGER_S)
-            launcher.abort(os.environ, status)
-        os._exit(status)
+        try:
+            if lost and self._may_report():
+                by_kernel = _num_oom_kills() > self.num_oom_kills[0]
+                text = exit_message(record, most_bytes, by_kernel=by_kernel, shared_memory=self.shared_memory)
+                text += self._stack()
+                flight_recorder.keep_message(record.run, text)
+                streams.say(f"rlhf_spmd: error: {text}")
+                time.sleep(LINGER_S)
+                launcher.abort(os.environ, status)
+        except Exception:  # whatever it is, the rank has ended
+            streams.say(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+    def _may_report(self) -> bool:
+        """Whether no other rank of this node has reported. Until ranks share a board, supervisors of one launcher
+        compete for a name; a loser waits to be ended by the winner."""
+        if self.board is not None:
+            return take_claim(self.board, mmap.mmap(self.board, 1))
+        self.claim = socket.socket(socket.AF_UNIX)  # kept open, and with it the name
+        try:
+            self.claim.bind(f"\0rlhf_spmd/{os.getppid()}")
+        except OSError:
+            time.sleep(launcher.SECOND_REPORT_S)
+        return True
 
     def _stack(self) -> str:
         """The Python stack at a fatal signal, from faulthandler."""
         with suppress(OSError):
-            lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").splitlines()
+            lines = os.pread(self.stack, 100_000, 0).decode(errors="replace").split("\n")
             start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), None)
             if start is not None:
                 return "\n" + "\n".join(line for line in lines[start : start + STACK_LINES] if line)
         return ""
 
 
-def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
-    """The message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of memory."""
-    rank, size = record.rank, record.size
+def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_memory: tuple[int, int] = (0, 0)) -> str:
+    """The message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of memory.
+    shared_memory: size and free bytes on this node before MPI was loaded."""
+    rank, size, lack = record.rank, record.size, ""
     if not record.host:  # it has not joined the others yet, but the launcher has numbered it
-        rank, size = launcher.rank_launched(os.environ), launcher.num_launched(os.environ)
+        place = launcher.launched(os.environ)
+        rank, size = place.rank, place.num
+        lack = lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
     who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
     doing = f"in {record.where}" if record.num_begun else "before it had joined the other ranks"
     since = f", {time.time() - record.since_s:.1f} s after that began" if record.num_begun else ""
@@ -174,6 +197,8 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
         why = f"this host's kernel just killed processes because memory ran out; this one used {used} at most"
     elif record.signal == signal.SIGKILL:
         why = f"a user or the batch system sent it, perhaps because of the memory used ({used} at most)"
+    elif record.signal in FAULTS and lack:
+        why = lack
     elif record.signal in FAULTS:
         why = f"its own code failed, most likely compiled code (memory {used} at most)"
     elif record.signal:
@@ -188,9 +213,10 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool) -> str:
 def process_fields(process: int) -> tuple[str, float, int] | None:
     """State, processor seconds and bytes of memory of a process; None if it does not exist."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")  # holds its name
     except OSError:
         return None
+    fields = text.rpartition(")")[2].split()
     return fields[0], (int(fields[11]) + int(fields[12])) / CLOCK_TICKS, int(fields[21]) * PAGE_BYTES
 
 
@@ -198,7 +224,7 @@ def waits_for_disk() -> bool:
     """Whether a thread of this process is in uninterruptible sleep, e.g. while a file is written."""
     for path in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
-            if path.read_text().rpartition(")")[2].split()[0] == "D":
+            if path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "D":
                 return True
     return False
 

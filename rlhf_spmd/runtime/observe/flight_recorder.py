@@ -169,7 +169,7 @@ def keep_message(run: str, text: str) -> None:
         return
     path = Path(run) / FOLDER / MESSAGE
     try:
-        with path.open("x") as file:
+        with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text + "\n")
     except FileExistsError:
         pass
@@ -181,7 +181,7 @@ def keep_message(run: str, text: str) -> None:
 def read_message(run: str | Path) -> str | None:
     """The error message of a failed job; None if there is none."""
     try:
-        return (Path(run) / FOLDER / MESSAGE).read_text().rstrip()
+        return (Path(run) / FOLDER / MESSAGE).read_text(encoding="utf-8", errors="replace").rstrip()
     except OSError:
         return None
 

@@ -29,11 +29,23 @@ TURN_S = 2.0  # the first rank ends the job in less
 
 
 def new_file(num_slots: int) -> str:
-    """Creates the file that the ranks of a node map, in /dev/shm if it is writable; returns its path."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """Creates the file that the ranks of a node map, in /dev/shm if it has room, else on a disk; returns its path."""
+    size = SLOT_BYTES * (num_slots + 1)  # the first slot holds the claim
+    with suppress(OSError):
+        return _reserved("/dev/shm", size)
+    return _reserved(None, size)
+
+
+def _reserved(folder: str | None, num_bytes: int) -> str:
+    """A new file of zeros whose room is reserved: without it, a write to the mapped file would end in SIGBUS."""
     descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=folder)
-    os.ftruncate(descriptor, SLOT_BYTES * (num_slots + 1))  # the first slot holds the claim
-    os.close(descriptor)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
     return path
 
 

@@ -144,7 +144,7 @@ def write_chrome(
             times = {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
             events.append(_event(span.name, lane.rank, track, cat=span.category, ph="X", **times, args=args))
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": start_s, **about}}
-    Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def _event(name: str, rank: int, track: int = 0, **fields: object) -> dict[str, object]:

@@ -7,12 +7,12 @@ own.
 # R responses
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_folder
 from rlhf_spmd.model.hf import load_model
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -31,15 +31,24 @@ ROWS_AT_ONCE = 16  # responses in a forward of a reward model
 class Judge:
     """Scores responses. Raises UserError for a reward that cannot be loaded or fails."""
 
-    def __init__(self, options: GenerateOptions, model: str, tokenizer: Tokenizer, prompts: Sequence[Prompt], device):
-        """model, tokenizer: of generation."""
+    def __init__(
+        self,
+        options: GenerateOptions,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        device: torch.device,
+        started: str = "",
+    ):
+        """model, tokenizer: of generation. started: the time that chat templates write."""
         reward, self.device, self.of_responses = options.best_of, device, tokenizer
         self.function = self.model = self.texts = None
-        if Path(reward).is_dir():
+        if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
             if not same_tokenizer(reward, model):
-                self.texts = RewardTexts(reward, self.model.config, options.data.key or "prompt", "reward model")
+                key, what = options.data.key or "prompt", "reward model"
+                self.texts = RewardTexts(reward, self.model.config, key, what, started=started)
                 self.texts.try_on(prompt.columns for prompt in prompts)
             elif self.model.config.vocab_size <= max(tokenizer.vocabulary().values()):
                 raise UserError(
@@ -47,7 +56,8 @@ class Judge:
                     f"tokenizer of {model}; resize its embeddings"
                 )
         else:
-            self.function = load_reward_function(reward, list(prompts[0].columns))
+            columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+            self.function = load_reward_function(reward, list(columns))
 
     def scores(
         self, prompts: Sequence[Prompt], lines: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int]]

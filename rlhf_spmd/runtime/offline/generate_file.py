@@ -25,9 +25,11 @@ import torch
 from tqdm import tqdm
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, is_folder, json_lines, json_text
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer, has_stop
 from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.plan.layout import Layout, group_name
@@ -60,12 +62,12 @@ class OutputFile(AbstractContextManager):
     @staticmethod
     def check(path: Path, prompts: Path, *, overwrite: bool) -> None:
         """Raises UserError if the file must not or cannot be written."""
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder: name a file" if path.is_dir() else f"can't be made: there is no folder {path.parent}"
+        if is_folder(path) or not is_folder(path.parent):
+            what = "is a folder: name a file" if is_folder(path) else f"can't be made: there is no folder {path.parent}"
             raise UserError(f"--out {path} {what}")
-        if path.exists() and prompts.exists() and path.samefile(prompts):
+        if is_file(path) and is_file(prompts) and path.samefile(prompts):
             raise UserError(f"--out {path} is the prompt file; name another one")
-        if path.exists() and not overwrite:
+        if is_file(path) and not overwrite:
             raise UserError(f"--out {path} exists; name another file, or pass --overwrite")
         if not os.access(path.parent, os.W_OK):
             raise UserError(f"--out {path}: the folder {path.parent} cannot be written to")
@@ -75,7 +77,7 @@ class OutputFile(AbstractContextManager):
         mode, self._begun = "a" if self._begun else "w", True
         try:
             with self.part.open(mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.write(json_lines(lines))
         except OSError as error:
             raise UserError(f"{self.part} cannot be written: {error.strerror or error}") from error
 
@@ -199,9 +201,16 @@ def merge_in_order(lines: Sequence[Sequence[dict]], samples: int) -> list[dict]:
 
 
 def make_replica(
-    folder: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, layout: Layout, world: World, options: GenerateOptions
+    folder: str,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    layout: Layout,
+    world: World,
+    options: GenerateOptions,
+    started: str = "",
 ) -> Replica | None:
-    """This rank's copy of the model with its share of the prompts; None without prompts. Collective over the copy."""
+    """This rank's copy of the model with its share of the prompts; None without prompts. started: the time that chat
+    templates write. Collective over the copy."""
     group = layout.tensor_ranks(world.rank)
     with world.together("loading the model"):
         parallel = Parallel(layout.shard(world.rank), group=world.group(group_name(group)) if len(group) > 1 else None)
@@ -213,13 +222,14 @@ def make_replica(
         return None
     judge = None
     if options.best_of and layout.reports(world.rank):
-        judge = Judge(options, folder, tokenizer, prompts, world.device)
+        judge = Judge(options, folder, tokenizer, prompts, world.device, started)
     places = min(generation.max_sequences, len(mine) * samples)
     release_unused(world.device)  # memory used while loading
     engine = Engine(
         model.eval().requires_grad_(False),
         longest=max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts),
         eos_ids=tokenizer.eos_ids(config),
+        known=tokenizer.known(config.vocab_size),
         max_sequences=places,
         block_size=generation.block_size,
         free_bytes=generation.cache_fraction * free_bytes(world.device, world.computes.num_ranks),
@@ -238,16 +248,18 @@ def generate_file(
     world: World, layout: Layout, options: GenerateOptions, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
     """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the values of its last line."""
+    started = world.bcast(time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
-        has_judge = options.best_of and Path(options.best_of).is_dir()
+        has_judge = options.best_of and is_folder(options.best_of)
         notes = tokenizer_notes(world, [model, options.best_of] if has_judge else [model])
-        render = ChatTemplate(model, options.data.chat_template).render
-        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, render)
-    world.agree("the start", {"prompts": repr(asked)})
-    replica = make_replica(model, asked, tokenizer, layout, world, options)
+        template = ChatTemplate(model, options.data.chat_template, started=started)
+        asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, template)
+    columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
+    world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
+    replica = make_replica(model, asked, tokenizer, layout, world, options, started)
     if has_judge and not same_tokenizer(options.best_of, model):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")
     for note in notes if world.rank == 0 else ():

@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Given, NonNegative
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import suggest_option
+from rlhf_spmd.option_values import TEMPLATE_KWARGS, check_template_kwargs
+from rlhf_spmd.plan.workflow import check_temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,9 @@ class OfflineGeneration(configs.Generation):
 class OfflineData:
     key: str = ""  # field (.jsonl) or column (.parquet) that holds the prompt; empty: `prompt`
     chat_template: str = ""  # file of a Jinja template for prompts that are messages; empty: that of the tokenizer
+    chat_template_kwargs: Mapping[str, JsonValue] = field(
+        default_factory=dict
+    )  # variables of the template, for all rows
     max_prompt: NonNegativeInt = 0  # limit of tokens in a prompt; 0: the model's context less max_new_tokens
     long_prompts: Literal["error", "truncate", "drop"] = "error"  # for longer prompts; truncate keeps the last tokens
 
@@ -69,6 +74,8 @@ def assigned(options: GenerateOptions, key: str, given: Given) -> GenerateOption
 
 def check_options(options: GenerateOptions) -> None:
     """Raises UserError if options contradict each other."""
+    check_template_kwargs(TEMPLATE_KWARGS, options.data.chat_template_kwargs)
+    check_temperature("generation.temperature", options.generation.temperature)
     if options.best_of and options.samples_per_prompt < 2:
         raise UserError(f"best_of={options.best_of} chooses among the samples of a prompt; give samples_per_prompt=8")
 

@@ -14,9 +14,10 @@ from typing import Any
 from rlhf_spmd import config as configs
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import ChatTemplate
 from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.runtime.data.input_checks import load_rendered
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
-from rlhf_spmd.runtime.data.row_tokens import Render
 from rlhf_spmd.runtime.data.shared_prompts import once_per_node
 from rlhf_spmd.runtime.generation.requests import SAMPLING_KEYS, Sampling
 from rlhf_spmd.runtime.offline.options import GenerateOptions, OfflineGeneration, types
@@ -71,12 +72,12 @@ def read_offline_prompts(
     model: ModelConfig,
     options: GenerateOptions,
     world: World | None = None,
-    render: Render | None = None,
+    template: ChatTemplate | None = None,
 ) -> list[Prompt]:
     """The prompts to answer. Raises UserError naming file and line for a prompt that exceeds the model's context.
 
-    world: if given, one rank of each node tokenises for the node; collective, in a block of World.together. render: of
-    conversations (load_prompts)."""
+    world: if given, one rank of each node tokenises for the node; collective, in a block of World.together.
+    template: of conversations; None: there are none."""
     data, context, kind = options.data, model.max_position_embeddings, path.suffix.lower()
     room = data.max_prompt or context - options.generation.max_new_tokens
     if room < 1:
@@ -87,16 +88,18 @@ def read_offline_prompts(
     refuses = data.long_prompts == "error" and data.max_prompt > 0  # without max_prompt the sum counts, see below
 
     def load() -> PromptSet:
-        return load_prompts(
-            path,
-            tokenizer,
-            max_prompt_tokens=room if refuses or data.long_prompts == "truncate" else sys.maxsize,
-            key=data.key or "prompt",
-            long_prompts="truncate" if data.long_prompts == "truncate" else "error",
-            render=render,
-        )
+        how: dict[str, Any] = {
+            "max_prompt_tokens": room if refuses or data.long_prompts == "truncate" else sys.maxsize,
+            "key": data.key or "prompt",
+            "long_prompts": "truncate" if data.long_prompts == "truncate" else "error",
+        }
+        if template is None:
+            return load_prompts(path, tokenizer, **how)
+        return load_rendered(path, tokenizer, template, data.chat_template_kwargs, **how)
 
     loaded = load() if world is None else once_per_node(world, load)
+    for remark in loaded.remarks if world is None or world.rank == 0 else ():
+        print(f"rlhf_spmd: note: {path}: {remark}", file=sys.stderr)
     samplings, prompts = _samplings(path, options.generation, len(loaded)), []
     for index, (text, tokens, sampling) in enumerate(zip(loaded.texts, loaded.prompts, samplings, strict=True)):
         if data.long_prompts == "drop" and len(tokens) > room:
@@ -113,7 +116,7 @@ def read_offline_prompts(
                 f"{where}: the prompt has token {max(tokens)}, but the model has {model.vocab_size} tokens "
                 "(vocab_size in config.json); use the tokenizer that belongs to it"
             )
-        (columns,) = loaded.records([index]) if options.best_of else ({},)
+        (columns,) = loaded.whole_records([index]) if options.best_of else ({},)
         prompts.append(Prompt(index, text, tokens, sampling, columns))
     if not prompts:
         raise UserError(

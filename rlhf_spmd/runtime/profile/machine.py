@@ -61,14 +61,15 @@ def cpu_info() -> dict[str, str]:
         first = CPU_INFO.read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         return {}
-    pairs = (line.partition(":") for line in first.splitlines())
+    pairs = (line.partition(":") for line in first.strip("\n").split("\n"))
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def cpu_quota() -> float:
     """The CPU quota of this process's control groups, in cores; inf without a quota."""
     try:
-        groups = [line.split(":", 2) for line in OWN_CGROUPS.read_text(encoding="utf-8").splitlines()]
+        lines = OWN_CGROUPS.read_text(encoding="utf-8", errors="replace").split("\n")
+        groups = [line.split(":", 2) for line in lines if line]
     except OSError:
         return inf
     quota = inf
@@ -88,9 +89,11 @@ def _quota(folder: Path) -> float:
     """The quota of one control group: version 2 has `cpu.max` with quota and period, version 1 a file for each."""
     try:
         if (folder / "cpu.max").is_file():
-            quota, period = (folder / "cpu.max").read_text().split()
+            quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
+            )
         return inf if quota.strip() in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError):
         return inf

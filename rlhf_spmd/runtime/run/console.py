@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TextIO
 
 from rlhf_spmd.algorithms.page import Metric
+from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.run.run_folder import RunFolder, Sample, finite, format_samples
 
 BOLD, FAINT, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -55,12 +56,12 @@ class Result:
 
 
 class Console:
-    """Prints for people. Prints nothing if `enabled` is false (on every rank but 0)."""
+    """Prints for people. Prints nothing if `enabled` is false: on every rank but 0, and once the stream is closed."""
 
     def __init__(self, metrics: Mapping[str, Metric], *, enabled: bool = True, stream: TextIO | None = None) -> None:
         """metrics: of the run, in the order of their columns."""
         self.metrics, self.enabled, self.stream = metrics, enabled, stream or sys.stdout
-        self._colour = self.stream.isatty() and "NO_COLOR" not in os.environ
+        self._colour = streams.is_terminal(self.stream) and not os.environ.get("NO_COLOR")
         self._columns: list[tuple[str, str, str, int]] = []
 
     def heading(self, title: str, facts: Mapping[str, object]) -> None:
@@ -95,7 +96,7 @@ class Console:
             return
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         self._print(self._style("\nResponses before and after training, with their scores", BOLD))
-        for line in format_samples(samples, width).splitlines():
+        for line in format_samples(samples, width).removesuffix("\n").split("\n"):
             self._print(self._style(line, FAINT) if line.startswith("sample ") else line)
 
     def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:
@@ -139,9 +140,7 @@ class Console:
 
     def _print(self, text: str = "") -> None:
         if self.enabled:
-            # A batch job's log may be ASCII: print an escape rather than crash after hours of training.
-            encoding = getattr(self.stream, "encoding", None) or "utf-8"
-            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self.stream, flush=True)
+            self.enabled = streams.put(text, self.stream)
 
     def _style(self, text: str, style: str) -> str:
         return f"{style}{text}{RESET}" if self._colour else text

@@ -164,7 +164,8 @@ class Evaluator:
             return dict(combine(answers)[0])
         scores = np.zeros((workload.rollout_batch, workload.samples_per_prompt))
         scores[scored["prompt"], scored["sample"]] = scored["score"]
-        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, self.options.right_at))
+        right_at = float(np.float32(self.options.right_at))  # scores are float32
+        metrics: dict[str, float | str] = dict(measure_by_source(scores.tolist(), self.sources, right_at))
         logged, weights = combine(answers)
         if TIMEOUTS in logged:
             logged[TIMEOUTS] = float(round(logged[TIMEOUTS] * weights[TIMEOUTS]))

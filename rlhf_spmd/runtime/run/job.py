@@ -12,7 +12,9 @@ from rlhf_spmd.algorithms.training_order import epoch_order
 from rlhf_spmd.config import Config, evaluated, prompt_files
 from rlhf_spmd.data_epochs import in_iterations
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
+from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
@@ -20,6 +22,7 @@ from rlhf_spmd.runtime.data.input_checks import (
     check_best,
     check_context,
     check_responses_end,
+    functions_fingerprints,
     read_prompts,
     tokenizer_notes,
 )
@@ -31,6 +34,7 @@ from rlhf_spmd.runtime.execute.handlers.context import CallContext
 from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.generation import random_streams
+from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
@@ -47,26 +51,37 @@ class Job:
     models: RankModels
     calls: Calls
     eos_ids: tuple[int, ...]
+    known: KnownTokens  # that may be drawn
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
+    started: str = ""  # the time that chat templates write
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
 
+    @property
+    def written_at(self) -> str:
+        """The time that a chat template has written into prompts; empty: none did."""
+        return self.prompts.written_at or (self.evaluation.prompts.written_at if self.evaluation else "")
 
-def prepare(config: Config, program: Program, world: World, evaluation: Program | None = None) -> Job:
+
+def prepare(
+    config: Config, program: Program, world: World, evaluation: Program | None = None, *, started: str = ""
+) -> Job:
     """Loads prompts, tokenizer and models. evaluation: the program of the run's evaluations, if there are any.
+    started: the time of the first start of the run (template_time.py); empty: it is now.
     Collective; an error on one rank ends all ranks together."""
     of_evaluation = evaluated(config)
+    started = world.bcast(started or time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         check_functions(config.algorithm, program.workload.workflow, config.options)
         if not prompt_files(config):
             raise UserError("there are no prompts: give data.prompts=FILE (.jsonl, .parquet or .txt)")
         tokenizer = load_tokenizer(config.main_folder)
-        num_known = shared_vocabulary(config, tokenizer)
+        known = shared_vocabulary(config, tokenizer)
         notes = tokenizer_notes(world, config.tokenizer_folders)
         model = read_config(config.main_folder)
         eos_ids = tokenizer.eos_ids(model)
-        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, num_known, eos_ids))
+        prompts = once_per_node(world, lambda: read_prompts(config, tokenizer, known, eos_ids, started=started))
         steps = None
         if config.mini_batch_tokens:
             steps = order_of(prompts, config.mini_batch_tokens, config.mini_batch)
@@ -76,7 +91,9 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
         check_context(config, model)
         held_out = None
         if evaluation is not None:
-            held_out = once_per_node(world, lambda: read_prompts(of_evaluation, tokenizer, num_known, eos_ids))
+            held_out = once_per_node(
+                world, lambda: read_prompts(of_evaluation, tokenizer, known, eos_ids, started=started)
+            )
             check_context(of_evaluation, model, "eval.max_new_tokens")
             if (num := evaluation.workload.rollout_batch) > len(held_out):
                 raise UserError(
@@ -86,18 +103,19 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
             check_best(config, held_out, evaluation.workload.rollout_batch)
     with world.together("loading models"):
         models = RankModels(program, config, world)
-        scorer = _scorer(config, program, world, tokenizer, prompts)
+        scorer = _scorer(config, program, world, tokenizer, prompts, started)
         if evaluation is not None:
             try:
-                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out, started)
             except UserError as error:  # about columns of its prompts, or a function of its own
                 raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
-    fingerprints = {"prompts": prompts.fingerprint()}
-    world.agree("the start", fingerprints | ({"eval.prompts": held_out.fingerprint()} if held_out else {}))
+    read = prompts.fingerprints("data.prompts") | (held_out.fingerprints("eval.prompts") if held_out else {})
+    world.agree("the start", read)
+    _agree_on_functions(config, world)
     models.start()
-    context = CallContext(program, config, world, models, scorer, eos_ids, num_known, tokenizer.decode)
+    context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, columns, steps, notes)
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, started, steps, notes)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))
@@ -108,7 +126,22 @@ def prepare(config: Config, program: Program, world: World, evaluation: Program 
     return job
 
 
-def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:
+def _agree_on_functions(config: Config, world: World) -> None:
+    """Raises the same UserError on every rank if hosts have different copies of a reward function. Collective."""
+    every = world.allgather(functions_fingerprints(config), "the files of reward functions")
+    for name in sorted({name for theirs in every for name in theirs}):
+        first, *others = [rank for rank, theirs in enumerate(every) if name in theirs]
+        wrong = [rank for rank in others if every[rank][name] != every[first][name]]
+        if wrong:
+            raise UserError(
+                f"the {name} is another one on {name_ranks(wrong, world.hosts)} than on "
+                f"{name_ranks([first], world.hosts)}: copy one of them to all hosts"
+            )
+
+
+def _scorer(
+    config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet, started: str
+) -> Scorer | None:
     """The scorer of the judge that is on this rank, if one is."""
     layouts = program.placement.layouts
     judging = [
@@ -119,7 +152,8 @@ def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer
     if not judging:
         return None
     calls = any(layouts[call.name].reports(world.rank) for call in judging)
-    return Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=lambda: world.watch.beat())
+    how = {"started": started, "calls": calls, "beat": lambda: world.watch.beat()}
+    return Scorer(config, judging[0].model, tokenizer, prompts, **how)
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

@@ -41,7 +41,7 @@ class Curves:
             raise UserError(f"wandb={project} needs the package wandb ({error}): pip install wandb") from None
         path = self.folder / WANDB_ID
         new = hashlib.sha256(f"{self.folder.absolute()} {time.time()}".encode()).hexdigest()[:16]
-        name = path.read_text() if path.exists() else new
+        name = path.read_text(encoding="utf-8") if path.exists() else new
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_S)
         try:
             self._wandb = wandb.init(
@@ -56,13 +56,14 @@ class Curves:
         except wandb.errors.Error as error:
             text = f"wandb={project}: Weights & Biases can't be used ({str(error).strip()})"
             raise UserError(f"{text}; run `wandb login`, or set WANDB_MODE=offline") from None
-        path.write_text(name)
+        path.write_text(name, encoding="utf-8")
         return self._wandb.dir if self._wandb.offline else self._wandb.url
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve. values: by group/metric, such as reward/kl. Raises OSError."""
         if not self._started:
             self._tensorboard, self._started = self._open_tensorboard(), True
+        values = {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
         if self._tensorboard is not None:
             self._tensorboard.add(iteration, values)
         if self._wandb is not None:

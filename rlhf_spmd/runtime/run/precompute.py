@@ -11,7 +11,7 @@ from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workflow import Call
-from rlhf_spmd.runtime.data.precomputed import about, write_logprobs
+from rlhf_spmd.runtime.data.precomputed import TIME, about, write_logprobs
 from rlhf_spmd.runtime.execute.executor import Executor, reported_columns
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
@@ -48,7 +48,8 @@ def precompute(config: Config, program: Program, world: World, out: Path) -> dic
                     raise UserError(
                         f"{key} of {config.data.prompts} has numbers that are not finite; look at the model"
                     )
-            write_logprobs(out, values, about(config, job.prompts))
+            written = {TIME: job.prompts.written_at} if job.prompts.written_at else {}
+            write_logprobs(out, values, about(config, job.prompts, job.known) | written)
     tokens = {call.outputs[0]: int(job.prompts.responses[call.responses[0]].ends[-1]) for call in calls}
     return {"out": str(out), "rows": num_rows, "tokens": tokens, "seconds": time.perf_counter() - began}
 

@@ -11,17 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_spmd.config import Config, function_labels, split_functions
+from rlhf_spmd.config import Config, function_labels
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.model.template_time import format_time
+from rlhf_spmd.model.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
-from rlhf_spmd.runtime.data.precomputed import folder_fingerprint
+from rlhf_spmd.runtime.checkpoint.resume import Resumed
+from rlhf_spmd.runtime.data.input_checks import functions_fingerprints
+from rlhf_spmd.runtime.data.precomputed import folder_fingerprint, padded_models
 from rlhf_spmd.runtime.data.prompts import PromptSet, pad
 from rlhf_spmd.runtime.data.response_scores import how_read
-from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.execute.handlers.context import RunState
 from rlhf_spmd.runtime.execute.handlers.infer import judges
 from rlhf_spmd.runtime.execute.response_hashes import tokens_sha256
@@ -96,7 +99,7 @@ def check_finite(metrics: Mapping, number: int) -> None:
 
 
 def facts(job: Job, folder: RunFolder) -> dict[str, str]:
-    """The heading of a run."""
+    """The heading of a run. Collective."""
     config, shapes = job.config, job.program.workload.models
     sizes = {name: format_count(shape.num_params) for name, shape in shapes.items() if shape}
     by_function = config.reward_function
@@ -110,13 +113,25 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
     return {
         "models": ", ".join(f"{name} {size}" for name, size in sizes.items()) + f" parameters, {config.dtype}",
         **judged,
+        **({"names": notes} if (notes := _names_of_functions(job)) else {}),
         "device": describe_device(job.world.computes, job.world.size),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
+        **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
         "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
         "run folder": str(folder.path),
     }
+
+
+def _names_of_functions(job: Job) -> str:
+    """Which parameters of reward functions are not the columns of their names; empty if there are none. Collective."""
+    if not (job.config.reward_function or job.config.eval.reward_function):
+        return ""
+    scorers = [one.calls.context.scorer for one in (job, job.evaluation) if one is not None]
+    mine = [note for scorer in scorers if scorer is not None for note in scorer.notes]
+    every = job.world.allgather(mine, "the names of reward functions")
+    return "; ".join(dict.fromkeys(note for notes in every for note in notes))
 
 
 def _iteration(job: Job) -> str:
@@ -147,7 +162,25 @@ def _lost(prompts: PromptSet) -> str:
         "too long and dropped": prompts.num_dropped,
         "without an answer of the assistant and dropped": prompts.num_silent,
     }
-    return "".join(f", {num} {what}" for what, num in done.items() if num)
+    said = [*(f"{num} {what}" for what, num in done.items() if num), *prompts.remarks]
+    return "".join(f", {one}" for one in said)
+
+
+def _minute(time: str) -> str:
+    return format_time(time, "%Y-%m-%d %H:%M")
+
+
+def notes(job: Job, resumed: Resumed | None) -> list[str]:
+    """What is to be said once at the start, below the heading."""
+    found = list(resumed.notes) if resumed else []
+    if resumed and not resumed.started and job.written_at:
+        found.append(
+            f"{resumed.folder} is of an earlier version, which did not keep the time of the first start; the chat "
+            f"template writes {_minute(job.written_at)}, also when the run is resumed again"
+        )
+    if job.evaluation is not None:
+        found += [f"{job.config.eval.prompts}: {remark}" for remark in job.evaluation.prompts.remarks]
+    return found
 
 
 def format_count(num: int) -> str:
@@ -166,15 +199,36 @@ def run_state(state: RunState) -> dict:
 def inputs(job: Job) -> dict[str, str]:
     """Fingerprints of the files that a run reads, by name."""
     config = job.config
-    found = {f"prompts in {config.data.prompts}": job.prompts.fingerprint()}
-    functions = split_functions(config.reward_function)
+    found = job.prompts.fingerprints(config.data.prompts)
     if job.evaluation is not None:
-        found[f"prompts in {config.eval.prompts}"] = job.evaluation.prompts.fingerprint()
-        functions += split_functions(config.eval.reward_function)
-    for path in filter(None, map(source_file, functions)):
-        found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    folders = dict.fromkeys(folder for folder in map(config.folder, config.algorithm.roles) if folder)
-    return found | {f"model in {folder}": folder_fingerprint(Path(folder)) for folder in folders}
+        found |= job.evaluation.prompts.fingerprints(config.eval.prompts)
+    found |= functions_fingerprints(config)
+    if config.algorithm.from_file:
+        found["algorithm"] = hashlib.sha256(config.algorithm.source.encode()).hexdigest()
+    for folder in dict.fromkeys(filter(None, map(config.folder, config.algorithm.roles))):
+        found[f"model in {folder}"] = folder_fingerprint(Path(folder))
+        others = [Path(folder) / name for name in TOKENIZER_FILES if not name.endswith(".json")]  # those the hash lacks
+        parts = [f"{path.name} ".encode() + path.read_bytes() for path in others if path.is_file()]
+        found[f"tokenizer files in {folder}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    return found
+
+
+def refuse_other_support(job: Job, folder: Path, before: int | None) -> None:
+    """Raises UserError if the run in a folder drew from other tokens. before: how many its checkpoint says; None: it
+    is of a version that drew from all rows of the embeddings."""
+    padded = padded_models(job.config, job.known)
+    if before is None and padded:
+        role, rows = next(iter(padded.items()))
+        raise UserError(
+            f"{folder} was started by a version of rlhf_spmd that gave all {rows} rows of the {role}'s embeddings a "
+            f"probability; this version gives one only to the {job.known.count} tokens of the tokenizer, so the "
+            "results would change on the way; resume it with that version, or start a new run"
+        )
+    if before not in (None, job.known.count):
+        raise UserError(
+            f"{folder} drew from {before} tokens, and the tokenizer of {job.config.main_folder} now has "
+            f"{job.known.count}; restore the tokenizer's files, or start a new run"
+        )
 
 
 def surroundings(job: Job) -> dict[str, str]:

@@ -11,22 +11,24 @@ A rank writes the rows that it has. Only single numbers that another rank has, s
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import TOKEN_SHAPES
 from rlhf_spmd.plan.workflow import Call
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE
+from rlhf_spmd.runtime.data.readers import Record
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration
 from rlhf_spmd.runtime.run.job import Job
+from rlhf_spmd.runtime.run.rollout_files import other_names, pyarrow_modules, types_of, write_part
 from rlhf_spmd.runtime.run.run_folder import finite, writing
 
 FOLDER = "rollouts"
+PLACE = ("iteration", "prompt_index", "sample")
+ROWS_AT_ONCE = 100_000  # of a data set, while its columns are given types
 NUMBER = np.dtype([("name", "<u4"), ("row", "<u4"), ("value", "<f8")])  # one number of a row
 
 
@@ -38,9 +40,28 @@ class Rollouts:
         Parquet files are wanted and pyarrow is missing."""
         self.job, self.root, self.kind = job, run / FOLDER, kind
         self.every, self.format = job.config.rollouts.every, job.config.rollouts.format
-        self.call = _call_with_rows(job.program)
+        self.call, self.types = _call_with_rows(job.program), {}
         if self.every and self.format == "parquet":
-            _parquet()
+            pyarrow_modules()
+            if self._writes:
+                every = range(len(job.prompts))
+                parts = (every[start : start + ROWS_AT_ONCE] for start in every[::ROWS_AT_ONCE])
+                self.types = types_of(map(job.prompts.records, parts), job.prompts.column_names)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank writes a part."""
+        layout, rank = self.job.program.placement.layouts[self.call.name], self.job.world.rank
+        return rank in layout.ranks and layout.reports(rank)
+
+    @property
+    def note(self) -> str:
+        """What to say at the start about columns of the data set that can't keep their names; empty without any."""
+        workflow = self.job.program.workload.workflow
+        made = [key for call in workflow.calls for key in call.outputs if workflow.shapes[key] == "row"]
+        found = other_names(self.job.prompts.column_names, self._own(made, self.call.inputs)) if self.every else {}
+        names = ", ".join(f"{name!r} as {other!r}" for name, other in found.items())
+        return f"note: rollouts have columns of their own, so they show those of the data set {names}" if found else ""
 
     def write(self, data: Iteration) -> None:
         """Writes the samples of an iteration, if that is due. Collective; raises UserError."""
@@ -49,14 +70,17 @@ class Rollouts:
         world, layout = self.job.world, self.job.program.placement.layouts[self.call.name]
         numbers = self._exchanged(data)
         with world.together("writing the rollouts"):
-            if world.rank not in layout.ranks or not layout.reports(world.rank):
+            if not self._writes:
                 return
             folder = self.root / f"{self.kind}-{data.number:06d}"
             part = f"part-{layout.dp_index(world.rank):05d}.{self.format}"
             with writing(folder / part):
                 folder.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
                 draft = folder / f".{part}.{os.getpid()}"
-                _write(draft, self._rows(data, numbers), self.format)
+                keys = [key for key in self.call.inputs if key in data.store]
+                own = self._own(numbers, keys)
+                renamed = other_names(self.job.prompts.column_names, own)
+                write_part(draft, self._rows(data, numbers), self.format, own, self.types, renamed)
                 draft.replace(folder / part)
 
     def _exchanged(self, data: Iteration) -> dict[str, np.ndarray]:
@@ -79,8 +103,18 @@ class Rollouts:
                 values_MC.reshape(-1)[of_name["row"]] = of_name["value"]
         return whole
 
-    def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[dict[str, Any]]:
-        """This rank's rows."""
+    def _own(self, numbers: Iterable[str], keys: Sequence[str]) -> dict[str, str]:
+        """The columns that a run adds to those of the data set, with their types (rollout_files.py). numbers: of rows.
+        keys: that the call reads."""
+        shapes = self.job.program.workload.workflow.shapes
+        found = dict.fromkeys(PLACE, "int") | {"prompt": "str"}
+        found |= {key.removesuffix("s"): "str" for key in self.call.responses} | dict.fromkeys(numbers, "float")
+        found |= {f"{key.removesuffix('s')}_tokens": "ints" for key in keys if shapes[key] in TOKEN_SHAPES}
+        found |= {key: "floats" for key in keys if shapes[key] in ("token", "token+1")}
+        return found | {key: "float" for key in keys if shapes[key] == "row"}
+
+    def _rows(self, data: Iteration, numbers: Mapping[str, np.ndarray]) -> Iterator[tuple[Record, Record]]:
+        """This rank's rows: what the run adds, and the columns of the data set."""
         job, workload, call = self.job, self.job.program.workload, self.call
         columns = job.program.placement.layouts[call.name].columns(job.world.rank, workload.mini_batch)
         shapes = workload.workflow.shapes
@@ -96,7 +130,7 @@ class Rollouts:
             of_row = {key: values[key][m, c] for key in keys}
             tokens = {key: row[row >= 0].tolist() for key, row in of_row.items() if shapes[key] in TOKEN_SHAPES}
             num_tokens = max((len(tokens[key]) for key in call.responses), default=0)
-            row: dict[str, Any] = {"iteration": data.number, "prompt_index": index, "sample": sample}
+            row: Record = dict(zip(PLACE, (data.number, index, sample), strict=True))
             row["prompt"] = job.prompts.texts[index]
             for key in call.responses:
                 row[key.removesuffix("s")] = job.tokenizer.decode_pair(tokens[call.prompts], tokens[key])[1]
@@ -107,8 +141,7 @@ class Rollouts:
                     row[key] = [_number(one) for one in value[: num_tokens + (shapes[key] == "token+1")]]
                 elif shapes[key] == "row":
                     row[key] = _number(value)
-            (record,) = records([index])
-            yield row | {name: value for name, value in record.items() if name not in row}
+            yield row, *records([index])
 
 
 def forget(run: Path, num_iterations: int) -> None:
@@ -145,22 +178,3 @@ def _made_here(program: Program, rank: int, data: Iteration) -> Iterator[tuple[s
 def _number(value: float) -> float | None:
     """A float32 or float64 with as many digits as it has, None for NaN."""
     return finite(float(f"{value:.7g}"))
-
-
-def _write(path: Path, rows: Iterator[dict[str, Any]], form: str) -> None:
-    if form == "parquet":
-        pyarrow, parquet = _parquet()
-        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-        return
-    with path.open("w") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _parquet() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("rollouts.format=parquet needs pyarrow: pip install pyarrow, or use jsonl") from None
-    return pyarrow, parquet

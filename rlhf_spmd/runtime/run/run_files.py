@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_spmd.algorithm import Algorithm, load_algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import read_lines
 from rlhf_spmd.runtime.run.run_folder import CONFIG
 
 Row = dict[str, Any]
@@ -14,7 +15,7 @@ Row = dict[str, Any]
 def read_rows(path: Path) -> list[Row]:
     """The objects of a file of lines, without those that are cut; none if there is no file."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in read_lines(path):
         try:
             row = json.loads(line)
         except ValueError:  # the last line of a killed run may be cut
@@ -26,7 +27,7 @@ def read_rows(path: Path) -> list[Row]:
 def read_config(run: Path) -> Row:
     """The options of a run; none if they are not there or are no JSON."""
     try:
-        found = json.loads((run / CONFIG).read_text())
+        found = json.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import json_lines, json_text, read_lines
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
+from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.observe.trace import write_chrome
 from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
@@ -124,7 +126,7 @@ class RunFolder:
         """Locks the folder until this process ends. Raises UserError if another process has locked it."""
         if not self.writes:
             return
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = (self.path / ".lock").open("w", encoding="utf-8")
         found = os.stat(self.path)
         self._identity = found.st_dev, found.st_ino
         try:
@@ -137,12 +139,12 @@ class RunFolder:
     def texts(self) -> dict[str, str]:
         """The files that describe the run, by name; empty on other ranks than 0."""
         paths = [self.path / name for name in DESCRIPTION if self.writes]
-        return {path.name: path.read_text() for path in paths if path.is_file()}
+        return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
     def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
         """The rows of the first iterations in metrics.jsonl."""
         rows, path = [], self.path / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.is_file() else ():
+        for line in read_lines(path):
             with suppress(ValueError):  # the last line of a run that was killed may be half a line
                 rows.append(json.loads(line))
         wanted = range(num_iterations)
@@ -152,7 +154,7 @@ class RunFolder:
         """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
         UserError for a line that is none."""
         rows, path = [], self.path / EVALUATIONS
-        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+        for number, line in enumerate(read_lines(path), start=1):
             try:
                 row = json.loads(line)
                 is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
@@ -178,10 +180,19 @@ class RunFolder:
         self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def samples_before(self) -> list[Shown]:
-        """The response before training of each sample, which an earlier part of this run wrote."""
-        path = self.path / "samples.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        return [(row["before"], row["reward_before"], row.get("late_before", False)) for row in rows]
+        """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
+        line that is none."""
+        found, path = [], self.path / "samples.jsonl"
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json.loads(line)
+                found.append((row["before"], row["reward_before"], row.get("late_before", False)))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise UserError(
+                    f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
+                    "shows no samples)"
+                ) from None
+        return found
 
     def write_metrics(
         self,
@@ -196,7 +207,7 @@ class RunFolder:
             return
         with writing(self.path / "metrics.jsonl"):
             if self._metrics is None:
-                self._metrics = (self.path / "metrics.jsonl").open("a")
+                self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
             self.check()
             row = {"iteration": iteration} | {k: finite(v) for k, v in metrics.items()}
             self._metrics.write(json.dumps(row) + "\n")
@@ -209,7 +220,7 @@ class RunFolder:
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt."""
         rows = [{name: finite(value) for name, value in asdict(sample).items()} for sample in samples]
-        self.write("samples.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self.write("samples.jsonl", json_lines(rows))
         self.write("samples.txt", format_samples(samples))
 
     def write_timeline(self, records: Sequence[Mapping[str, object]], *, title: str, workflow: Workflow) -> None:
@@ -246,7 +257,7 @@ class RunFolder:
 
     def write_values(self, name: str, values: Mapping[str, Any]) -> None:
         """Writes a file of JSON."""
-        self.write(name, json.dumps(values, indent=2, ensure_ascii=False, default=str) + "\n")
+        self.write(name, json_text(values, indent=2) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Writes a temporary file and renames it, so that a killed run leaves the old file or the whole new one."""
@@ -254,7 +265,7 @@ class RunFolder:
             return
         temporary = self.path / f".{name}.{os.getpid()}"
         with writing(self.path / name):
-            with temporary.open("w", errors="backslashreplace") as file:
+            with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())  # the same after a power failure
@@ -281,7 +292,7 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
             raise gone(path.parent) from None
         raise UserError(
-            f"{path} can't be written: {error.strerror or error}; make room there, and resume from the newest "
+            f"{path} can't be written: {error.strerror or error}; {advice(error)}, and resume from the newest "
             "checkpoint (--resume)"
         ) from error
 

@@ -1,7 +1,6 @@
 """The train verb on the ranks of this MPI world: runs the iterations of a program, and writes logs and files."""
 
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +14,20 @@ from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
-from rlhf_spmd.runtime.checkpoint.resume import Resumed, refuse_fewer, refuse_older
+from rlhf_spmd.runtime.checkpoint.resume import (
+    PROGRAM,
+    STARTED,
+    Resumed,
+    not_compared,
+    refuse_fewer,
+    refuse_older,
+    refuse_other_inputs,
+)
 from rlhf_spmd.runtime.checkpoint.saving import Saver
 from rlhf_spmd.runtime.checkpoint.train_state import restore
 from rlhf_spmd.runtime.execute.executor import Executor
 from rlhf_spmd.runtime.execute.handlers.context import RunState
+from rlhf_spmd.runtime.guard import streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_command
 from rlhf_spmd.runtime.guard.signals import END, Asked
 from rlhf_spmd.runtime.observe.device_clock import clock_of
@@ -74,7 +82,7 @@ def train(
     calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
-    job = prepare(config, program, world, evaluation)
+    job = prepare(config, program, world, evaluation, started=origin.resumed.started if origin.resumed else "")
     config = job.config  # with the iterations that data.epochs are
     if origin.resumed:
         with world.together("counting the iterations"):
@@ -91,11 +99,14 @@ def train(
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
     for note in job.notes:
         console.note(f"warning: {note}")
-    for note in resumed.notes if resumed else ():
+    for note in report.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
     about = {"strategy": origin.strategy, "num_ranks": world.size, "inputs": report.inputs(job)}
-    about["surroundings"] = report.surroundings(job)
+    if resumed and (names := not_compared(about["inputs"], resumed)):
+        what = ", of the ".join(names)
+        console.note(f"note: the checkpoint of an earlier version has no fingerprint of the {what}: not compared")
+    about |= {"surroundings": report.surroundings(job), "support": job.known.count}
     if resumed and (text := report.changed(about["surroundings"], resumed.state.get("surroundings", {}))):
         console.note(f"note: {text}")
     running = Iterations(job, folder, console, known, aliases, about, state, history, asked)
@@ -156,6 +167,7 @@ class Iterations:
         self.executor = Executor(job.program, world, job.models, job.calls, self.recorder, asked)
         self.evaluator = Evaluator(job, self.executor, folder, len(history))
         self.rollouts = Rollouts(job, folder.path)
+        console.note(self.rollouts.note)
         self.saver = Saver(world, job.models, folder.path, every=options.every, keep=options.keep, texts=folder.texts())
         self.alarm = Alarm(known, history)
         self.answers: list[dict] = []  # of the last iteration
@@ -254,11 +266,8 @@ def start_or_resume(
         folder.write_samples(report.join_samples(job, before))
         return state, history, before
     with world.together("comparing with the checkpoint"):
-        for name, fingerprint in report.inputs(job).items():
-            if resumed.state["inputs"].get(name) != fingerprint:
-                raise UserError(
-                    f"the {name} changed since {resumed.folder} was started; restore the file, or start a new run"
-                )
+        refuse_other_inputs(report.inputs(job), resumed, started=job.started if job.written_at else "")
+        report.refuse_other_support(job, resumed.folder, resumed.state["support"])
         if len(history) != resumed.iteration:
             raise UserError(
                 f"{resumed.folder / 'metrics.jsonl'} has {len(history)} of the {resumed.iteration} iterations before "
@@ -289,8 +298,8 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         folder.write("strategy.py", origin.source)
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
-        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.splitlines()}
-        folder.write_values("program.json", about)
+        about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
+        folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)
         folder.write_values(CONFIG, options)  # last: a folder with config.json is a run
@@ -310,7 +319,7 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
     folder.close()
     if world.rank == 0:
         text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: "
-        print(text + resume_command(folder.path, world.size), file=sys.stderr, flush=True)
+        streams.say(text + resume_command(folder.path, world.size))
 
 
 def _write_timeline(
@@ -360,5 +369,6 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
             if trains and (state := whole_state(job.models, train)) is not None:
                 with writing(path):
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
-                    config = job.models.engines[role].model.config
-                    save_state(state, config, roles[role].head, path, source=job.config.folder(role))
+                    config, head = job.models.engines[role].model.config, roles[role].head
+                    suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
+                    save_state(state, config, head, path, source=job.config.folder(role), suppressed=suppressed)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file
 from rlhf_spmd.runtime.guard.postmortem import check_is_folder
 from rlhf_spmd.runtime.run.curves_svg import curve, finite_points, short
 from rlhf_spmd.runtime.run.run_files import Row, algorithm_of, read_config, read_rows
@@ -60,13 +61,13 @@ class Run:
 def read(path: Path) -> Run:
     """Raises UserError if it is no run folder."""
     check_is_folder(path)
-    if not (path / CONFIG).is_file():
+    if not is_file(path / CONFIG):
         raise UserError(f"{path} has no {CONFIG}, so it is no run folder; give the folder that train printed")
     config = read_config(path)
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
     try:
-        strategy = str(json.loads((path / "program.json").read_text())["strategy"])
+        strategy = str(json.loads((path / "program.json").read_text(encoding="utf-8"))["strategy"])
     except (OSError, ValueError, KeyError, TypeError):
         strategy = ""
     files = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_model, load_tokenizer, read_config
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.tokenizer import Tokenizer
@@ -32,16 +33,15 @@ from rlhf_spmd.runtime.world.world import World
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
-    """The number of token ids known to all models that read the tokens of the first role, whose tokenizer is given.
+def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> KnownTokens:
+    """The tokens of the first role, whose tokenizer is given: those that may be drawn, and that all models know.
 
     All models read them but a judge with another tokenizer, which reads text. Embeddings are often padded to more rows
     than there are tokens, differently in each model, so all models need to know only the tokenizer's own ids. Raises
     UserError for a model that does not, or whose tokenizer has other tokens for them.
     """
     roles, main, folder_of_main = config.algorithm.roles, config.main_role, config.main_folder
-    fewest = read_config(folder_of_main).vocab_size
-    num_tokens = min(fewest, 1 + max(tokenizer.vocabulary().values(), default=-1))
+    known = tokenizer.known(read_config(folder_of_main).vocab_size)
     for name in sorted(roles, key=lambda name: not config.models[name]):  # those with a folder of their own first
         folder = config.folder(name)
         if folder in ("", folder_of_main) or (roles[name].judge and not same_tokenizer(folder, folder_of_main)):
@@ -53,14 +53,13 @@ def shared_vocabulary(config: Config, tokenizer: Tokenizer) -> int:
                 f"ids mean other tokens to it; give a {name} with the {main}'s tokenizer"
             )
         num_known = read_config(folder).vocab_size
-        if num_known < num_tokens:
+        if num_known < known.stop:
             raise UserError(
                 f"the {name} {folder} has a vocabulary of {num_known} tokens, but the {main} {folder_of_main} draws "
-                f"from {num_tokens}; give a {name} with as many, e.g. by transformers' resize_token_embeddings"
-                f"({num_tokens})"
+                f"from {known.stop}; give a {name} with as many, e.g. by transformers' resize_token_embeddings"
+                f"({known.stop})"
             )
-        fewest = min(fewest, num_known)
-    return fewest
+    return known
 
 
 class RankModels:
@@ -142,6 +141,7 @@ class RankModels:
                     betas=(optimizer.beta1, optimizer.beta2),
                     eps=optimizer.eps,
                     weight_decay=optimizer.weight_decay,
+                    weight_decay_on=optimizer.weight_decay_on,
                     max_grad_norm=optimizer.max_grad_norm,
                 )
             elif layout.zero == 3 and layout.dp > 1 and key in self.copies and key not in self.sharded:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
 from rlhf_spmd.runtime.world.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
 
@@ -25,7 +26,7 @@ CONNECT_S = 60.0
 def network_stack() -> str:
     """A text that is the same on two ranks if and only if they can reach each other by loopback."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
@@ -49,7 +50,7 @@ def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
     first. The host's own name is not used: many distributions map it to a loopback address.
     """
     addresses = interface_addresses()
-    if wanted := os.environ.get(INTERFACE_OPTION):
+    if wanted := os.environ.get(INTERFACE_OPTION, "").strip():
         if wanted not in addresses:
             raise UserError(
                 f"{INTERFACE_OPTION}={wanted}, but {socket.gethostname()} has no such network interface with an IPv4 "
@@ -99,11 +100,13 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
     from torch.distributed import TCPStore
 
     try:
+        reach(address, port)  # fails sooner, and with the reason
         store = TCPStore(address, port, timeout=timedelta(seconds=min(CONNECT_S, timeout_s)), wait_for_workers=False)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
+        why = f" ({error.strerror or error})" if isinstance(error, OSError) else ""
         raise UserError(
-            f"{socket.gethostname()} can't reach rank 0 at {address}:{port}; if that is the wrong network, name the "
-            f"right interface in {INTERFACE_OPTION} on every host, else allow the connection in the firewall"
+            f"{socket.gethostname()} can't reach rank 0 at {address}:{port}{why}; if that is the wrong network, name "
+            f"the right interface in {INTERFACE_OPTION} on every host, else allow the connection in the firewall"
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -115,6 +118,7 @@ def connect_store(world: Any, timeout_s: float) -> Any:
     interface, address = LOOPBACK_INTERFACE, LOOPBACK
     if not world.one_network and world.rank == 0:
         interface, address = choose_interface(peers)
+        check_answer(address)
     store, port = make_store(address, timeout_s) if world.rank == 0 else (None, 0)
     address, port = world.bcast([address, port], what="the address of the store")
     if store is None:
@@ -126,6 +130,27 @@ def connect_store(world: Any, timeout_s: float) -> Any:
     if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
         world.board.store, world.board.second_store = store.clone(), store.clone()
     return store
+
+
+def start_groups(
+    world: Any,
+    groups: Mapping[str, Sequence[int]],
+    pairs: Mapping[str | None, Sequence[tuple[int, int]]],
+    store: Any,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Starts torch.distributed, makes the groups, and sends a first message through each connection -> the groups by
+    name. Collective."""
+    import torch
+
+    made = make_groups(
+        groups, store=store, rank=world.rank, size=world.size, device=world.computes, timeout_s=timeout_s
+    )
+    number = torch.ones(1, device=world.device)
+    torch.distributed.all_reduce(number)
+    assert number.item() == world.size
+    connect_pairs(made, pairs, world.device)
+    return made
 
 
 def make_groups(

@@ -7,9 +7,12 @@ runs on the CPU because of a broken driver, container or build of torch.
 
 import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from rlhf_spmd.errors import UserError
 
 # Device files of drivers: NVIDIA's, NVIDIA's in the Windows Subsystem for Linux, and AMD's.
 DRIVER_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg")
@@ -19,6 +22,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 AMD_VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 ALLOCATED = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "PBS_NGPUS")  # of any vendor
 NOTHING = ("", "-1", "NoDevFiles")  # values that hide all devices
+THREADS, MOST_THREADS = "OMP_NUM_THREADS", 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,27 @@ def import_torch(threads: int | None, share: int) -> Any:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Memory returns to the device page by page, even if other tensors are adjacent.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(threads or share)
+    threads = threads or threads_wanted(os.environ) or share
+    os.environ[THREADS] = str(threads)
     import torch
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(threads)
     return torch
+
+
+def threads_wanted(environ: Mapping[str, str]) -> int | None:
+    """The threads that OMP_NUM_THREADS asks for: of a list, which OpenMP allows for nested regions, the first number.
+    None if it is not set or blank. Raises UserError."""
+    text = environ.get(THREADS, "")
+    if not text.strip():
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", part) and 0 < int(part) <= MOST_THREADS for part in parts):
+        raise UserError(
+            f"{THREADS}={text!r}: give the number of threads of each rank, from 1 to {MOST_THREADS} (of a list as in "
+            f"{THREADS}=4,1 the first number counts), or unset it"
+        )
+    return int(parts[0])
 
 
 def find_devices(wanted: str, host: str, threads: int, num_ranks: int = 1) -> dict[str, Any]:

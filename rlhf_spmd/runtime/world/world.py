@@ -11,7 +11,6 @@ import faulthandler
 import json
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.runtime.guard import failures, launcher
+from rlhf_spmd.runtime.guard import failures, launcher, streams
 from rlhf_spmd.runtime.guard.diagnose import Needs, late_ranks
-from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks, print_error
+from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, deadline_error, name_ranks
 from rlhf_spmd.runtime.guard.hang_watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
+from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
+from rlhf_spmd.runtime.guard.surroundings import check_answer, check_open_files
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
 from rlhf_spmd.runtime.observe.position_board import Board, new_file
 from rlhf_spmd.runtime.world import devices, network, visible_devices
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program
 
 USER_STATUS, CRASH_STATUS, INTERRUPTED_STATUS = 2, 1, 130
-SECOND_REPORT_S = 3.0  # a rank that lost the claim to report waits this long to be ended by the winner
 LOST_S = 5.0  # a rank that lost a connection waits this long for a better explanation
 FORWARD_S = 0.5  # before an abort: mpiexec drops unread output (seen once in 60 launches on a busy machine)
 ABORT_S = 3  # time for MPI's abort before the process ends itself
@@ -90,7 +90,7 @@ class World:
         except Late as late:  # nothing can be agreed yet, and a normal exit would hang in MPI_Finalize
             if first.rank != min(set(range(comm.size)) - set(late.ranks)):
                 time.sleep(SECOND_REPORT_S)
-            print_error(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
+            streams.say(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
             _end_job(USER_STATUS, flight or Flight())
         control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # all ranks are here, so MPI's own collectives, which have no deadline, are safe
@@ -222,7 +222,7 @@ class World:
             go_on = resume_hint(self.flight.run, self.size)
             text = "\n".join(filter(None, (failures.merge_messages(by_rank, self.hosts), go_on)))
             keep_message(self.flight.run, text.removeprefix(PREFIX))
-            print_error(text)
+            streams.say(text)
         status = CRASH_STATUS if any("crash" in failure for failure in by_rank.values()) else USER_STATUS
         with suppress(Late, Failed):  # the first exit ends the job, so print the message before
             self.control.exchange("leaving", b"", deadline_s=5.0)
@@ -239,18 +239,28 @@ class World:
             raise error
         if isinstance(error, KeyboardInterrupt):
             _end_job(INTERRUPTED_STATUS, self.flight)
-        if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
-            time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
-        if not self.board.claim():
-            time.sleep(SECOND_REPORT_S)
+        status = CRASH_STATUS
+        try:
+            if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
+                time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
+            if not self.board.claim():
+                time.sleep(SECOND_REPORT_S)
+            text = self._report(error)
+            keep_message(self.flight.run, text.removeprefix(PREFIX))
+            streams.say(text)
+            if isinstance(error, UserError) or failures.explain(error) is not None:
+                status = USER_STATUS
+        except Exception:  # memory, the disk and the store may be what failed
+            streams.say("".join(traceback.format_exception(error)))
+        finally:
+            _end_job(status, self.flight)
+
+    def _report(self, error: BaseException) -> str:
+        """The message about this rank's failure."""
         reporter = "" if self.size == 1 else f"{name_ranks([self.rank], self.hosts)} of {self.size}"
         go_on = resume_hint(self.flight.run, self.size)
         inside = self.flight.iteration != NOWHERE or (self.size > 1 and self.flight.count)
-        text = failures.report(error, reporter, self.flight.where if inside else "", go_on)
-        keep_message(self.flight.run, text.removeprefix(PREFIX))
-        print_error(text)
-        fixable = isinstance(error, UserError) or failures.explain(error) is not None
-        _end_job(USER_STATUS if fixable else CRASH_STATUS, self.flight)
+        return failures.report(error, reporter, self.flight.where if inside else "", go_on)
 
     # torch.distributed
 
@@ -270,22 +280,19 @@ class World:
         assert self._groups is None, "torch.distributed starts once"
         timeout_s = LONGEST_WAIT * self.deadline_s if deadline_s is None else deadline_s
         with self.together("importing torch"):
-            torch = visible_devices.import_torch(threads, self.threads)
+            if self.one_network:
+                check_answer(torch_groups.LOOPBACK)  # torch would try for a minute, and not tell why
+            of_rank = [ranks for ranks in groups.values() if self.rank in ranks]
+            check_open_files(self.size + sum(len(ranks) for ranks in of_rank))
+            visible_devices.import_torch(threads, self.threads)
             self._device_bytes = devices.select_device(self.computes)
-        with self.together("starting torch.distributed"):
+        with self.together("connecting to the store"):
             store = torch_groups.connect_store(self, timeout_s)
-            self._groups = torch_groups.make_groups(
-                groups,
-                store=store,
-                rank=self.rank,
-                size=self.size,
-                device=self.computes,
-                timeout_s=timeout_s,
-            )
-            number = torch.ones(1, device=self.device)
-            torch.distributed.all_reduce(number)
-            assert number.item() == self.size
-            torch_groups.connect_pairs(self._groups, pairs or {}, self.device)
+        with self.together("starting torch.distributed"):
+            try:
+                self._groups = torch_groups.start_groups(self, groups, pairs or {}, store, timeout_s)
+            except Exception as error:  # others may wait in torch, where no control message reaches them
+                self.fail(error)
 
     @property
     def device(self) -> Any:
@@ -368,9 +375,9 @@ def _load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
-        if not launcher.first_on_node(os.environ):
+        if not launcher.reports(os.environ, on_node=True):
             raise SystemExit(0) from None
-        reason = (str(error).splitlines() or [""])[0]
+        reason = str(error).split("\n")[0]
         raise UserError(
             f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
             "environment, or load the site's MPI module"
@@ -380,14 +387,13 @@ def _load_mpi() -> Any:
 
 def _end_job(status: int, flight: Flight) -> NoReturn:
     """Ends all processes of the job with this status; the error has been reported, so MPI's output is discarded."""
-    flight.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(FORWARD_S)
     try:
-        with open(os.devnull, "w") as nowhere:
+        flight.leave()
+        streams.flush()
+        time.sleep(FORWARD_S)
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), 2)
             faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
             _load_mpi().COMM_WORLD.Abort(status)
-    finally:  # even if memory for any of this is missing
+    finally:  # even if memory or a descriptor for any of this is missing
         os._exit(status)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf_spmd.algorithms.masks import ended, response_mask
 from rlhf_spmd.config import Config
+from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.tokenizer import has_stop
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.program.instructions import Program, Run
@@ -39,8 +40,8 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """eos_ids: tokens that end a response. num_known: number of token ids that every model reading them knows. decode:
-    of the tokenizer, for stop texts. stream: of random numbers for the generate call; None: each call has its own."""
+    """eos_ids: tokens that end a response. known: those that may be drawn, and that all models know. decode: of the
+    tokenizer, for stop texts. stream: of random numbers for the generate call; None: each call has its own."""
 
     program: Program
     config: Config
@@ -48,7 +49,7 @@ class CallContext:
     models: RankModels
     scorer: Scorer | None
     eos_ids: tuple[int, ...]
-    num_known: int
+    known: KnownTokens
     decode: Callable[..., str] | None = None
     stream: int | None = None
 
@@ -64,6 +65,7 @@ class CallContext:
             "temperature": generation.temperature,
             "eos_ids": self.eos_ids,
             "min_new_tokens": generation.min_new_tokens,
+            "known": self.known,
         }
 
     @property

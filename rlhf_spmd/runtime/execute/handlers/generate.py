@@ -4,7 +4,6 @@
 
 import time
 
-from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.program.instructions import Run
 from rlhf_spmd.plan.runtime_words import RESPONSES
@@ -17,7 +16,7 @@ from rlhf_spmd.runtime.generation.rollout import Rollout
 
 
 def generate(context: CallContext, call: Call, step: Run, data: Iteration) -> None:
-    """Draws the responses of a Run. Raises UserError for a token that other models do not know."""
+    """Draws the responses of a Run."""
     place = context.place(step)
     started = time.perf_counter()
     with context.models.weights(call) as model:
@@ -27,12 +26,6 @@ def generate(context: CallContext, call: Call, step: Run, data: Iteration) -> No
         if data.generations[call.name].is_over:
             del data.generations[call.name]  # frees its memory for training
     responses = made[0]
-    if responses.numel() and (drawn := int(responses.max())) >= context.num_known:
-        raise UserError(
-            f"the {call.model} drew token {drawn}, which its tokenizer does not have (its embeddings are padded), and "
-            f"other models know only {context.num_known} tokens; give them as many by transformers' "
-            "resize_token_embeddings"
-        )
     tensors = dict(zip(call.outputs, made, strict=False))
     for key in context.program.makes(step, context.world.rank):  # stages before the last one keep none of it
         data.store.at(key, place)[:] = tensors[key].unflatten(0, shape_of(place))

@@ -16,7 +16,8 @@ from rlhf_spmd.runtime.execute.pipeline_runtime import Passes
 def begin(
     context: CallContext, training: Training, call: Call, step: Run, data: Iteration, state: RunState
 ) -> Step | None:
-    """Begins an optimizer step on a global mini-batch; None if the model's steps have been stopped early."""
+    """Begins an optimizer step on a global mini-batch; None if the model's steps have been stopped early, or if there
+    is no row to learn from."""
     number = state.steps.get(call.model, 0)
     state.steps[call.model] = number + 1
     if call.model in data.stopped:
@@ -26,7 +27,7 @@ def begin(
     source_B = data.source_EMC[step.epoch, step.mini_batch, columns]
     places = (source_B, torch.arange(len(source_B), device=source_B.device))
     keys = context.program.reads(step, context.world.rank)
-    return training.begin(
+    begun = training.begin(
         step,
         call,
         layout,
@@ -39,6 +40,10 @@ def begin(
         meter=data.meter,
         group=context.group(step),
     )
+    if begun.divisor:
+        return begun
+    training.leave_out(begun)
+    return None
 
 
 def passes(context: CallContext, training: Training, begun: Step, data: Iteration) -> Passes:

@@ -1,0 +1,96 @@
+"""What a rank needs from its machine, compared with what it has: the working folder, open files, shared memory, and an
+address that answers. A lack of it appears later as the failure of something else. No torch, no MPI.
+"""
+
+import os
+import resource
+import socket
+from contextlib import suppress
+
+from rlhf_spmd.errors import UserError
+
+OPEN_FILES = 32  # of a rank beyond those it has when torch is started, without connections: 26 measured on 1-8 ranks
+SHARED_MEMORY = "/dev/shm"
+MPI_BYTES = 8 << 20  # of shared memory that MPI may need for a rank: 5.4 MB measured, MPICH 5.0 with 1-16 ranks
+ANSWER_S = 10.0
+
+
+def without_folder() -> str:
+    """The reason why relative paths mean nothing in this process; empty if they do."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        return f"the working folder is gone ({error.strerror}): it was deleted or replaced; `cd` into one that exists"
+    return ""
+
+
+def check_folder() -> None:
+    """Raises UserError if the working folder is gone."""
+    if text := without_folder():
+        raise UserError(text)
+
+
+def check_open_files(num_connections: int) -> None:
+    """Raises the limit of open files if it is too low for so many connections of this rank, or UserError if it must
+    not be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _num_open() + OPEN_FILES + num_connections
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    rounded = -(-needed // 100) * 100  # the same for all ranks, which differ by what their launcher has opened
+    raise UserError(
+        f"the limit of open files on {socket.gethostname()} is {soft} (`ulimit -n`), but this rank may need up to "
+        f"{rounded}: raise the limit where the job is started"
+    )
+
+
+def _num_open() -> int:
+    """How many descriptors are in use; all of them if none is left to count with."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def check_answer(address: str) -> None:
+    """Raises UserError if this process cannot reach itself at one of its own addresses."""
+    try:
+        with socket.create_server((address, 0)) as listener:
+            reach(*listener.getsockname())
+    except OSError as error:
+        loopback = ": bring the loopback interface up (`ip link set lo up`)" if address.startswith("127.") else ""
+        raise UserError(
+            f"{socket.gethostname()} can't reach its own address {address} ({error.strerror or error}){loopback}"
+        ) from error
+
+
+def reach(address: str, port: int) -> None:
+    """Connects once. Raises OSError with the reason, after ANSWER_S at most."""
+    socket.create_connection((address, port), ANSWER_S).close()
+
+
+def shared_memory_bytes() -> tuple[int, int]:
+    """The size of shared memory on this machine, and how much of it is free."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0, 0
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def lack_of_shared_memory(num_ranks: int, num_bytes: int, num_free: int) -> str:
+    """The reason why MPI may have failed at its start with so many ranks on this node: size and free bytes of its
+    shared memory then. Empty if they suffice."""
+    needed = MPI_BYTES * num_ranks
+    if num_free >= needed:
+        return ""
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    return (
+        f"most likely {SHARED_MEMORY} is too small: it has {num_bytes / 2**20:.3g} MiB, {num_free / 2**20:.3g} MiB of "
+        f"them free, and MPI may need {needed / 2**20:.3g} MiB for the {ranks} on this node; enlarge it (`docker run "
+        f"--shm-size={max(1, needed >> 29)}g`, `mount -o remount,size={max(1, needed >> 29)}g {SHARED_MEMORY}`), or "
+        "start fewer ranks here"
+    )

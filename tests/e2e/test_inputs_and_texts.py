@@ -1,0 +1,119 @@
+"""What a run reads and writes: a change of its inputs ends a resume, any text comes back as it was, in any locale."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd.__main__ import main
+from tests.folders import write_model
+from tests.run_mpi import REPOSITORY, environment_alone, run_limited
+
+EARLIER = Path("tests/e2e/run_of_32a08ff")  # a run of 2 iterations that version 32a08ff made; paths in it are relative
+NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+SEPARATED = "ba\u2028da\u0085de"
+# What JSON can hold, and Arrow, UTF-8 or a reader of lines may not.
+COLUMNS = [
+    {"answer": "18", "big": 2**70, "empty": {}, "half": "cut \ud83d", "response": "mine", "sum": float("nan")},
+    {"answer": 18, "big": 1, "empty": {}, "half": "whole", "text": SEPARATED, "nested": {"a": 1}, "sum": 1},
+    {"answer": 1.5, "nested": {"a": 1, "b": None}, "scores": [1, 2], "sum": float("inf")},
+    {"answer": None, "nested": [1, "ü"], "half \ud83d": True, "truth": "é"},
+]
+REWARD = """
+# für
+def length(prompts, responses, truth, half):
+    print("größe", half)
+    return {"score": [float(len(one)) for one in responses], "größe": [1.5] * len(responses)}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Prompts with odd texts and columns, and a file of options."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_model(folder / "actor", seed=1)
+    rows = [{"prompt": prompt} | row for prompt, row in zip((SEPARATED, "ba é 😀", "ba", "da"), COLUMNS, strict=True)]
+    for name in ("rows.jsonl", "eval.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
+    options = {
+        "algorithm": "grpo",
+        "models.actor": str(folder / "actor"),
+        "data.prompts": str(folder / "rows.jsonl"),
+        "data.shuffle": "false",
+        "eval.prompts": str(folder / "eval.jsonl"),
+        "generation.max_new_tokens": 6,
+        "reward_function": f"{folder / 'rewards.py'}:length",
+        "rollout_batch": 4,
+        "samples_per_prompt": 2,
+        "mini_batch": 8,
+        "iterations": 1,
+        "checkpoint.every": 1,
+        "rollouts.every": 1,
+        "num_samples": 2,
+        "grpo.kl_coef": 0,
+    }
+    text = "# für alle\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in options.items())
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_any_text_in_any_locale(folder, warm):
+    """A run in a locale without UTF-8 writes the bytes of one with it; a resume reads them."""
+    words = ["train", "--config", folder / "run.yaml", "--runs", folder]
+    status, stdout, stderr = warm.run([*words, "--name", "utf8"])
+    assert status == 0, stderr
+    assert "'response' as 'data.response', 'scores' as 'data.scores', 'half \\ud83d' as 'half \\\\ud83d'" in stdout
+    command = [sys.executable, "-m", "rlhf_spmd", *map(str, words), "--name", "ascii"]
+    status, _, stderr = run_limited(command, limit_s=120, environment=environment_alone(**NO_UTF8))
+    assert status == 0, stderr
+    names = ["config.json", "strategy.py", "program.json", "samples.jsonl", "samples.txt"]
+    for name in [*names, *(f"rollouts/{kind}/part-00000.jsonl" for kind in ("iteration-000000", "evaluation-000001"))]:
+        assert (folder / "utf8" / name).read_bytes() == (folder / "ascii" / name).read_bytes(), name
+    status, _, stderr = warm.run(["train", "--resume", folder / "ascii", "iterations=2", "rollouts.format=parquet"])
+    assert status == 0, stderr
+    status, _, _ = warm.run(["report", folder / "ascii", "--out", folder / "page.html"])
+    assert status == 0 and "da\\x85de" in (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_rollouts_hold_every_column_in_both_formats(folder, capsys):
+    """After the test above, whose second iteration is in Parquet."""
+
+    def lines(number: int, *words: str) -> list[str]:
+        assert main(["rollouts", str(folder / "ascii"), "--iteration", str(number), *words]) == 0
+        return capsys.readouterr().out.split("\n")[:-1]
+
+    found = [{row["prompt_index"]: row for row in map(json.loads, lines(number, "--json"))} for number in range(2)]
+    renamed = {"response": "data.response", "scores": "data.scores", "half \ud83d": "half \\ud83d"}
+    for index, columns in enumerate(COLUMNS):
+        for of_file in found:
+            got = {name: of_file[index].get(renamed.get(name, name)) for name in columns}
+            assert repr(got).replace("1.0", "1") == repr(columns), index
+    for condition, matching in (("answer=18", 4), ("big=1180591620717411303424", 2), ("truth=é", 2)):
+        for number in range(2):
+            assert json.loads(lines(number, "--where", condition)[-1])["matching"] == matching, (condition, number)
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_then_compares_all_columns(tmp_path, warm):
+    folder = tmp_path / "run"
+    shutil.copytree(REPOSITORY / EARLIER / "run", folder)
+    status, stdout, stderr = warm.run(["train", "--resume", folder, "iterations=3"])
+    assert status == 0, stderr
+    assert stdout.count("has no fingerprint of the columns of the prompts in") == 1
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    state = folder / "checkpoints" / "iteration-000003" / "state.json"
+    assert "columns of the prompts in" in state.read_text(encoding="utf-8")
+
+
+def test_changed_columns_end_a_resume(folder, warm):
+    """Of the run that the first test has made."""
+    for name in ("rows.jsonl", "eval.jsonl"):
+        file = folder / name
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace('"truth": "', '"truth": "another '), encoding="utf-8")
+        status, _, stderr = warm.run(["train", "--resume", folder / "utf8", "iterations=2"])
+        assert status == 2 and f"the columns of the prompts in {file} changed since" in stderr
+        file.write_text(text, encoding="utf-8")

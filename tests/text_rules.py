@@ -1,0 +1,48 @@
+"""The rule for text files: the encoding is given, whatever the locale, and lines end at "\\n" only.
+
+`text_problems` names the calls of a module that break it; tests/import_rules.py asks it about every file.
+"""
+
+import ast
+from collections.abc import Iterator
+
+READERS = ("read_text", "write_text", "TextIOWrapper", "FileHandler")  # always text
+# Those that take a mode -> the place of the mode among their arguments, and what it is without one.
+OPENERS = {"open": (1, "r"), "fdopen": (1, "r"), "makefile": (0, "r")}
+OPENERS |= dict.fromkeys(("NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"), (0, "w+b"))
+OF_PROCESSES = ("text", "universal_newlines")  # True: their output is read as text
+OF_DESCRIPTORS = ("os",)  # os.open opens no text
+
+
+def text_problems(tree: ast.Module, *, in_package: bool) -> Iterator[tuple[ast.Call, str]]:
+    """The calls that break the rule, and how. in_package: only there is `splitlines` refused."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if "encoding" not in given and _opens_text(node, name, given):
+            yield node, f"{name} without an encoding: say encoding=, since another locale has another one"
+        if in_package and name == "splitlines":
+            yield node, 'splitlines ends lines at U+0085, U+2028 and others, which are text: split at "\\n"'
+
+
+def _opens_text(node: ast.Call, name: str, given: dict[str | None, ast.expr]) -> bool:
+    """Whether this call opens, reads or writes text."""
+    if name in READERS:
+        return True
+    if any(isinstance(given.get(word), ast.Constant) and given[word].value is True for word in OF_PROCESSES):
+        return True
+    if name not in OPENERS:
+        return False
+    place, mode = OPENERS[name]
+    if isinstance(node.func, ast.Attribute) and name == "open":  # a method of a path
+        place = 0
+        if isinstance(node.func.value, ast.Name) and node.func.value.id in (*OF_DESCRIPTORS, "io"):
+            if node.func.value.id in OF_DESCRIPTORS:
+                return False
+            place = 1
+    said = given.get("mode") or next(iter(node.args[place : place + 1]), None)
+    if isinstance(said, ast.Constant):
+        mode = str(said.value)
+    return "b" not in mode

@@ -1,0 +1,69 @@
+"""Parts of rollouts: every column of every row comes back in both formats, and types do not depend on the part."""
+
+import math
+
+import pytest
+
+from rlhf_spmd.runtime.run.rollout_files import other_names, read_part, types_of, write_part
+
+OWN = {"iteration": "int", "prompt": "str", "scores": "float", "prompt_tokens": "ints", "logprobs": "floats"}
+ADDED = {"iteration": 0, "prompt": "a\u2028b", "scores": None, "prompt_tokens": [1], "logprobs": [0.5, None]}
+# Columns of three rows -> whether Arrow has a type for them.
+COLUMNS = {
+    "text": (["18", "\u2028", None], True),
+    "mixed": (["18", 18, 1.5], False),
+    "whole": ([1, 2**63 - 1, None], True),
+    "large": ([1, 2**70, 10**400], False),
+    "number": ([1, 1.5, math.nan], True),
+    "exact": ([2**53 + 1, 1.5, None], False),
+    "truth": ([True, None, False], True),
+    "truth_or_number": ([True, 1, 0.5], False),
+    "empty": ([{}, {}, None], False),
+    "object": ([{"a": 1, "b": "x"}, {"a": 2, "b": "y"}, None], True),
+    "gaps": ([{"a": 1}, {"b": None}, {"a": None}], False),
+    "list": ([[1, 2], [], None], True),
+    "list_of_all": ([[1, "a"], [None], []], False),
+    "half": (["\ud83d", "a", None], False),
+    "nothing": ([None, None, None], True),
+    "scores": ([3, 4, 5], True),
+    "half \ud83d": ([1, 2, 3], True),
+}
+ROWS = [{name: values[row] for name, (values, _) in COLUMNS.items()} for row in range(3)]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_every_value_comes_back(form, tmp_path):
+    pytest.importorskip("pyarrow")
+    types = types_of([ROWS], list(COLUMNS))
+    assert {name: kind is not None for name, kind in types.items()} == {name: one for name, (_, one) in COLUMNS.items()}
+    renamed = other_names(COLUMNS, OWN)
+    assert renamed == {"scores": "data.scores", "half \ud83d": "half \\ud83d"}
+    schemas = set()
+    for number, rows in enumerate((ROWS, ROWS[2:], [])):  # a part whose rows lack values, and one without rows
+        path = tmp_path / f"part-{number}.{form}"
+        write_part(path, ((ADDED, row) for row in rows), form, OWN, types, renamed)
+        found = list(read_part(path))
+        assert len(found) == len(rows)
+        for got, row in zip(found, rows, strict=True):
+            assert {name: got[name] for name in ADDED} == ADDED
+            for name, value in row.items():
+                one = got[renamed.get(name, name)]
+                assert (one == value and type(one) in (type(value), float)) or (one != one and value != value), name
+        if form == "parquet":
+            from pyarrow import parquet
+
+            schemas.add(str(parquet.read_schema(path)))
+    assert len(schemas) == (form == "parquet")
+
+
+def test_types_are_those_of_all_rows():
+    arrow = pytest.importorskip("pyarrow")
+    parts = [[{"a": None, "b": 1, "c": "x"}], [{"a": 1, "b": "x"}], [{"c": "y", "d": True}]]
+    names = ["a", "b", "c", "d"]
+    assert types_of(parts, names) == {"a": arrow.int64(), "b": None, "c": arrow.string(), "d": arrow.bool_()}
+    assert types_of([], ["a"]) == {"a": arrow.null()}
+
+
+def test_names_that_are_taken():
+    assert other_names(["a", "b"], ["c"]) == {}
+    assert other_names(["response", "data.response"], ["response"]) == {"response": "data.data.response"}

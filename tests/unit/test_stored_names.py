@@ -1,0 +1,153 @@
+"""Folders whose tensors have other names than Hugging Face's classes with a head give them, and adapters."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.config import read_config_json
+from rlhf_spmd.model.hf import convert_gguf, load_model
+from rlhf_spmd.model.parallel import Parallel
+from rlhf_spmd.model.stored_names import hugging_face_names
+from rlhf_spmd.plan.layout import Layout
+from tests.folders import write_model
+
+OTHERS = {
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "DDP of that": lambda name: f"module._orig_mod.{name}",
+    "compiled layers": lambda name: name.replace("layers.1.", "layers.1._orig_mod."),
+    "TRL's value head": lambda name: f"pretrained_model.{name}",
+    "PEFT": lambda name: f"base_model.model.{name}",
+    "a field called model": lambda name: f"model.{name}",
+    "FSDP and checkpointing": lambda name: name.replace(
+        "model.layers.0.", "_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module."
+    ),
+}
+BASE = {
+    "the base model": lambda name: name.removeprefix("model.") if name.startswith("model.") else None,
+    "DDP of it": lambda name: name.replace("model.", "module.", 1) if name.startswith("model.") else None,
+}
+
+
+class Two:
+    """Stands for the group of two ranks that split a model, which loading does not use."""
+
+    def size(self) -> int:
+        return 2
+
+
+def rename(folder, change, more=None, *, shards=False):
+    """Writes the tensors under other names, in one file or in two with an index."""
+    path = folder / "model.safetensors"
+    tensors = {change(name): tensor for name, tensor in load_file(path).items() if change(name)} | (more or {})
+    if not shards:
+        save_file(tensors, path)
+        return folder
+    path.unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    places = {name: file for file, held in parts.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    return folder
+
+
+def same(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_names_of_a_folder_as_it_should_be_stay():
+    names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight", "vision.embed.weight", "module.x"]
+    assert hugging_face_names(names) == {name: name for name in names}
+    twice = ["policy.model.embed_tokens.weight", "reference.model.embed_tokens.weight"]
+    assert hugging_face_names(twice) == {name: name for name in twice}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_of_wrappers(name, tmp_path):
+    """Of a model with a head of its own; also in shards, and a slice of it."""
+    as_it_was = write_model(tmp_path / "a")
+    other = rename(write_model(tmp_path / "b"), OTHERS[name], shards=len(name) % 2 == 0)
+    same(load_model(as_it_was, head="lm"), load_model(other, head="lm"))
+    half = {"head": "lm", "parallel": Parallel(Layout.grid_of(range(2), tp=2).shard(1), group=Two())}
+    same(load_model(as_it_was, **half), load_model(other, **half))
+
+
+@pytest.mark.parametrize("name", {**BASE, "torch.compile": 0})
+def test_tied_models_and_scalar_heads(name, tmp_path):
+    change = (BASE | OTHERS)[name]
+    tied, reward = write_model(tmp_path / "a", tie_embeddings=True), write_model(tmp_path / "r", head="scalar")
+    same(
+        load_model(tied, head="lm"),
+        load_model(rename(write_model(tmp_path / "b", tie_embeddings=True), change), head="lm"),
+    )
+    if name in BASE:
+        with pytest.raises(UserError, match=r"is not a reward model"):
+            load_model(rename(write_model(tmp_path / "s"), change), head="scalar", fresh_head=False)
+        assert not load_model(tmp_path / "s", head="scalar").state_dict()["score.weight"].any()
+        return
+    same(
+        load_model(reward, head="scalar"),
+        load_model(rename(write_model(tmp_path / "s", head="scalar"), change), head="scalar"),
+    )
+
+
+def test_a_value_head_of_trl(tmp_path):
+    """The language model beside it is certain; a critic here has no bias."""
+    value_head = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.ones(1)}
+    folder = rename(write_model(tmp_path / "b"), OTHERS["TRL's value head"], value_head)
+    same(load_model(write_model(tmp_path / "a"), head="lm"), load_model(folder, head="lm"))
+    with pytest.raises(UserError, match=r"holds a value head of TRL \(tensor v_head\..*\), .* begins with zeros"):
+        load_model(folder, head="scalar")
+
+
+WRONG = {
+    "no head": (
+        BASE["the base model"],
+        r"has no lm_head.weight: it is a base model, saved from AutoModel; save it from",
+    ),
+    "other names": (
+        lambda name: name.replace("model.embed_tokens", "transformer.wte").replace("model.", "transformer.h."),
+        r"lacks tensor model.embed_tokens.weight .*its tensors have other names, such as transformer",
+    ),
+    "an incomplete wrapper": (
+        lambda name: "x" if name == "model.norm.weight" else f"_orig_mod.{name}",
+        r"lacks tensor model.norm.weight \(behind _orig_mod., as its names begin\), which config.json requires",
+    ),
+    "an adapter that is not merged": (
+        lambda name: "base_model.model." + name.replace("q_proj.weight", "q_proj.base_layer.weight"),
+        r"holds an adapter \(tensor .*q_proj.base_layer.weight\), and adapters are not read; merge it with peft",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_certain_is_told(name, tmp_path):
+    change, expected = WRONG[name]
+    rename(write_model(tmp_path), change)
+    with pytest.raises(UserError, match=expected):
+        load_model(tmp_path, head="lm")
+
+
+@pytest.mark.parametrize("beside", ["", "config.json", "config.json and weights"])
+def test_an_adapter_is_called_one(beside, tmp_path):
+    """By what all verbs read first, torch-free."""
+    folder = write_model(tmp_path / "a")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x/y"}), encoding="utf-8"
+    )
+    read_config_json(folder / "config.json")  # a merged model that has kept the description of its adapter
+    (folder / "adapter_model.safetensors").touch()
+    for file in ("config.json", "model.safetensors")[2 * (beside.count(" ") > 0) or beside.count("config") :]:
+        (folder / file).unlink()
+    expected = r"holds an adapter \(LORA\) for x/y, not a whole model, .*merge_and_unload\(\).save_pretrained"
+    with pytest.raises(UserError, match=expected) as error:
+        read_config_json(folder / "config.json")
+    assert ("remove the adapter's files" in str(error.value)) == (" " in beside)
+    for read in (lambda: load_model(folder, head="lm"), lambda: convert_gguf(folder, tmp_path / "out")):
+        with pytest.raises(UserError, match=expected):
+            read()
