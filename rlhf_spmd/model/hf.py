@@ -153,12 +153,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return transformers_tokenizer(folder)
 
 
-def transformers_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder as transformers reads it. Raises UserError."""
-    from transformers import AutoTokenizer
+def transformers_tokenizer(folder: Path, *, generic: bool = False) -> Tokenizer:
+    """The tokenizer in a folder as transformers reads it, by its class for the model or, if `generic`, by the class
+    that does what tokenizer.json says. Raises UserError."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        found = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever transformers and its many backends raise, the cause is the folder
         fix = "correct its files" if (folder / "tokenizer.json").exists() else "add a tokenizer.json"
         raise UserError(f"{folder}: transformers cannot read the tokenizer ({error}); {fix}") from None

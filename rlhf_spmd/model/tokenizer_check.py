@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rlhf_spmd.model.tokenizer import Tokenizer
 
 RULES = 1  # to be raised when more is compared than before
-PREPENDING = ("normalizer", "pre_tokenizer")  # parts of tokenizer.json
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 TEXTS = (
     "Hello world",
@@ -102,16 +101,16 @@ def _compared(folder: Path) -> str:
     found, unnamed = _difference(ours, theirs), _unnamed(folder, ours, theirs)
     if not found:
         return unnamed
-    if _prepends(folder) and all(_ids(ours, one) == _ids(theirs, one) for one in _texts() if one[0][0] != " "):
-        known = (
-            f"{folder}: {found}. {BACKEND} puts a '▁' before a text and behind each special token, transformers only "
-            f"where none is; this program does as {BACKEND} says"
+    if other := _difference(ours, transformers_tokenizer(folder, generic=True)):
+        raise UserError(
+            f"{folder}: {other}, so a model would be trained on other tokens than it is used with; write the files "
+            "anew by AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or correct them"
         )
-        return f"{known}. {unnamed}" if unnamed else known
-    raise UserError(
-        f"{folder}: {found}. If transformers is right, write the files anew by AutoTokenizer.from_pretrained(FOLDER)"
-        f'.save_pretrained(FOLDER); if {BACKEND} is, set "tokenizer_class": "PreTrainedTokenizerFast" in {CONFIG}'
+    known = (
+        f"{folder}: {found}: its class for this model does not do what {BACKEND} says. This program does, as does "
+        "PreTrainedTokenizerFast of transformers; see the section Models of docs/data_and_rewards.md"
     )
+    return f"{known}. {unnamed}" if unnamed else known
 
 
 def _difference(ours: "Tokenizer", theirs: "Tokenizer") -> str:
@@ -145,8 +144,3 @@ def _unnamed(folder: Path, ours: "Tokenizer", theirs: "Tokenizer") -> str:
         return ""
     ids = ", ".join(f"{name}_token is {getattr(theirs, f'{name}_token_id')}" for name in known)
     return f"{folder / CONFIG} does not name what transformers assumes: {ids}; name it there if it is meant"
-
-
-def _prepends(folder: Path) -> bool:
-    """Whether the tokenizer puts a '▁' before each piece of text, as that of Llama 2."""
-    return any("▁" in json.dumps(read_json(folder / BACKEND).get(part), ensure_ascii=False) for part in PREPENDING)

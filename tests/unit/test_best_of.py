@@ -1,5 +1,7 @@
 """Best of n: which sample of a prompt is written, and who scores."""
 
+import json
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from rlhf_spmd.runtime.generation.requests import Sampling
 from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import check_options, load_options
 from rlhf_spmd.runtime.offline.prompts import Prompt
-from tests.folders import write_model
+from tests.folders import WORDS, write_model
 
 DEVICE = torch.device("cpu")
 LINES = [{"response": "x", "finish": "eos"}, {"response": "y", "finish": "length"}]
@@ -47,6 +49,26 @@ def test_a_reward_model_scores_tokens(folders):
         assert score == pytest.approx(expected.item(), abs=1e-6)
     with pytest.raises(UserError, match="so it is not a reward model; give a folder"):
         judge(folders, str(folders / "lm"), prompts)
+
+
+def test_a_reward_model_with_another_tokenizer_gets_text(folders, tmp_path):
+    """Its end of sequence stands where the response ended, and conversations are rendered by its own chat template."""
+    reward = write_model(tmp_path / "reward", head="scalar", seed=2)
+    names = json.loads((reward / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = "{% for m in messages %}da {{ m['content'] }} {% endfor %}"
+    (reward / "tokenizer_config.json").write_text(
+        json.dumps(names | {"eos_token": "ba", "chat_template": template}), encoding="utf-8"
+    )
+    chat = Prompt(0, "not read", [4], Sampling(4), {"prompt": [{"role": "user", "content": "be bi"}]})
+    prompts = [Prompt(1, "ba", [3], Sampling(4), {"prompt": "ba"})] * 2 + [chat] * 2
+    scorer = judge(folders, str(reward), prompts)
+    words = {word: index for index, word in enumerate(WORDS, start=3)}
+    lines = [{"response": "bo", "finish": finish} for finish in ("stop", "length", "eos", "length")]
+    found = scorer.scores(prompts, lines, [[6]] * 4)
+    model = load_model(reward, head="scalar")
+    for text, score in zip(["ba bo ba", "ba bo", "da be bi da bo ba", "da be bi da bo"], found, strict=True):
+        ids = torch.tensor([[words[word] for word in text.split()]])
+        assert score == pytest.approx(model.scalar(model(ids)[0])[-1].item(), abs=1e-6)
 
 
 def test_a_reward_function_gets_columns(folders, tmp_path):

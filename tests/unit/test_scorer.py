@@ -7,10 +7,10 @@ import torch
 
 from rlhf_spmd.model.hf import load_model, load_tokenizer
 from rlhf_spmd.model.sequences import forward, sequence_scores
-from rlhf_spmd.runtime.data.response_scores import Scorer
+from rlhf_spmd.runtime.data.response_scores import Scorer, how_read, reads_text
 from rlhf_spmd.runtime.run import report
 from tests.folders import write_all
-from tests.runs import load
+from tests.runs import RunOf, load
 
 PROMPTS_BP = torch.tensor([[0, 5, 9, -1], [0, 7, -1, -1], [0, 8, 30, 31]])  # <s> and words
 RESPONSES_BG = torch.tensor([[12, 13, 14], [40, -1, -1], [-1, -1, -1]])
@@ -50,6 +50,35 @@ def test_a_model_of_another_tokenizer_scores_the_same_words(score, tmp_path):
         _with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8"
     )  # another file; it puts <s> before a text, as the prompts have it
     torch.testing.assert_close(score(), by_tokens_B, atol=1e-6, rtol=0)
+
+
+def test_a_run_gives_text_with_the_end_where_responses_ended(tmp_path):
+    """A whole run: the tokens that the reward model reads are those of the words, and the heading says so."""
+    overrides = write_all(tmp_path, eos_token_ids=(1, 5))
+    file = tmp_path / "reward" / "tokenizer.json"
+    file.write_text(_with_a_beginning(file.read_text(encoding="utf-8")), encoding="utf-8")
+    read: list[list[int]] = []
+    run = RunOf(load(overrides, "generation.stop=da"))
+    scorer = run.job.calls.context.scorer
+    assert reads_text(run.config, "reward") and scorer.texts is not None
+    original = scorer.texts.tokens
+    object.__setattr__(scorer.texts, "tokens", lambda *row, **how: read.append(original(*row, **how)) or read[-1])
+    run.iteration()
+    wanted, stop = set(), load_tokenizer(tmp_path / "actor").encode("da", special=False)[0]
+    prompts_BP, responses_BG = (run.data.store[key].flatten(0, 1).tolist() for key in ("prompts", "responses"))
+    for prompt, response in zip(prompts_BP, responses_BG, strict=True):
+        tokens = [token for token in [*prompt, *response] if token >= 0]
+        has_ended = tokens[-1] in (1, 5, stop)
+        words = tokens[:-1] if tokens[-1] == 1 else tokens  # the other end is a word
+        wanted.add((0, *(token for token in words if token > 2), *[1] * has_ended))
+    assert wanted == set(map(tuple, read)) and len({row[-1] == 1 for row in wanted}) == 2
+    assert how_read(run.config, "reward", run.job.prompts) == " (has another tokenizer, so it is given text)"
+
+
+def test_the_same_tokenizer_gets_tokens(tmp_path):
+    config = load(write_all(tmp_path))
+    assert Scorer(config, "reward", load_tokenizer(config.main_folder)).texts is None
+    assert how_read(config, "reward", None) == ""
 
 
 def _with_a_beginning(text: str) -> str:

@@ -58,7 +58,7 @@ def test_a_folder_is_compared_once_and_its_note_remembered(tmp_path, memory, mon
     plain, llama = copy(tmp_path / "m", config={"model_max_length": 99}), sentencepiece(tmp_path / "llama")
     assert reading_note(plain) == ""
     note = reading_note(llama)
-    assert "makes the tokens" in note and "puts a '▁' before a text and behind each special token" in note
+    assert "makes the tokens" in note and "its class for this model does not do what tokenizer.json says" in note
     assert len(list(memory.iterdir())) == 2
     forbid(monkeypatch)
     assert reading_note(plain) == "" and reading_note(llama) == note
@@ -79,6 +79,11 @@ def test_embedded_tokenizers_are_never_compared(tmp_path, memory, monkeypatch):
     assert reading_note(tmp_path / "none") == "" and not memory.exists()
 
 
+def test_they_are_read_alike():
+    folders = [path.parent for path in tokenizer_check.EMBEDDED.glob("*/*/tokenizer.json")]
+    assert len(folders) == 4 and [tokenizer_check._compared(folder) for folder in folders] == [""] * 4
+
+
 @pytest.mark.parametrize("home", ["file", "read only", "relative", "none"])
 def test_a_home_that_cannot_be_used_is_no_error(home, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -97,22 +102,27 @@ def test_a_home_that_cannot_be_used_is_no_error(home, tmp_path, monkeypatch):
     assert not (tmp_path / "cache").exists()
 
 
-def test_other_tokens_are_an_error_with_two_ways_out(tmp_path, memory):
+def test_a_class_of_transformers_that_does_not_follow_tokenizer_json_is_told(tmp_path):
     from transformers import AutoTokenizer
 
     folder = sentencepiece(tmp_path / "m", prepends=False)
-    with pytest.raises(UserError) as error:
-        reading_note(folder)
-    ours = load_tokenizer(folder).encode("Hello world", special=False)
+    note, ours = reading_note(folder), load_tokenizer(folder).encode("Hello world", special=False)
     theirs = AutoTokenizer.from_pretrained(folder).encode("Hello world", add_special_tokens=False)
-    assert ours != theirs and not memory.exists()
-    for words in (f"the tokens {ours} of the text 'Hello world'", f"transformers {theirs}.", "save_pretrained"):
-        assert words in str(error.value)
+    assert ours != theirs and f"the tokens {ours} of the text 'Hello world', and transformers {theirs}:" in note
     other = sentencepiece(tmp_path / "other", prepends=False, tokenizer_class="PreTrainedTokenizerFast")
     assert reading_note(other) == ""
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     assert reading_note(folder) == ""
     assert load_tokenizer(folder).encode("Hello world", special=False) == theirs
+
+
+def test_files_that_are_read_in_two_ways_are_an_error(tmp_path, memory):
+    folder = copy(tmp_path / "m", config={"split_special_tokens": True})
+    with pytest.raises(
+        UserError, match=r"the tokens \[0\] of the text '<\|pad\|>', and transformers \[30, .* write the"
+    ):
+        reading_note(folder)
+    assert not memory.exists()  # so that the next try compares again
 
 
 def test_what_only_transformers_assumes_is_told(tmp_path):
@@ -161,7 +171,7 @@ assert "torch" in sys.modules and "transformers" not in sys.modules
 
 def test_check_warns_and_refuses(tmp_path):
     (finding,) = tokenizer_findings(load([f"models.actor={sentencepiece(tmp_path / 'llama')}"]))
-    assert finding.severity == "warning" and "behind each special token" in finding.message
-    refused = load([f"models.actor={sentencepiece(tmp_path / 'm', prepends=False)}"])
+    assert finding.severity == "warning" and "does not do what tokenizer.json says" in finding.message
+    refused = load([f"models.actor={copy(tmp_path / 'm', config={'split_special_tokens': True})}"])
     with pytest.raises(UserError, match="and transformers"):
         tokenizer_findings(refused)
