@@ -69,7 +69,7 @@ def test_any_text_in_any_locale(folder, warm):
     command = [sys.executable, "-m", "rlhf_spmd", *map(str, words), "--name", "ascii"]
     status, _, stderr = run_limited(command, limit_s=120, environment=environment_alone(**NO_UTF8))
     assert status == 0, stderr
-    names = ["config.json", "strategy.py", "program.json", "samples.jsonl", "samples.txt"]
+    names = ["config.json", "strategy.py", "samples.jsonl", "samples.txt"]
     for name in [*names, *(f"rollouts/{kind}/part-00000.jsonl" for kind in ("iteration-000000", "evaluation-000001"))]:
         assert (folder / "utf8" / name).read_bytes() == (folder / "ascii" / name).read_bytes(), name
     status, _, stderr = warm.run(["train", "--resume", folder / "ascii", "iterations=2", "rollouts.format=parquet"])
