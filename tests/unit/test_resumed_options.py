@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -360,10 +361,13 @@ def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
     run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
     job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
     assert "writes 2026-02-03 00:00, also when the run is resumed again" in report.notes(job, run)[-1]
-    assert f'add it to {tmp_path / "program.json"}, such as "started": "now"' in report.lost_time(
-        job, run, "prompts in x"
-    )
-    assert report.lost_time(job, run, "model in x") == ""
+    resumed = replace(run, state={"inputs": {}})
+    with pytest.raises(
+        UserError, match=r"template writes the time, .*: add it to .*program.json, such as .started.: .now"
+    ):
+        refuse_other_inputs({"prompts in x": "a"}, resumed, started="now")
+    with pytest.raises(UserError, match=r"the model in x changed since .* was started; restore"):
+        refuse_other_inputs({"model in x": "a"}, resumed, started="now")
     job.written_at = ""
-    assert report.notes(job, run) == [*run.notes] and report.lost_time(job, run, "prompts in x") == ""
+    assert report.notes(job, run) == [*run.notes]
     assert report.notes(job, None) == []

@@ -13,6 +13,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
+from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
@@ -47,9 +48,11 @@ class Scorer:
         *,
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
+        started: str = "",
     ):
         """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
-        calls: whether this rank calls the reward functions, and starts workers for them; beat: see RewardWorkers."""
+        calls: whether this rank calls the reward functions, and starts workers for them; beat: see RewardWorkers.
+        started: the time that a chat template of the reward model writes; empty: it is now."""
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
@@ -68,7 +71,8 @@ class Scorer:
         self.late_score = config.reward_on_timeout
         self.texts = None
         if reads_text(config, role):
-            self.texts = RewardTexts(folder, self.shape, config.data.key or config.algorithm.data[PROMPTS], role)
+            key = config.data.key or config.algorithm.data[PROMPTS]
+            self.texts = RewardTexts(folder, self.shape, key, role, started=started or time_of_start())
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
@@ -138,5 +142,6 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
     if not reads_text(config, role):
         return ""
     folder = config.folder(role)
-    texts = RewardTexts(folder, read_config(folder), config.data.key or config.algorithm.data[PROMPTS])
+    key = config.data.key or config.algorithm.data[PROMPTS]
+    texts = RewardTexts(folder, read_config(folder), key, started=time_of_start())
     return f" ({texts.describe(data.records([0])[0])})"

@@ -8,8 +8,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.model.tokenizer_files import has_chat_template
-from rlhf_spmd.runtime.data.readers import INSTEAD, messages_of
-from rlhf_spmd.runtime.data.row_tokens import ASSISTANT, Message, up_to_end
+from rlhf_spmd.runtime.data.readers import ASSISTANT, INSTEAD, Message, first_of, messages_of
+from rlhf_spmd.runtime.data.row_tokens import up_to_end
 
 MARK = "\ue000"  # for private use, so no text has it; stands behind a response that was cut
 
@@ -19,13 +19,14 @@ class RewardTexts:
     any other text gets the special tokens that its tokenizer adds. An end of sequence stands only where the response
     ended: the one of its tokenizer, or else of its config.json."""
 
-    def __init__(self, folder: str, shape: ModelConfig, key: str, role: str = "reward"):
-        """shape: of the reward model. key: the column of prompts. role: for messages. Raises UserError."""
+    def __init__(self, folder: str, shape: ModelConfig, key: str, role: str = "reward", *, started: str):
+        """shape: of the reward model. key: the column of prompts. role: for messages. started: the time that its chat
+        template writes. Raises UserError."""
         self.folder, self.shape, self.key, self.role = folder, shape, key, role
         self.tokenizer = load_tokenizer(folder)
         own = self.tokenizer.eos_token_id
         self.ends = tuple(shape.eos_token_ids) if own is None else (own, *shape.eos_token_ids)
-        self.template = ChatTemplate(folder) if has_chat_template(Path(folder)) else None
+        self.template = ChatTemplate(folder, started=started) if has_chat_template(Path(folder)) else None
 
     def tokens(self, prompt: str, response: str, *, ended: bool, columns: Mapping[str, Any]) -> list[int]:
         """The tokens of a row; of a longer one than the model reads, the last. ended: whether the response ended by
@@ -81,8 +82,8 @@ class RewardTexts:
 
 def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | None:
     """The messages before the answer, if a row has some instead of a text."""
-    name = key if columns.get(key) is not None else INSTEAD.get(key, "")
-    if not isinstance(columns.get(name), list):
+    name = first_of(columns, (key, *INSTEAD.get(key, ())))
+    if name is None or not isinstance(columns[name], list):
         return None
     messages = messages_of("the data set", dict(columns), name)
     return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages

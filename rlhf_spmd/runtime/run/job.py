@@ -103,10 +103,10 @@ def prepare(
             check_best(config, held_out, evaluation.workload.rollout_batch)
     with world.together("loading models"):
         models = RankModels(program, config, world)
-        scorer = _scorer(config, program, world, tokenizer, prompts)
+        scorer = _scorer(config, program, world, tokenizer, prompts, started)
         if evaluation is not None:
             try:
-                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out)
+                scorer_of_evaluation = _scorer(of_evaluation, evaluation, world, tokenizer, held_out, started)
             except UserError as error:  # about columns of its prompts, or a function of its own
                 raise UserError(f"evaluation on {config.eval.prompts}: {error}") from None
     read = prompts.fingerprints("data.prompts") | (held_out.fingerprints("eval.prompts") if held_out else {})
@@ -139,7 +139,9 @@ def _agree_on_functions(config: Config, world: World) -> None:
             )
 
 
-def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet) -> Scorer | None:
+def _scorer(
+    config: Config, program: Program, world: World, tokenizer: Tokenizer, prompts: PromptSet, started: str
+) -> Scorer | None:
     """The scorer of the judge that is on this rank, if one is."""
     layouts = program.placement.layouts
     judging = [
@@ -150,7 +152,8 @@ def _scorer(config: Config, program: Program, world: World, tokenizer: Tokenizer
     if not judging:
         return None
     calls = any(layouts[call.name].reports(world.rank) for call in judging)
-    return Scorer(config, judging[0].model, tokenizer, prompts, calls=calls, beat=lambda: world.watch.beat())
+    how = {"calls": calls, "beat": lambda: world.watch.beat(), "started": started}
+    return Scorer(config, judging[0].model, tokenizer, prompts, **how)
 
 
 def make_iteration(job: Job, number: int) -> Iteration:

@@ -16,7 +16,7 @@ from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.philox import random_bits
 from rlhf_spmd.model.template_time import format_time
-from rlhf_spmd.model.tokenizer import TOKENIZER_FILES
+from rlhf_spmd.model.tokenizer_files import TOKENIZER_FILES
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.proof.memory_check import vain_streaming
 from rlhf_spmd.plan.runtime_words import TIMEOUTS
