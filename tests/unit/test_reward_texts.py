@@ -27,7 +27,7 @@ def texts_of(folder: Path, ends: tuple[int, ...] = (2,), longest: int = 256, siz
     shape = dataclasses.replace(
         read_config(REWARD), eos_token_ids=ends, max_position_embeddings=longest, vocab_size=size
     )
-    return RewardTexts(str(folder), shape, "prompt", started="2026-02-03T00:00:00")
+    return RewardTexts(str(folder), shape, "prompt", "reward", started="2026-02-03T00:00:00")
 
 
 @pytest.fixture

@@ -143,5 +143,5 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
         return ""
     folder = config.folder(role)
     key = config.data.key or config.algorithm.data[PROMPTS]
-    texts = RewardTexts(folder, read_config(folder), key, started=time_of_start())
+    texts = RewardTexts(folder, read_config(folder), key, role, started=time_of_start())
     return f" ({texts.describe(data.records([0])[0])})"

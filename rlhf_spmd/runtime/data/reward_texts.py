@@ -19,7 +19,7 @@ class RewardTexts:
     any other text gets the special tokens that its tokenizer adds. An end of sequence stands only where the response
     ended: the one of its tokenizer, or else of its config.json."""
 
-    def __init__(self, folder: str, shape: ModelConfig, key: str, role: str = "reward", *, started: str):
+    def __init__(self, folder: str, shape: ModelConfig, key: str, role: str, *, started: str):
         """shape: of the reward model. key: the column of prompts. role: for messages. started: the time that its chat
         template writes. Raises UserError."""
         self.folder, self.shape, self.key, self.role = folder, shape, key, role
