@@ -207,6 +207,9 @@ def test_what_counts_as_a_function():
         assert scores(partial) == scores(passes_on(partial)) == [2.0] * 3
     kept = bound(functools.partial(scaled, scale=2, completion_ids="bound", prompts=None))
     assert kept.words == ("responses",) and kept.call(ROWS).scores == [2.0] * 3  # what is bound stays
+    assert bound(passes_on(kept.function)).words == ("responses",)
+    named = functools.update_wrapper(functools.partial(trl, answer=["4"] * 3), trl)  # as TRL wants partials
+    assert scores(named) == [1.0, None, None]
     everything = functools.partial(lambda **given: [len(given)] * 3, answer="bound")
     assert scores(everything) == [7.0] * 3  # three words, four columns
 

@@ -27,7 +27,7 @@ def texts_of(folder: Path, ends: tuple[int, ...] = (2,), longest: int = 256, siz
     shape = dataclasses.replace(
         read_config(REWARD), eos_token_ids=ends, max_position_embeddings=longest, vocab_size=size
     )
-    return RewardTexts(str(folder), shape, "prompt", "reward", started="2026-02-03T00:00:00")
+    return RewardTexts(str(folder), shape, "prompt", "reward", started="2026-02-03T23:59:58")
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def test_conversations_that_its_template_refuses_are_told_at_the_start(tmp_path)
 
 
 def test_tokens_that_the_model_does_not_have(chat):
-    with pytest.raises(UserError, match="the tokenizer of the reward made token 1025, but the model has 1024 tokens"):
-        texts_of(chat, size=1024).tokens("", "x", ended=True, columns={"prompt": ASKED})
+    with pytest.raises(UserError, match="the tokenizer of the reward has token 1025, but the model has 1024 tokens"):
+        texts_of(chat, size=1024).try_on([{"prompt": ASKED}])
 
 
 def test_a_template_in_a_file_of_its_own_counts(tmp_path):

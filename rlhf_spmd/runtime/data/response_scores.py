@@ -13,7 +13,6 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import read_config
 from rlhf_spmd.model.sequences import Sequences
-from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.plan.runtime_words import PROMPTS
@@ -46,13 +45,13 @@ class Scorer:
         tokenizer: Tokenizer,
         data: PromptSet | None = None,
         *,
+        started: str = "",
         calls: bool = True,
         beat: Callable[[], None] = lambda: None,
-        started: str = "",
     ):
         """role: the judge. tokenizer: the first role's. data: whose further columns reward functions may ask for.
-        calls: whether this rank calls the reward functions, and starts workers for them; beat: see RewardWorkers.
-        started: the time that a chat template of the reward model writes; empty: it is now."""
+        started: the time that chat templates write. calls: whether this rank calls the reward functions, and starts
+        workers for them; beat: see RewardWorkers."""
         folder = config.folder(role)
         self.role, self.tokenizer, self.data = role, tokenizer, data
         self.shape: ModelConfig | None = read_config(folder) if folder else None  # None: the reward is a function
@@ -72,7 +71,7 @@ class Scorer:
         self.texts = None
         if reads_text(config, role):
             key = config.data.key or config.algorithm.data[PROMPTS]
-            self.texts = RewardTexts(folder, self.shape, key, role, started=started or time_of_start())
+            self.texts = RewardTexts(folder, self.shape, key, role, started=started)
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
@@ -143,5 +142,5 @@ def how_read(config: Config, role: str, data: PromptSet) -> str:
         return ""
     folder = config.folder(role)
     key = config.data.key or config.algorithm.data[PROMPTS]
-    texts = RewardTexts(folder, read_config(folder), key, role, started=time_of_start())
+    texts = RewardTexts(folder, read_config(folder), key, role, started="")
     return f" ({texts.describe(data.records([0])[0])})"

@@ -173,7 +173,8 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
     """Reads the parameters of a function, once. columns: of the data set; None: not known, any name may be one. Raises
     UserError, with the accepted names, for a function that cannot be called by names."""
     parameters = _parameters(function)
-    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    layers = (function, inspect.unwrap(function))
+    fixed = {name for one in layers if isinstance(one, functools.partial) for name in one.keywords}
     named = {name: one for name, one in parameters.items() if one.kind in BY_NAME and name not in fixed}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     receiver = _receiver(function, named, takes_all=takes_all and "responses" not in fixed)

@@ -1,6 +1,6 @@
 """The input of a reward model that has another tokenizer than the responses: their text, in its own tokens."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.model.tokenizer_files import has_chat_template
 from rlhf_spmd.runtime.data.readers import ASSISTANT, INSTEAD, Message, first_of, messages_of
 from rlhf_spmd.runtime.data.row_tokens import up_to_end
+from rlhf_spmd.runtime.data.template_arguments import TOOLS, arguments_of
 
 MARK = "\ue000"  # for private use, so no text has it; stands behind a response that was cut
 
@@ -21,12 +22,14 @@ class RewardTexts:
 
     def __init__(self, folder: str, shape: ModelConfig, key: str, role: str, *, started: str):
         """shape: of the reward model. key: the column of prompts. role: for messages. started: the time that its chat
-        template writes. Raises UserError."""
+        template writes. Raises UserError, also for a tokenizer that makes tokens of a text that the model lacks."""
         self.folder, self.shape, self.key, self.role = folder, shape, key, role
         self.tokenizer = load_tokenizer(folder)
         own = self.tokenizer.eos_token_id
         self.ends = tuple(shape.eos_token_ids) if own is None else (own, *shape.eos_token_ids)
         self.template = ChatTemplate(folder, started=started) if has_chat_template(Path(folder)) else None
+        beyond = [token for token in self.tokenizer.vocabulary().values() if token >= shape.vocab_size]
+        self._check([token for token in beyond if token in self.ends or self.tokenizer.decode([token])])
 
     def tokens(self, prompt: str, response: str, *, ended: bool, columns: Mapping[str, Any]) -> list[int]:
         """The tokens of a row; of a longer one than the model reads, the last. ended: whether the response ended by
@@ -35,35 +38,41 @@ class RewardTexts:
         if messages is None:
             tokens = self._closed(self.tokenizer.encode(prompt + response), ended, self.ends[:1])
         else:
-            tokens = self._of_conversation(messages, response, ended)
-        if max(tokens, default=0) >= self.shape.vocab_size:
-            raise UserError(
-                f"the tokenizer of the {self.role} made token {max(tokens)}, but the model has {self.shape.vocab_size} "
-                f"tokens; give {self.folder} the tokenizer that belongs to it"
-            )
+            tokens = self._of_conversation(messages, response, ended, _tools_of(columns))
+        self._check(tokens)
         return tokens[-self.shape.max_position_embeddings :]
 
-    def _of_conversation(self, messages: list[Message], response: str, ended: bool) -> list[int]:
-        text = self._rendered(messages, response)
+    def _check(self, tokens: Sequence[int]) -> None:
+        if max(tokens, default=0) >= self.shape.vocab_size:
+            raise UserError(
+                f"the tokenizer of the {self.role} has token {max(tokens)}, but the model has {self.shape.vocab_size} "
+                f"tokens; give {self.folder} the tokenizer that belongs to it"
+            )
+
+    def _of_conversation(
+        self, messages: list[Message], response: str, ended: bool, tools: Mapping[str, Any]
+    ) -> list[int]:
+        text = self._rendered(messages, response, tools)
         if not ended:  # without what the template writes behind an answer
-            text, mark, _ = self._rendered(messages, response + MARK).rpartition(MARK)
-            text = text if mark else self.template.render(self.folder, messages) + response
+            text, mark, _ = self._rendered(messages, response + MARK, tools).rpartition(MARK)
+            text = text if mark else self.template.render(self.folder, messages, **tools) + response
         tokens = up_to_end(self.tokenizer.encode(text, special=False), self.tokenizer, self.ends)
         return self._closed(tokens, ended, self.ends)
 
-    def _rendered(self, messages: list[Message], response: str) -> str:
+    def _rendered(self, messages: list[Message], response: str, tools: Mapping[str, Any]) -> str:
         answer: Message = {"role": ASSISTANT, "content": response}
-        return self.template.render(self.folder, [*messages, answer], answers=False)
+        return self.template.render(self.folder, [*messages, answer], answers=False, **tools)
 
     def try_on(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Raises UserError if the chat template refuses the roles of a row. rows: columns of the data set."""
+        """Raises UserError if the chat template refuses the roles of a row, or writes tokens that the model lacks.
+        rows: columns of the data set."""
         tried: set[tuple[str, ...]] = set()
         for columns in rows if self.template else ():
             messages = conversation_of(columns, self.key)
-            roles = tuple(message["role"] for message in messages or ())
-            if messages and roles not in tried:
-                self._rendered(messages, "Yes.")
-                tried.add(roles)
+            form = (*(message["role"] for message in messages or ()), *_tools_of(columns))
+            if messages and form not in tried:
+                self._check(self._of_conversation(messages, "Yes.", True, _tools_of(columns)))
+                tried.add(form)
 
     def describe(self, columns: Mapping[str, Any]) -> str:
         """What the model reads, for people. columns: of a row of the data set."""
@@ -87,3 +96,8 @@ def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | Non
         return None
     messages = messages_of("the data set", dict(columns), name)
     return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
+
+
+def _tools_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row gives the chat template of another model: its tools, but not the arguments for the actor's."""
+    return {name: value for name, value in arguments_of("the data set", dict(columns), {}).items() if name == TOOLS}

@@ -37,18 +37,18 @@ class Judge:
         model: str,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
-        device,
-        started: str,
+        device: torch.device,
+        started: str = "",
     ):
-        """model, tokenizer: of generation. started: the time that a chat template of the reward model writes."""
+        """model, tokenizer: of generation. started: the time that chat templates write."""
         reward, self.device, self.of_responses = options.best_of, device, tokenizer
         self.function = self.model = self.texts = None
         if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
             if not same_tokenizer(reward, model):
-                about = self.model.config, options.data.key or "prompt", "reward model"
-                self.texts = RewardTexts(reward, *about, started=started)
+                key, what = options.data.key or "prompt", "reward model"
+                self.texts = RewardTexts(reward, self.model.config, key, what, started=started)
                 self.texts.try_on(prompt.columns for prompt in prompts)
             elif self.model.config.vocab_size <= max(tokenizer.vocabulary().values()):
                 raise UserError(

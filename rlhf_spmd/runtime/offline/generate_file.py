@@ -207,7 +207,7 @@ def make_replica(
     layout: Layout,
     world: World,
     options: GenerateOptions,
-    started: str,
+    started: str = "",
 ) -> Replica | None:
     """This rank's copy of the model with its share of the prompts; None without prompts. started: the time that chat
     templates write. Collective over the copy."""
@@ -248,18 +248,18 @@ def generate_file(
     world: World, layout: Layout, options: GenerateOptions, *, model: str, prompts: Path, out: Path, overwrite: bool
 ) -> dict[str, Any]:
     """Answers a file of prompts; rank 0 shows progress and prints a summary. Returns the values of its last line."""
-    clock = world.bcast(time_of_start(), what="the time of the start")
+    started = world.bcast(time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
         if world.rank == 0:
             OutputFile.check(out, prompts, overwrite=overwrite)
         tokenizer = load_tokenizer(model)
         has_judge = options.best_of and is_folder(options.best_of)
         notes = tokenizer_notes(world, [model, options.best_of] if has_judge else [model])
-        template = ChatTemplate(model, options.data.chat_template, started=clock)
+        template = ChatTemplate(model, options.data.chat_template, started=started)
         asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
-    replica = make_replica(model, asked, tokenizer, layout, world, options, clock)
+    replica = make_replica(model, asked, tokenizer, layout, world, options, started)
     if has_judge and not same_tokenizer(options.best_of, model):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")
     for note in notes if world.rank == 0 else ():

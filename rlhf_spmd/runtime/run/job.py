@@ -152,7 +152,7 @@ def _scorer(
     if not judging:
         return None
     calls = any(layouts[call.name].reports(world.rank) for call in judging)
-    how = {"calls": calls, "beat": lambda: world.watch.beat(), "started": started}
+    how = {"started": started, "calls": calls, "beat": lambda: world.watch.beat()}
     return Scorer(config, judging[0].model, tokenizer, prompts, **how)
 
 
