@@ -161,6 +161,7 @@ def _status(name: str) -> int:
 
 def tokenising(config: Config, world: World) -> Sequence[dict]:
     """Seconds and megabytes of a data set, of the rank that takes most; the same on every rank."""
+    from rlhf_spmd.kernels.known_tokens import KnownTokens
     from rlhf_spmd.model.hf import load_tokenizer
     from rlhf_spmd.model.template_time import time_of_start
     from rlhf_spmd.runtime.data.input_checks import read_prompts
@@ -176,7 +177,7 @@ def tokenising(config: Config, world: World) -> Sequence[dict]:
         tokenizer, rows = load_tokenizer(config.main_folder), []
 
         def alone():
-            return read_prompts(config, tokenizer, 2**31, started=time_of_start())
+            return read_prompts(config, tokenizer, KnownTokens(2**31), started=time_of_start())
 
         def once():
             return once_per_node(world, alone)

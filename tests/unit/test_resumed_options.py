@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,7 +108,7 @@ def test_older_files_get_defaults_and_newer_ones_are_refused():
 def test_a_run_and_its_checkpoint(tmp_path):
     run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
     assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
-    assert run.state == STATE and run.config.checkpoint.keep == 3 and run.notes == ()
+    assert run.state == STATE | {"support": None} and run.config.checkpoint.keep == 3 and run.notes == ()
 
 
 def test_every_option_may_change_or_is_refused_by_name():
@@ -361,9 +362,13 @@ def test_a_run_without_the_time_says_so_where_it_matters(tmp_path):
     run = read_run(str(write_run(tmp_path, iteration=None)), [], other_strategy=False)
     job = SimpleNamespace(config=run.config, evaluation=None, written_at="2026-02-03T00:00:00", started="now")
     assert "writes 2026-02-03 00:00, also when the run is resumed again" in report.notes(job, run)[-1]
+    resumed = replace(run, state={"inputs": {}})
+    with pytest.raises(
+        UserError, match=r"template writes the time, .*: add it to .*program.json, such as .started.: .now"
+    ):
+        refuse_other_inputs({"prompts in x": "a"}, resumed, started="now")
+    with pytest.raises(UserError, match=r"the model in x changed since .* was started; restore"):
+        refuse_other_inputs({"model in x": "a"}, resumed, started="now")
     job.written_at = ""
-    assert report.notes(job, run) == [*run.notes] and report.notes(job, None) == []
-    run = read_run(str(write_run(tmp_path / "b")), [], other_strategy=False)
-    for started, fix in (("now", f'add it to {tmp_path}/b/program.json, such as "started": "now"'), ("", "restore")):
-        with pytest.raises(UserError, match=f"the prompts in x changed since .*{fix}"):
-            refuse_other_inputs({"prompts in x": "other"}, run, started=started)
+    assert report.notes(job, run) == [*run.notes]
+    assert report.notes(job, None) == []

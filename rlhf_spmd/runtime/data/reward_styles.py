@@ -18,11 +18,13 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
+from rlhf_spmd.runtime.data.readers import ASSISTANT, CONVERSATIONS, messages_of
 
 SCORE_KEYS = ("score", "rewards", "scores")  # of dicts that functions return, the first one counts
 EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
@@ -78,9 +80,11 @@ def _responses(rows: Scored) -> list[str]:
 
 def _conversation(row: Mapping[str, Any]) -> list | None:
     """The prompt of a row if it is a conversation in the data set, without an answer at its end; else None."""
-    for messages in (row.get("prompt"), row.get("messages")):
-        if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
-            return messages[:-1] if messages[-1].get("role") == "assistant" else messages
+    for name in ("prompt", *CONVERSATIONS):
+        if isinstance(row.get(name), list):
+            with suppress(UserError):  # a list of something else
+                messages = messages_of(name, dict(row), name)
+                return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
     return None
 
 
