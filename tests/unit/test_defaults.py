@@ -43,6 +43,7 @@ RULES = {  # row -> option: its default
         "optimizer.beta2": 0.95,
         "optimizer.eps": 1e-5,
         "optimizer.weight_decay": 0.0,
+        "optimizer.weight_decay_on": "all",
         "optimizer.max_grad_norm": 1.0,
     },
 }
