@@ -71,16 +71,14 @@ def read_backend(folder: Path, *, named: bool = True) -> Any:
 
 
 def same_behaviour(one: Path, other: Path) -> bool:
-    """Whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, how texts become
-    tokens and tokens texts, and the beginning and end of sequence where both name them. How the files are written,
-    chat templates and the padding token do not count, as they change no token. False for a folder without a tokenizer.
-    """
+    """Whether two folders hold tokenizers that do the same: tokens and ids, flags of added tokens, and how texts become
+    tokens and tokens texts. How the files are written, chat templates and the names of special tokens (`eos_token`) do
+    not count, as they change no token. False for a folder without a tokenizer."""
     if not (_has_tokenizer(one) and _has_tokenizer(other)):
         return False
     if one.resolve() == other.resolve() or _hash(one) == _hash(other):
         return True
-    (first, ends), (second, other_ends) = (_behaviour(str(folder), _stamp(folder)) for folder in (one, other))
-    return first == second and all(ends[kind] == other_ends[kind] for kind in ends.keys() & other_ends.keys())
+    return _behaviour(str(one), _stamp(one)) == _behaviour(str(other), _stamp(other))
 
 
 def files_hash(folder: Path) -> str:
@@ -208,12 +206,11 @@ def _hash_at(folder: str, stamp: tuple) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _behaviour(folder: str, stamp: tuple) -> tuple[str, dict[str, str]]:
-    """A hash of what the tokenizer does, and the beginning and end of sequence that it names."""
+def _behaviour(folder: str, stamp: tuple) -> str:
+    """A hash of what the tokenizer does."""
     path = Path(folder)
     about = _of_backend(read_backend(path, named=False)) if (path / BACKEND).is_file() else _of_vocabularies(path)
-    ends = {kind: name for kind, name in special_names(path).items() if kind in ("bos_token", "eos_token")}
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest(), ends
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _of_backend(backend: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ NEEDED = {  # options that make no sense without others
 }
 EVALUATED = ["eval.prompts=x", "checkpoint.best=mean@1"]
 PAGES = {"mini_batch_tokens": "sft"}  # of options that do not go with PPO
-VALUES = {"ppo.rejection_range": "0.5,2", "checkpoint.best": "pass@1"}
+VALUES = {"ppo.rejection_range": "0.5,2", "checkpoint.best": "pass@1", "data.chat_template_kwargs": '{"a": 1}'}
 
 
 def test_every_key_can_be_overridden():

@@ -108,7 +108,7 @@ def test_older_files_get_defaults_and_newer_ones_are_refused():
 def test_a_run_and_its_checkpoint(tmp_path):
     run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
     assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
-    assert run.state == STATE | {"support": None} and run.config.checkpoint.keep == 3 and run.notes == ()
+    assert run.state == STATE and run.config.checkpoint.keep == 3 and run.notes == ()
 
 
 def test_every_option_may_change_or_is_refused_by_name():

@@ -186,6 +186,8 @@ PAIRS = {
     ),
     "its tokens listed again": (True, {"config": {LISTED: {"0": special("<|pad|>"), "1": special("<|begin|>")}}}),
     "no name of an end": (True, {"config": {"eos_token": None}}),
+    "another end": (True, {"config": {"eos_token": "<|pad|>"}}),
+    "another end in the other file": (True, {"names": {"eos_token": "<|pad|>"}}),
     "merges": (False, {"change": swapped}),
     "ids": (False, {"change": traded}),
     "a token less": (False, {"change": shorter}),
@@ -197,8 +199,6 @@ PAIRS = {
     "pre-tokenizer": (False, {"change": with_a_space}),
     "normalizer": (False, {"change": lower}),
     "decoder": (False, {"change": fused}),
-    "the end": (False, {"config": {"eos_token": "<|pad|>"}}),
-    "the end in the other file": (False, {"names": {"eos_token": "<|pad|>"}}),
 }
 
 
@@ -218,12 +218,12 @@ def test_a_changed_file_is_compared_again(tmp_path):
 
 
 def test_without_tokenizer_json(tmp_path):
-    """The vocabulary itself and the names tell; nothing is known of a folder without any."""
-    words = {"a": 0, "b": 1, "</s>": 2}
+    """The vocabulary tells; nothing is known of a folder without any."""
+    words, others = {"a": 0, "b": 1, "</s>": 2}, {"a": 1, "b": 0, "</s>": 2}
     for name, vocabulary, end in (
         ("one", words, "</s>"),
         ("two", words, "</s>"),
-        ("three", words, "b"),
+        ("three", others, "</s>"),
         ("four", {}, "b"),
     ):
         (tmp_path / name).mkdir()
