@@ -46,7 +46,7 @@ def check_options(config: Config) -> None:
             f"rollout_batch {config.rollout_batch} x samples_per_prompt {config.samples_per_prompt} = {sequences:,} "
             f"sequences and {num_steps:,} optimizer steps (mini_batch {config.mini_batch}, epochs "
             f"{config.options.epochs}) are too many for one iteration, of at most {MOST_SEQUENCES:,} and "
-            f"{MOST_STEPS:,}; lower rollout_batch and raise iterations, or raise mini_batch"
+            f"{MOST_STEPS:,}; lower rollout_batch (and raise iterations) or samples_per_prompt, or raise mini_batch"
         )
     check_template_kwargs(TEMPLATE_KWARGS, config.data.chat_template_kwargs)
     files = prompt_files(config)

@@ -101,8 +101,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    values = _read(folder / CONFIG)
-    return values if LISTED in values else values | _read(folder / NAMES)
+    values, more = _read(folder / CONFIG), ("extra_special_tokens", "additional_special_tokens")
+    own = {name: values[name] for name in more if values.get(name)}
+    names = _read(folder / NAMES)
+    # transformers calls the list of the config by its newer name before it reads the other file
+    names = {name: token for name, token in names.items() if name not in more} if own else names
+    return values if LISTED in values else values | names
 
 
 def _text(token: Any) -> str | None:
@@ -209,7 +213,9 @@ def _hash_at(folder: str, stamp: tuple) -> str:
 def _behaviour(folder: str, stamp: tuple) -> str:
     """A hash of what the tokenizer does."""
     path = Path(folder)
-    about = _of_backend(read_backend(path, named=False)) if (path / BACKEND).is_file() else _of_vocabularies(path)
+    about = _of_vocabularies(path)
+    if (path / BACKEND).is_file():  # a name may make a new token, but does not make another one of an old token
+        about = _of_backend(read_backend(path, named=False)) | {"ids": read_backend(path).get_vocab()}
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 

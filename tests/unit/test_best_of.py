@@ -56,9 +56,9 @@ def test_a_reward_model_with_another_tokenizer_gets_text(folders, tmp_path):
     reward = write_model(tmp_path / "reward", head="scalar", seed=2)
     names = json.loads((reward / "tokenizer_config.json").read_text(encoding="utf-8"))
     template = "{% for m in messages %}da {{ m['content'] }} {% endfor %}"
-    (reward / "tokenizer_config.json").write_text(
-        json.dumps(names | {"eos_token": "ba", "chat_template": template}), encoding="utf-8"
-    )
+    about = {"eos_token": "ba", "chat_template": template}
+    about["added_tokens_decoder"] = {"63": {"content": "<more>", "special": True}}  # so it is another tokenizer
+    (reward / "tokenizer_config.json").write_text(json.dumps(names | about), encoding="utf-8")
     chat = Prompt(0, "not read", [4], Sampling(4), {"prompt": [{"role": "user", "content": "be bi"}]})
     prompts = [Prompt(1, "ba", [3], Sampling(4), {"prompt": "ba"})] * 2 + [chat] * 2
     scorer = judge(folders, str(reward), prompts)

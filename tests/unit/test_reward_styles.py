@@ -240,7 +240,7 @@ def mixed(prompts, /, responses): ...
         (len, ["obj by place only"]),
         (max, ["cannot be read"]),
         (operator.itemgetter(1), ["cannot be read"]),
-        (Counter, ["no parameter", "it is a class: name an object of it"]),
+        (Counter, ["it is a class", "name an object of it"]),
         (functools.partial(own, responses=[]), ["no parameter"]),
     ],
 )
@@ -289,6 +289,66 @@ def test_trl_gets_columns_and_conversations():
     assert scores(trl, Scored(["user: 2+2?", "user: 2+2?", "2+2?"], ["4"] * 3, [[4]] * 3, mixed)) == [1.0] * 3
     said = [{"role": "assistant", "content": "4"}]
     assert SEEN[-1][:2] == ([CHAT, CHAT, "2+2?"], [said, said, "4"])  # each row by itself
+
+
+def test_the_prompt_is_what_the_model_has_read():
+    """A conversation beside a text that is the prompt is only a column; a conversation under data.key is the prompt."""
+    for columns, key, expected in (
+        ({"prompt": "text", "messages": CHAT, "answer": "4"}, "prompt", "text"),
+        ({"prompt": None, "messages": CHAT, "answer": "4"}, "prompt", CHAT),
+        ({"dialog": CHAT, "answer": "4"}, "dialog", CHAT),
+        ({"question": "text", "messages": CHAT, "answer": "4"}, "question", "text"),
+    ):
+        scores(trl, Scored(["text"], ["4"], [[4]], [columns], key=key))
+        assert SEEN[-1][0] == [expected] and isinstance(SEEN[-1][1][0], list) == isinstance(expected, list)
+
+
+def test_what_an_async_function_keeps_belongs_to_the_loop_of_all_calls():
+    lock = asyncio.Semaphore(1)
+
+    async def one_at_a_time(responses):
+        async def score(text):
+            async with lock:
+                await asyncio.sleep(0)
+                return float(len(text))
+
+        return await asyncio.gather(*map(score, responses))
+
+    assert scores(one_at_a_time) == scores(one_at_a_time) == [1.0, 2.0, 1.0]
+
+
+class Judge:
+    def __call__(self, responses, **kwargs):
+        return [float(len(kwargs))] * len(responses)
+
+    def score(self, responses, **kwargs):
+        return self(responses, **kwargs)
+
+
+def styled(style, responses, **kwargs):
+    return [float(style == "x" and "style" not in kwargs)] * len(responses)
+
+
+def test_a_column_of_a_name_that_is_given_by_place_stays_away():
+    rows = Scored(["p"], ["r"], [[1]], [{"self": 1, "style": "column", "answer": "4"}])
+    assert scores(Judge(), rows) == [4.0] and scores(Judge().score, rows) == [
+        4.0
+    ]  # prompts, completion_ids, two columns
+    assert scores(functools.partial(styled, "x"), rows) == [1.0]
+
+
+def gives(responses):
+    yield from map(len, responses)
+
+
+async def gives_later(responses):
+    for response in responses:
+        yield len(response)
+
+
+def test_what_makes_no_scores_is_refused():
+    for function in (gives, gives_later, functools.partial(gives)):
+        assert "it is a generator (it has a yield)" in refused(function)
 
 
 def test_further_numbers_are_for_the_log():

@@ -315,7 +315,7 @@ WRONG = {
     "two forms in a row": (
         TWO,
         [PAIR | {"prompt": [user("q")]}],
-        "'prompt' is a list of messages, and 'chosen', 'rejected' is not: write all of them as strings, or all",
+        "the value of 'prompt' is a list of messages, that of 'chosen' and 'rejected' is a string: write all of them",
     ),
     "two forms in a set": (
         ONE,

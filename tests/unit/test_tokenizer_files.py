@@ -67,6 +67,10 @@ FOLDERS = {
     "a name of a token that is not special": {"change": not_special},
     "no name": {"config": {"pad_token": None}},
     "further special tokens": {"config": {"additional_special_tokens": ["<|u|>"], "image_token": "<img>"}},
+    "further special tokens in both files": {
+        "config": {"additional_special_tokens": ["<|u|>"]},
+        "names": {"additional_special_tokens": ["<|v|>"]},
+    },
     "further special tokens with names": {"config": {"extra_special_tokens": {"a_token": "<|u|>"}}},
 }
 
@@ -186,6 +190,7 @@ PAIRS = {
     ),
     "its tokens listed again": (True, {"config": {LISTED: {"0": special("<|pad|>"), "1": special("<|begin|>")}}}),
     "no name of an end": (True, {"config": {"eos_token": None}}),
+    "a name of a new token": (False, {"config": {"eos_token": "<|im_end|>"}}),
     "another end": (True, {"config": {"eos_token": "<|pad|>"}}),
     "another end in the other file": (True, {"names": {"eos_token": "<|pad|>"}}),
     "merges": (False, {"change": swapped}),

@@ -23,7 +23,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.packed_rows import PADDING, NumberRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompt_order import PromptOrder
-from rlhf_spmd.runtime.data.readers import TEXT, Record, number_of, read_records, without_nulls
+from rlhf_spmd.runtime.data.readers import INSTEAD, TEXT, Record, number_of, read_records, without_nulls
 from rlhf_spmd.runtime.data.row_tokens import Reading, read_row
 
 if TYPE_CHECKING:
@@ -275,7 +275,9 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.texts.append(text)
         rows.remarks.update(filter(None, [row.remark]))
         record = record | {SOURCE: name} if name and record.get(SOURCE) is None else record
-        texts = (reading.key,) if row.is_plain else (TEXT,) if given else ()
+        # A text beside a conversation stays, so that it is known which of them is the prompt.
+        also = any(isinstance(record.get(name), list) for name in INSTEAD.get(reading.key, ()))
+        texts = () if row.is_plain and also else (reading.key,) if row.is_plain else (TEXT,) if given else ()
         others = {name: one for name, one in record.items() if name not in (*reading.columns.values(), *texts)}
         rows.names |= dict.fromkeys(others)
         rows.kept.append(json.dumps(others, default=str))  # what JSON has no type for (a date) becomes a string

@@ -4,7 +4,7 @@ import datetime
 import decimal
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def others_of(key: str, columns: Sequence[str]) -> tuple[str, ...]:
     return (*CONVERSATIONS, TEXT) if columns else INSTEAD.get(key, ())
 
 
-def first_of(record: Record, columns: Sequence[str]) -> str | None:
+def first_of(record: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """The first of these columns that the row has; null is none."""
     return next((column for column in columns if record.get(column) is not None), None)
 
@@ -133,6 +133,16 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | None:
+    """The messages before the answer, if the prompt of a row is a conversation. columns: of a data set that was read,
+    in which a text beside a conversation is kept. key: the column of prompts."""
+    name = first_of(columns, (key, *INSTEAD.get(key, ())))
+    if name is None or not isinstance(columns[name], list):
+        return None
+    messages = messages_of("the data set", dict(columns), name)
+    return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
 
 
 def _read_lines(path: Path, key: str, others: Sequence[str]) -> Iterator[tuple[str, Record]]:

@@ -68,10 +68,10 @@ class Scorer:
             self.notes = self.workers.notes
         self.weights = config.reward_weights or (1.0,) * len(self.specs)
         self.late_score = config.reward_on_timeout
+        self.key = config.data.key or config.algorithm.data[PROMPTS]
         self.texts = None
         if reads_text(config, role):
-            key = config.data.key or config.algorithm.data[PROMPTS]
-            self.texts = RewardTexts(folder, self.shape, key, role, started=started)
+            self.texts = RewardTexts(folder, self.shape, self.key, role, started=started)
             if data is not None:
                 self.texts.try_on(data.records([index])[0] for index in range(len(data)))
 
@@ -84,7 +84,7 @@ class Scorer:
         texts = self._texts(prompts_BP, responses_BG)
         tokens = [[token for token in row if token >= 0] for row in responses_BG.tolist()]
         columns = self.data.whole_records(index_B) if self.data is not None else []
-        rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns)
+        rows = Scored([one for one, _ in texts], [one for _, one in texts], tokens, columns, key=self.key)
         total_B, applied_B, logs = [0.0] * len(rows), [False] * len(rows), {}
         by_function, late = self._by_function(rows)
         for spec, (scores, more), weight in zip(self.specs, by_function, self.weights, strict=True):

@@ -15,16 +15,16 @@ where the function does not apply; or a dict with numbers of that kind, for the 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.data.readers import ASSISTANT, CONVERSATIONS, messages_of
+from rlhf_spmd.runtime.data.readers import conversation_of
 
 SCORE_KEYS = ("score", "rewards", "scores")  # of dicts that functions return, the first one counts
 EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
@@ -33,13 +33,14 @@ EXTRA_KEYS = ("extra_logs",)  # of dicts: more numbers for the log
 @dataclass(frozen=True, slots=True)
 class Scored:
     """Rows to score. columns: of the data set, without those that hold prompts as text or responses. first: the number
-    of the first row, where these are some of the rows of a rank."""
+    of the first row, where these are some of the rows of a rank. key: the column of prompts."""
 
     prompts: Sequence[str]
     responses: Sequence[str]
     tokens: Sequence[Sequence[int]] = ()  # of each response
     columns: Sequence[Mapping[str, Any]] = ()  # of each row
     first: int = 0
+    key: str = "prompt"
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -48,7 +49,7 @@ class Scored:
         """The rows with only this one."""
         part = slice(index, index + 1)
         first = self.first + index
-        return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first)
+        return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first, self.key)
 
     @property
     def records(self) -> Sequence[Mapping[str, Any]]:
@@ -78,23 +79,13 @@ def _responses(rows: Scored) -> list[str]:
     return list(rows.responses)
 
 
-def _conversation(row: Mapping[str, Any]) -> list | None:
-    """The prompt of a row if it is a conversation in the data set, without an answer at its end; else None."""
-    for name in ("prompt", *CONVERSATIONS):
-        if isinstance(row.get(name), list):
-            with suppress(UserError):  # a list of something else
-                messages = messages_of(name, dict(row), name)
-                return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
-    return None
-
-
 def _prompts_of_trl(rows: Scored) -> list[str | list]:
-    return [_conversation(row) or text for row, text in zip(rows.records, rows.prompts, strict=True)]
+    return [conversation_of(row, rows.key) or text for row, text in zip(rows.records, rows.prompts, strict=True)]
 
 
 def _completions(rows: Scored) -> list[str | list]:
     pairs = zip(rows.records, rows.responses, strict=True)
-    return [[{"role": "assistant", "content": text}] if _conversation(row) else text for row, text in pairs]
+    return [[{"role": "assistant", "content": text}] if conversation_of(row, rows.key) else text for row, text in pairs]
 
 
 def _column(name: str) -> Callable[[Scored], list[Any]]:
@@ -172,6 +163,8 @@ class Bound:
 def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
     """Reads the parameters of a function, once. columns: of the data set; None: not known, any name may be one. Raises
     UserError, with the accepted names, for a function that cannot be called by names."""
+    if what := _no_function(function):
+        raise UserError(f"it is {what}")
     parameters = _parameters(function)
     layers = (function, inspect.unwrap(function))
     fixed = {name for one in layers if isinstance(one, functools.partial) for name in one.keywords}
@@ -185,7 +178,7 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
     else:
         _check_columns(receiver, required, columns)
         others = [one for one in columns if one not in WORDS[receiver] and (one in named or takes_all)]
-        others = [one for one in others if one not in fixed]
+        others = [one for one in others if one not in fixed and one not in _filled(function)]
     try:
         _own_signature(function).bind(**dict.fromkeys([*words, *others]))
     except TypeError as error:
@@ -194,6 +187,30 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
         raise UserError(f"it can't be called with {given} by name ({error}): {fix}") from None
     hidden = [name for name in words if name in (columns or ()) and name not in COLUMNS_TOO]
     return Bound(function, receiver, tuple(words), tuple(others), tuple(hidden))
+
+
+def _no_function(function: Callable) -> str:
+    """Why calling this does not make scores, and the fix; empty if it may."""
+    if inspect.isclass(function):
+        return (
+            f"a class, and calling it makes an object: name an object of it whose __call__ gets the response {ACCEPTED}"
+        )
+    code = [function, inspect.unwrap(function), getattr(function, "func", None), type(function).__call__]
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in code):
+        return "a generator (it has a yield), and a list is needed: collect the numbers in a list, and return that"
+    return ""
+
+
+def _filled(function: Callable) -> list[str]:
+    """The parameters that something else fills by place, so that no column of that name can be given by name: `self`,
+    and what a partial has bound so."""
+    if isinstance(function, functools.partial):
+        names = list(_own_signature(function.func).parameters)[: len(function.args)]
+        return [*names, *_filled(function.func)]
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.ismethod(called) or not inspect.isroutine(function):
+        return list(inspect.signature(getattr(called, "__func__", called)).parameters)[:1]
+    return []
 
 
 def _own_signature(function: Callable) -> inspect.Signature:
@@ -236,7 +253,6 @@ def _receiver(function: Callable, named: Mapping[str, inspect.Parameter], *, tak
         return found[0] if found else "responses"
     guesses = [did_you_mean(ELSEWHERE.get(name, name), WORDS) for name in named]
     hint = next(filter(None, guesses), "")
-    hint += "; it is a class: name an object of it" if inspect.isclass(function) else ""
     raise UserError(
         f"no parameter of it receives the response ({', '.join(named) or 'it has none with a name'}), because they are "
         f"bound by their names: call one {ACCEPTED}{hint}"
@@ -271,7 +287,16 @@ def _awaited(found: list[Any]) -> list[Any]:
     async def together() -> list[Any]:
         return await asyncio.gather(*map(one_of, found))
 
-    return asyncio.run(together()) if any(map(inspect.isawaitable, found)) else found
+    return _loop().run(together()) if any(map(inspect.isawaitable, found)) else found
+
+
+@functools.cache
+def _loop() -> asyncio.Runner:
+    """The event loop of all calls in this process: what a function makes once (a semaphore, a session) stays bound to
+    the loop of its first call."""
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
 def _of_all(found: Any, num: int) -> Result:

@@ -8,7 +8,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.hf import ChatTemplate, load_tokenizer
 from rlhf_spmd.model.tokenizer_files import has_chat_template
-from rlhf_spmd.runtime.data.readers import ASSISTANT, INSTEAD, Message, first_of, messages_of
+from rlhf_spmd.runtime.data.readers import ASSISTANT, Message, conversation_of
 from rlhf_spmd.runtime.data.row_tokens import up_to_end
 from rlhf_spmd.runtime.data.template_arguments import TOOLS, arguments_of
 
@@ -87,15 +87,6 @@ class RewardTexts:
         if ended:
             return tokens if is_closed else [*tokens, *ends[:1]]
         return tokens[:-1] if is_closed else tokens
-
-
-def conversation_of(columns: Mapping[str, Any], key: str) -> list[Message] | None:
-    """The messages before the answer, if a row has some instead of a text."""
-    name = first_of(columns, (key, *INSTEAD.get(key, ())))
-    if name is None or not isinstance(columns[name], list):
-        return None
-    messages = messages_of("the data set", dict(columns), name)
-    return messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
 
 
 def _tools_of(columns: Mapping[str, Any]) -> dict[str, Any]:

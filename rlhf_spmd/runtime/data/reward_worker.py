@@ -72,7 +72,8 @@ def _answer(message: dict[str, Any], functions: list[RewardFunction]) -> dict[st
         functions += [load_reward_function(spec, message["columns"]) for spec in message["functions"]]
         return {"ready": [note for function in functions for note in function.notes]}
     columns = [message["columns"]] if message["columns"] is not None else []
-    row = Scored([message["prompt"]], [message["response"]], [message["tokens"]], columns, first=message["row"])
+    texts = [message["prompt"]], [message["response"]], [message["tokens"]]
+    row = Scored(*texts, columns, first=message["row"], key=message["key"])
     scores, logs = functions[message["function"]].score(row)
     return {"score": scores[0], "logs": {name: values[0] for name, values in logs.items()}}
 

@@ -162,6 +162,7 @@ class RewardWorkers:
         message = {
             "function": function,
             "row": row,
+            "key": one.key,
             "prompt": one.prompts[0],
             "response": one.responses[0],
             "tokens": list(one.tokens[0]) if one.tokens else [],

@@ -130,8 +130,8 @@ def _read(where: str, record: Record, reading: Reading) -> RowTokens | None:
     if len(set(kinds.values())) > 1:
         strings, lists = ([repr(name) for name, is_list in kinds.items() if is_list == which] for which in (0, 1))
         raise UserError(
-            f"{where}: {', '.join(lists)} is a list of messages, and {', '.join(strings)} is not: write all of them as "
-            "strings, or all as lists of messages"
+            f"{where}: the value of {' and '.join(lists)} is a list of messages, that of {' and '.join(strings)} is a "
+            "string: write all of them as strings, or all as lists of messages"
         )
     made = (_of_messages if any(kinds.values()) else _of_strings)(where, record, reading, explicit=explicit)
     tokens = list(made.responses.values())

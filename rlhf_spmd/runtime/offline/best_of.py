@@ -13,14 +13,14 @@ import torch
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_folder
-from rlhf_spmd.model.hf import load_model
+from rlhf_spmd.model.hf import load_model, read_config
 from rlhf_spmd.model.sequences import Sequences, forward, sequence_scores
 from rlhf_spmd.model.tokenizer import Tokenizer
 from rlhf_spmd.model_folders import same_tokenizer
 from rlhf_spmd.runtime.data.prompts import pad
 from rlhf_spmd.runtime.data.reward_function import load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
-from rlhf_spmd.runtime.data.reward_texts import RewardTexts, conversation_of
+from rlhf_spmd.runtime.data.reward_texts import RewardTexts
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
@@ -43,14 +43,14 @@ class Judge:
         """model, tokenizer: of generation. started: the time that chat templates write."""
         reward, self.device, self.of_responses = options.best_of, device, tokenizer
         self.function = self.model = self.texts = None
+        self.key = options.data.key or "prompt"
         if is_folder(reward):
             dtype = DTYPES[options.dtype]
             self.model = load_model(reward, head="scalar", fresh_head=False, dtype=dtype, device=device).eval()
             if not same_tokenizer(reward, model):
-                key, what = options.data.key or "prompt", "reward model"
-                self.texts = RewardTexts(reward, self.model.config, key, what, started=started)
+                self.texts = RewardTexts(reward, self.model.config, self.key, "reward model", started=started)
                 self.texts.try_on(prompt.columns for prompt in prompts)
-            elif self.model.config.vocab_size <= max(tokenizer.vocabulary().values()):
+            elif self.model.config.vocab_size < tokenizer.known(read_config(model).vocab_size).stop:
                 raise UserError(
                     f"best_of={reward}: the reward model has {self.model.config.vocab_size} tokens, fewer than the "
                     f"tokenizer of {model}; resize its embeddings"
@@ -66,7 +66,8 @@ class Judge:
         responses = [line["response"] for line in lines]
         if self.function is not None:
             columns = [prompt.columns for prompt in prompts]
-            found = self.function.score(Scored([prompt.text for prompt in prompts], responses, tokens, columns))[0]
+            texts = [prompt.text for prompt in prompts]
+            found = self.function.score(Scored(texts, responses, tokens, columns, key=self.key))[0]
             if None in found:
                 raise UserError(f"{self.function.name} gives a response no score; return a number for each")
             return found
@@ -81,8 +82,7 @@ class Judge:
 
     def _of_text(self, prompt: Prompt, line: Mapping[str, Any], tokens: Sequence[int]) -> list[int]:
         """The tokens of a reward model with another tokenizer."""
-        is_chat = conversation_of(prompt.columns, self.texts.key) is not None
-        text = self.of_responses.decode_pair(prompt.tokens, tokens)[0] if is_chat else prompt.text
+        text = self.of_responses.decode_pair(prompt.tokens, tokens)[0]
         return self.texts.tokens(text, line["response"], ended=line["finish"] != "length", columns=prompt.columns)
 
     @torch.no_grad()
