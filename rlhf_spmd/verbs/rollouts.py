@@ -6,6 +6,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -100,6 +101,8 @@ def condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
 
     def holds(row: Row) -> bool:
         value = row.get(name)
+        if isinstance(value, bool):
+            return sign in ("=", "!=") and OPERATORS[sign](str(value).lower(), wanted.lower())
         if isinstance(value, int | float) and number is not None:
             return OPERATORS[sign](value, number)
         return value is not None and sign in ("=", "!=") and OPERATORS[sign](str(value), wanted)
@@ -130,7 +133,11 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
         for name, value in row.items():
             if isinstance(value, int | float) and name not in PLACE and abs(value) <= sys.float_info.max:
                 values.setdefault(name, []).append(float(value))
-    return {name: fmean(some) for name, some in values.items()}
+    found = {}
+    for name, some in values.items():
+        with suppress(OverflowError):  # the sum may be beyond the largest number
+            found[name] = fmean(some)
+    return found
 
 
 def text_of(row: Row) -> str:
@@ -139,9 +146,14 @@ def text_of(row: Row) -> str:
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
     place = "iteration {iteration}, prompt {prompt_index}, sample {sample}".format(**row)
     shown = {name: f"{value:.4g}" if abs(value) <= 1e300 else str(value) for name, value in numbers.items()}
-    lines = [place + "".join(f", {name} {text}" for name, text in shown.items())]
+    lines = [place + "".join(f", {_shown(name)} {text}" for name, text in shown.items())]
     others = [name for name, value in row.items() if isinstance(value, str | dict) and name not in TEXTS]
     for name in (*(name for name in row if name in TEXTS), *others):
         value = row[name] if isinstance(row[name], str) else json_text(row[name])
-        lines.append(f"  {name}: {value.encode('unicode_escape').decode() if not value.isprintable() else value}")
+        lines.append(f"  {_shown(name)}: {_shown(value)}")
     return "\n".join(lines)
+
+
+def _shown(text: str) -> str:
+    """Text of a model or a data set, which may have control characters."""
+    return text if text.isprintable() else text.encode("unicode_escape", "surrogatepass").decode()

@@ -59,7 +59,7 @@ def test_what_json_has_no_type_for_becomes_text(tmp_path):
         "date": "2024-02-29",
         "exact": "1.50",
         "nanoseconds": "1970-01-01 00:00:00.000000001",
-        "image": {"bytes": "b'\\x89PNG'", "path": "a"},
+        "image": {"bytes": "\\x89PNG", "path": "a"},
         "half": 1.5,
     }
     assert found.column_names == tuple(columns)

@@ -9,8 +9,8 @@ import pytest
 from rlhf_spmd import rewards
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data import reward_function
-from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, source_file
-from rlhf_spmd.runtime.data.reward_styles import bind
+from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function, package_source, source_file
+from rlhf_spmd.runtime.data.reward_styles import Scored, bind
 
 PROMPTS, RESPONSES = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -225,3 +225,19 @@ def test_vader_positive(monkeypatch):
     rewards._vader.cache_clear()
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
     refusal(lambda: reward(["a"], ["b"]), "pip install vaderSentiment")
+
+
+def test_numbers_beyond_floats():
+    function = RewardFunction("m:f", bind(lambda responses: {"scores": [1.0], "big": [10**400]}))
+    assert function.score(Scored(["p"], ["r"])) == ([1.0], {})
+    function = RewardFunction("m:f", bind(lambda responses: [10**5000]))
+    with pytest.raises(UserError, match="returned a number of thousands of digits for response 0 .* is not finite"):
+        function.score(Scored(["p"], ["r"]))
+
+
+def test_what_a_function_of_the_package_does():
+    """Its own text and what it uses, but nothing else of the file."""
+    words, numeric = (package_source(f"rlhf_spmd.rewards:{name}") for name in ("num_words", "numeric_answer"))
+    assert words.startswith("num_words def num_words") and "numeric_answer" not in words
+    assert "numeric_answer def numeric_answer" in numeric and "re.compile" in numeric
+    assert package_source("rlhf_spmd.rewards:none") == package_source("rlhf_spmd.nothing:f") == ""

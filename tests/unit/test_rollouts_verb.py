@@ -103,3 +103,12 @@ def test_bad_words(words, says, run, capsys):
 def test_a_folder_that_does_not_exist(tmp_path, capsys):
     assert main(["rollouts", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a folder; give the run folder that train printed" in capsys.readouterr().err
+
+
+def test_odd_names_and_numbers():
+    """A column may have any name, and a sum of numbers may be beyond the largest one."""
+    row = ROWS[0] | {"c\x1b[31m\n": 1, "text\u0007": "a", "b": True}
+    assert "\x1b" not in rollouts.text_of(row) and "c\\x1b[31m\\n 1" in rollouts.text_of(row)
+    assert rollouts.means([{"x": 1e308, "y": 1.0}] * 4) == {"y": 1.0}
+    for text, holds in (("b=true", True), ("b=True", True), ("b!=true", False)):
+        assert rollouts.condition(text, [row])(row) == holds

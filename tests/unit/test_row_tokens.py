@@ -179,7 +179,7 @@ def test_numbers_of_rows(tmp_path):
     found = load(tmp_path, rows, numbers={"margins": ("margin", 0.25)}, **TWO)
     assert found.numbers["margins"] == [[0.5], [0.25], [0.25]]
     assert found.padded("margins", np.array([1, 0]), ()).tolist() == [0.25, 0.5]
-    for wrong, kind in (("0.5", "a string"), (True, "a boolean"), (float("nan"), "a number")):
+    for wrong, kind in (("0.5", "a string"), (True, "a boolean"), (float("nan"), "nan")):
         text = refusal(tmp_path, pair | {"margin": wrong}, numbers={"margins": ("margin", 0.0)}, **TWO)
         assert f"line 1: the value of 'margin' is {kind}, not a finite number" in text
     needed = {"numbers": {"margins": ("margin", None)}, **TWO}

@@ -47,7 +47,7 @@ CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.jso
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 # Beginnings of the names of inputs that checkpoints of earlier versions do not have.
-LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm")
+LATER_INPUTS = ("columns of the prompts in ", "tokenizer files in ", "algorithm", "reward function rlhf_spmd.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ def refuse_other_inputs(now: Mapping[str, str], resumed: Resumed, *, started: st
         if name in lacking or before.get(name) == fingerprint:
             continue
         logprobs = resumed.config.data.precomputed_logprobs
-        also = f" (or the logprobs in {logprobs} did)" if logprobs and name.startswith("prompts in ") else ""
+        files = f"the logprobs in {logprobs}" if logprobs else resumed.config.data.chat_template
+        also = f" (or {files} did)" if files and name.startswith("prompts in ") else ""
         fix = "restore the file, or start a new run"
         if started and not resumed.started and name.startswith("prompts in "):
             fix = (

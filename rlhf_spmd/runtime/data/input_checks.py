@@ -16,7 +16,7 @@ from rlhf_spmd.model.tokenizer_check import reading_note
 from rlhf_spmd.plan.runtime_words import PROMPTS
 from rlhf_spmd.runtime.data.precomputed import time_of, with_logprobs
 from rlhf_spmd.runtime.data.prompts import PromptSet, load_prompts
-from rlhf_spmd.runtime.data.reward_function import source_file
+from rlhf_spmd.runtime.data.reward_function import package_source, source_file
 from rlhf_spmd.runtime.world.world import World
 
 SOURCE = "data_source"  # the column that names where a prompt is from
@@ -92,11 +92,17 @@ def read_prompts(
 
 
 def functions_fingerprints(config: Config) -> dict[str, str]:
-    """Hashes of the files of reward functions, by name. A host that does not score need not have them."""
+    """Hashes of the files of reward functions, by name; of those of the package, of each function, because other
+    versions of the package change its file. A host that does not score need not have them."""
     functions = split_functions(config.reward_function)
     functions += split_functions(config.eval.reward_function) if config.eval.prompts else []
-    files = filter(None, map(source_file, functions))
-    return {f"reward function in {path}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    found = {}
+    for spec in functions:
+        if spec.startswith("rlhf_spmd.") and (source := package_source(spec)):
+            found[f"reward function {spec}"] = hashlib.sha256(source.encode()).hexdigest()
+        elif path := source_file(spec):
+            found[f"reward function in {path}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def sources_of(prompts: PromptSet, num: int) -> list[str]:

@@ -280,7 +280,7 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         texts = () if row.is_plain and also else (reading.key,) if row.is_plain else (TEXT,) if given else ()
         others = {name: one for name, one in record.items() if name not in (*reading.columns.values(), *texts)}
         rows.names |= dict.fromkeys(others)
-        rows.kept.append(json.dumps(others, default=str))  # what JSON has no type for (a date) becomes a string
+        rows.kept.append(json.dumps(others, default=_as_text))
     is_empty = len(rows.texts) == num_before
     if too_long and (long_prompts == "error" or is_empty):
         limit = reading.max_prompt_tokens
@@ -295,6 +295,11 @@ def _read_file(rows: _Rows, path: Path, reading: Reading, name: str) -> None:
         rows.num_truncated += len(too_long)
     else:
         rows.num_dropped += len(too_long)
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no type for, such as a date, as text; bytes that are no UTF-8 with escapes."""
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 def _truncate(tokens: list[int], limit: int, tokenizer: Tokenizer) -> tuple[list[int], str]:

@@ -76,7 +76,8 @@ def number_of(where: str, record: Record, key: str, default: float | None) -> fl
         return default
     is_number = isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool)
     if not is_number or not abs(value) <= FLOAT32_MAX:
-        raise UserError(f"{where}: the value of {key!r} is {kind_of(value)}, not a finite number")
+        kind = str(value) if isinstance(value, float) else kind_of(value)
+        raise UserError(f"{where}: the value of {key!r} is {kind}, not a finite number")
     return float(value)
 
 

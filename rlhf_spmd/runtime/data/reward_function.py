@@ -13,12 +13,13 @@ import importlib.util
 import inspect
 import math
 import numbers
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_file, why_no_file
@@ -84,7 +85,7 @@ class RewardFunction:
     def _logged(self, values: Sequence[object], rows: Scored) -> list[float | None]:
         """Numbers for the log; None for texts and whatever else is no finite number."""
         numeric = [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]
-        good = [float(one) if isinstance(one, numbers.Real) and math.isfinite(one) else None for one in numeric]
+        good = [_finite(one) if isinstance(one, numbers.Real) else None for one in numeric]
         return (good + [None] * len(rows))[: len(rows)]
 
     def _as_list(self, scores: object, num_responses: int) -> list[object]:
@@ -197,6 +198,30 @@ def source_file(spec: str) -> Path | None:
     return Path(module.origin) if module is not None and module.origin and Path(module.origin).is_file() else None
 
 
+def _names_in(code: CodeType) -> list[str]:
+    """The names that a function uses, also in the functions and comprehensions inside it."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return [*code.co_names, *(name for one in inner for name in _names_in(one))]
+
+
+def package_source(spec: str) -> str:
+    """What a function of the package does: its text and what it uses of its module; empty if there is none."""
+    target, _, name = spec.rpartition(":")
+    try:
+        module = importlib.import_module(target)
+    except ImportError:
+        return ""
+    names, parts = [name], {}
+    for one in names:
+        value = getattr(module, one, None)
+        if inspect.isfunction(value) and value.__module__ == target and one not in parts:
+            parts[one] = inspect.getsource(value)
+            names += _names_in(value.__code__)
+        elif one not in parts and isinstance(value, str | int | float | tuple | re.Pattern):
+            parts[one] = repr(value)
+    return "\n".join(f"{one} {parts[one]}" for one in sorted(parts)) if name in parts else ""
+
+
 def _load_file(path: Path) -> ModuleType:
     if path.suffix != ".py" or not is_file(path):
         raise UserError(f"{path} {why_no_file(path) or 'is not a .py file'}")
@@ -241,7 +266,18 @@ def _suggestion(module: ModuleType, name: str) -> str:
     return did_you_mean(name, own) or there
 
 
+def _finite(value: numbers.Real) -> float | None:
+    """A number as a float; None if it is not finite, or too large."""
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
 def shortened(value: object) -> str:
     """A value as it is written in Python, with 60 characters at most."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        text = "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."

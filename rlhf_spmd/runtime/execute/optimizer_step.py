@@ -121,17 +121,17 @@ class Training:
             rows = {key: value[is_used_B] for key, value in rows.items()}
         count = algorithm.companion(call.function, "_sums")
         counted_rows = rows if reports else self._no_rows(call, rows[call.prompts].device)
-        counted = [divisor_of(call, counted_rows)[None]]
+        counted = [divisor_of(call, counted_rows)]
         if count is not None:
             given = self._arguments(call, counted_rows) | numbers
             counted.append(called(algorithm, f"{call.function}_sums", count, given))
-        sums = summed(torch.cat(counted), group=group)
-        divisor, parts = checked_divisor(float(sums[0]), call, algorithm.name), ([], [])
+        of_divisor, sums = summed(torch.cat(counted), group=group).tensor_split([len(counted[0])])
+        divisor, parts = checked_divisor(of_divisor.tolist(), call, algorithm.name), ([], [])
         if divisor:
             prepared: dict[str, Tensor] = {}
             prepare = algorithm.companion(call.function, "_prepare")
             if prepare is not None and all(key in rows for key in call.inputs):  # only the last stage has all of them
-                given = self._arguments(call, rows) | numbers | {SUMS: sums[1:], "divisor": sums[0]}
+                given = self._arguments(call, rows) | numbers | {SUMS: sums, "divisor": of_divisor[0]}
                 prepared = called(algorithm, f"{call.function}_prepare", prepare, given)
             parts = self._micro_batches(call, rows, prepared, layout, micro_batch, mini_batch, group)
         return Step(

@@ -94,7 +94,7 @@ class Flight:
         supervisor also writes the record there."""
         assert facts.keys() <= vars(self).keys(), facts
         vars(self).update(facts)
-        names = self.host.encode()[:64], self.run.encode()[:512]
+        names = os.fsencode(self.host)[:64], os.fsencode(self.run)[:512]  # in any locale
         who = (MAGIC, self.rank, self.size, os.getpid(), *names, self.board, self.num_instructions)
         WHO.pack_into(self.memory, 0, *who)
 

@@ -6,6 +6,7 @@ follow from all rows of the data set, so all parts have the same ones.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import json_text
 from rlhf_spmd.runtime.data.readers import Record, read_records
 
+DEEPEST = 20  # levels of a Parquet type
 AS_JSON = {b"rlhf_spmd": b"JSON"}  # metadata of a column
 OWN_TYPES = {  # of the columns that a run adds -> Arrow's
     "int": lambda arrow: arrow.int64(),
@@ -74,7 +76,17 @@ def _type_of(arrow: Any, values: list[Any]) -> Any:
         is_same = all(one == other or one != one for one, other in zip(values, back, strict=True))  # 1 beside 1.5
     else:
         is_same = json.dumps(values) == json.dumps(back)
-    return kind if is_same and "struct<>" not in str(kind) else None
+    is_deep = str(kind).count("<") > DEEPEST  # readers refuse types that are nested deeper than some limit
+    return kind if is_same and not is_deep and "struct<>" not in str(kind) else None
+
+
+def _finite(value: Any) -> Any:
+    """A value with null in the place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_part(
@@ -90,7 +102,8 @@ def write_part(
     if form == "jsonl":
         with path.open("w", encoding="utf-8") as file:
             for added, record in rows:
-                file.write(json_text(added | {renamed.get(name, name): one for name, one in record.items()}) + "\n")
+                columns = {renamed.get(name, name): _finite(one) for name, one in record.items()}
+                file.write(json_text(added | columns) + "\n")
         return
     arrow, parquet = pyarrow_modules()
     whole, fields, arrays = list(rows), [], []
@@ -105,7 +118,7 @@ def write_part(
     for name, kind in types.items():
         values = [record.get(name) for _, record in whole]
         if kind is None:
-            texts = (None if value is None else json_text(value) for value in values)
+            texts = (None if value is None else json_text(_finite(value)) for value in values)
             add(renamed.get(name, name), arrow.string(), texts, AS_JSON)
         else:
             add(renamed.get(name, name), kind, values)
