@@ -116,9 +116,9 @@ def write_part(
     for name, kind in own.items():
         add(name, OWN_TYPES[kind](arrow), (added.get(name) for added, _ in whole))
     for name, kind in types.items():
-        values = [record.get(name) for _, record in whole]
+        values = [_finite(record.get(name)) for _, record in whole]
         if kind is None:
-            texts = (None if value is None else json_text(_finite(value)) for value in values)
+            texts = (None if value is None else json_text(value) for value in values)
             add(renamed.get(name, name), arrow.string(), texts, AS_JSON)
         else:
             add(renamed.get(name, name), kind, values)
