@@ -195,3 +195,11 @@ def test_the_lists_survive_a_file(strategy, tmp_path):
         needs = steps.of_rank[rank][position].needs
         met = Wait if transfer.reallocation is not None else Post
         assert needs and all(isinstance(program.instructions[other][place], met) for other, place in needs)
+
+
+def test_the_run_folder_may_have_any_name():
+    """A path is bytes: in another locale, or by another program, they may be no UTF-8."""
+    flight = flight_recorder.Flight()
+    flight.describe(run="/runs/l\udce9")
+    assert flight_recorder.parse(flight.memory).run == "/runs/l\udce9"
+    assert flight_recorder.record_path(flight.memory) == flight_recorder.file_of("/runs/l\udce9", 0)

@@ -178,7 +178,8 @@ def bind(function: Callable, columns: Sequence[str] | None = ()) -> Bound:
     else:
         _check_columns(receiver, required, columns)
         others = [one for one in columns if one not in WORDS[receiver] and (one in named or takes_all)]
-        others = [one for one in others if one not in fixed and one not in _filled(function)]
+        taken = fixed | {*_filled(function)}
+        others = [one for one in others if one not in taken]
     try:
         _own_signature(function).bind(**dict.fromkeys([*words, *others]))
     except TypeError as error:

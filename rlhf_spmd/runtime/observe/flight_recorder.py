@@ -134,7 +134,7 @@ def parse(memory: bytes | mmap.mmap) -> Record | None:
         fields = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
         entry = Entry._make(map(_decoded, fields))
         entries.append(entry._replace(end_s=entry.end_s or None))
-    return record._replace(entries=tuple(entries))
+    return record._replace(entries=tuple(entries), run=_run_of(memory))
 
 
 def _decoded(value: Any) -> Any:
@@ -145,8 +145,13 @@ def _decoded(value: Any) -> Any:
 def record_path(memory: mmap.mmap) -> Path | None:
     """The file for the record in this memory; None while the run folder is unknown. Does not parse the rest, which
     would take most of a millisecond."""
-    _, rank, _, _, _, run, *_ = map(_decoded, WHO.unpack_from(memory, 0))
+    run, rank = _run_of(memory), WHO.unpack_from(memory, 0)[1]
     return file_of(run, rank) if run else None
+
+
+def _run_of(memory: bytes | mmap.mmap) -> str:
+    """The path of the run folder, whatever the locale."""
+    return os.fsdecode(WHO.unpack_from(memory, 0)[5].rstrip(b"\0"))
 
 
 def file_of(run: str | Path, rank: int) -> Path:
