@@ -8,7 +8,8 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import launcher
 from rlhf_spmd.runtime.guard.launcher import Launched
-from rlhf_spmd.runtime.observe.position_board import Board, RankStatus, new_file
+from rlhf_spmd.runtime.observe.node_file import new_file, open_file
+from rlhf_spmd.runtime.observe.position_board import Board, RankStatus, board_bytes
 from rlhf_spmd.runtime.world import groups
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -123,8 +124,9 @@ def test_this_machines_interfaces():
 
 
 def test_a_board_shows_positions_and_grants_one_claim():
-    path = new_file(2)
-    first, second = (Board(path, rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
+    file = new_file(board_bytes(2))
+    first, second = (Board(open_file(*file), rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
+    os.unlink(file[0])
     assert first.read((4, 6)) == {4: RankStatus(), 6: RankStatus()}
     second.post(b"iteration 1", 1, 0)
     second.post(("iteration 2 \u2603" + "x" * 2000).encode(), 2, 0)
