@@ -35,7 +35,7 @@ def test_one_node_keeps_to_loopback(environment):
     ],
 )
 def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
-    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0")])
+    monkeypatch.setattr(network, "_with_address", lambda: ["ib0", "lo"])
     assert not network.on_one_node(environment)
     unnamed = dict(environment)
     network.choose_for_mpi(unnamed)
@@ -47,7 +47,9 @@ def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
     network.choose_for_torch(torch, "eth0")
     assert torch == {network.GLOO: "ib0", network.NCCL: "=eth0"}
     named[network.INTERFACE_OPTION] = "nope0"
-    with pytest.raises(UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .* interface \(nope0\); it has ib0, lo$"):
+    with pytest.raises(
+        UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .* with an address \(nope0\); it has ib0, lo$"
+    ):
         network.choose_for_mpi(named)
 
 
@@ -59,7 +61,8 @@ def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
     ],
 )
 def test_an_interface_that_is_absent_is_named(name, good, wrong, monkeypatch):
-    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    assert "lo" in network._with_address()
+    monkeypatch.setattr(network, "_with_address", lambda: ["eth0", "lo"])
     for text in good:
         network.check_interfaces({name: text}, (name,))
     for text in wrong:

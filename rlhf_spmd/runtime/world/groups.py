@@ -6,10 +6,8 @@ two jobs compete for one. If all ranks share one network stack, all connections 
 """
 
 import ctypes
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,10 +23,10 @@ from rlhf_spmd.runtime.world.network import (
     NCCL,
     check_interfaces,
     choose_for_torch,
+    interface_addresses,
 )
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 CONNECT_S = 60.0
 STORE_BYTES = 1 << 14  # of a file store, for each rank: 1.8 kB measured with 64 ranks in 5 groups
 
@@ -40,19 +38,6 @@ def network_stack() -> str:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
-
-
-def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one."""
-    addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            addresses[name] = socket.inet_ntoa(answer[20:24])
-    return addresses
 
 
 def choose_interface(peers: Sequence[str]) -> tuple[str, str]:

@@ -5,8 +5,11 @@ job of one to the network. On several nodes the user's variables count. MPI carr
 only, so a slow interface costs nothing.
 """
 
+import fcntl
 import socket
+import struct
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard.launcher import ON_NODE, number_in
@@ -15,6 +18,7 @@ LOOPBACK_INTERFACE = "lo"
 INTERFACE_OPTION = "RLHF_SPMD_INTERFACE"
 # variables that set the interface: of MPICH's two network layers (UCX, libfabric), and of Open MPI
 MPI_VARIABLES = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 SLURM_NODES = "SLURM_STEP_NUM_NODES"
 NETMOD = "MPIR_CVAR_CH4_NETMOD"
@@ -46,16 +50,37 @@ def choose_for_torch(environment: MutableMapping[str, str], interface: str) -> N
 
 
 def check_interfaces(environment: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raises UserError if one of these variables names no interface of this host."""
-    present = [name for _, name in socket.if_nameindex()]
+    """Raises UserError if one of these variables names no interface of this host that has an address."""
+    present = _with_address()
     for name in names:
         text = environment.get(name, "").strip()
         missing = _absent(text, present) if name == NCCL else [each for each in text.split(",") if each not in present]
         if text and missing:
             raise UserError(
-                f"{name}={text}, but {socket.gethostname()} has no such network interface ({', '.join(missing)}); it "
-                f"has {', '.join(sorted(present))}"
+                f"{name}={text}, but {socket.gethostname()} has no such network interface with an address "
+                f"({', '.join(missing)}); it has {', '.join(present)}"
             )
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def _with_address() -> list[str]:
+    """The network interfaces that have an address of IPv4 or IPv6."""
+    names = set(interface_addresses())
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="utf-8") as file:
+        names |= {line.split()[-1] for line in file}
+    return sorted(names)
 
 
 def _absent(text: str, present: Sequence[str]) -> list[str]:
