@@ -47,9 +47,7 @@ def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
     network.choose_for_torch(torch, "eth0")
     assert torch == {network.GLOO: "ib0", network.NCCL: "=eth0"}
     named[network.INTERFACE_OPTION] = "nope0"
-    with pytest.raises(
-        UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .* \(nope0\); it has ib0, lo$"
-    ):
+    with pytest.raises(UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .* \(nope0\); it has ib0, lo$"):
         network.choose_for_mpi(named)
 
 
