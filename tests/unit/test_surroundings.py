@@ -58,7 +58,8 @@ def test_an_address_that_does_not_answer():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_free", "lacks"), [(16, 64 << 20, True), (1, 1 << 19, True), (8, 64 << 20, False), (0, 0, False)]
+    ("num_ranks", "num_free", "lacks"),
+    [(16, 64 << 20, True), (1, 1 << 19, True), (2, 20 << 20, True), (8, 64 << 20, False), (0, 0, False)],
 )
 def test_shared_memory_for_mpi(num_ranks, num_free, lacks):
     text = surroundings.lack_of_shared_memory(num_ranks, 64 << 20, num_free)
