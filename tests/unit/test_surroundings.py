@@ -51,6 +51,17 @@ def test_too_few_descriptors_or_threads_are_not_another_ranks_fault():
     assert "too many open files" in failures.explain(OSError(24, "Too many open files", "a.json"))
 
 
+def test_the_limit_of_threads_is_named(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 4321)  # of nobody here
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (surroundings.THREADS, -1))
+    assert surroundings.lack_of_threads() == ""
+    monkeypatch.setattr(surroundings, "_num_threads", lambda process, user: int(process) == os.getpid())
+    text = "this user may have 16 processes and threads (`ulimit -u`), and 1 others run: raise the limit"
+    assert text in surroundings.lack_of_threads()
+    monkeypatch.undo()
+    assert surroundings._num_threads("self", os.getuid()) >= 1 and surroundings._num_threads("self", 4321) == 0
+
+
 def test_an_address_that_does_not_answer():
     surroundings.check_answer("127.0.0.1")
     with pytest.raises(UserError, match="can't reach its own address 192.0.2.1 "):  # of nobody: for documents

@@ -13,6 +13,7 @@ OPEN_FILES = 32  # of a rank beyond those it has when torch is started, without 
 SHARED_MEMORY = "/dev/shm"
 MPI_BYTES = 8 << 20  # of shared memory that MPI may need for a rank: 5.4 MB measured, MPICH 5.0 with 1-16 ranks
 MPI_LEAST = 24 << 20  # for any number of ranks: 2 used 10 MiB of 24, and ended by SIGSEGV with 17 and with 20
+THREADS = 16  # that a rank may need to start: 2 ranks ended by SIGABRT with 20 processes and threads, and ran with 24
 ANSWER_S = 10.0
 
 
@@ -46,6 +47,31 @@ def check_open_files(num_connections: int) -> None:
         f"the limit of open files on {socket.gethostname()} is {soft} (`ulimit -n`), but this rank may need up to "
         f"{rounded}: raise the limit where the job is started"
     )
+
+
+def lack_of_threads() -> str:
+    """The reason why compiled code may have failed to start a thread. Empty if this user may start enough of them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    user = os.getuid()
+    if limit == resource.RLIM_INFINITY or user == 0:  # root has no limit
+        return ""
+    num = sum(_num_threads(process, user) for process in os.listdir("/proc") if process.isdigit())
+    if num + THREADS <= limit:
+        return ""
+    return (
+        f"most likely it could not start a thread: this user may have {limit} processes and threads (`ulimit -u`), and "
+        f"{num} others run: raise the limit, or start fewer ranks"
+    )
+
+
+def _num_threads(process: str, user: int) -> int:
+    """The threads of a process of this user; 0 if it is another's, or has ended."""
+    try:
+        with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return 0
+    return int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
 
 
 def _num_open() -> int:
