@@ -308,7 +308,7 @@ def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
     from rlhf_spmd.runtime.guard import streams
     from rlhf_spmd.runtime.guard.supervise import supervised
-    from rlhf_spmd.runtime.guard.surroundings import check_folder
+    from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder
 
     flight = supervised()  # before anything of MPI is loaded
 
@@ -326,6 +326,8 @@ def _on_ranks(arguments: list[str]) -> int:
     try:
         with world.together("reading the command line"):
             check_folder()
+            if world.num_nodes > 1:
+                check_common_folder(world.allgather(working_folder(), "the working folder"))
             parsed = _with_file(_parse(arguments))
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         if parsed.verb == "train":

@@ -5,6 +5,7 @@ address that answers. A lack of it appears later as the failure of something els
 import os
 import resource
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rlhf_spmd.errors import UserError
@@ -30,6 +31,23 @@ def check_folder() -> None:
     """Raises UserError if the working folder is gone."""
     if text := without_folder():
         raise UserError(text)
+
+
+def working_folder() -> tuple[str, int]:
+    """Path and inode of the working folder, for check_common_folder."""
+    return os.getcwd(), os.stat(".").st_ino
+
+
+def check_common_folder(folders: Iterable[tuple[str, int]]) -> None:
+    """Raises UserError if a rank works in a folder that this host lacks: srun falls back to /tmp on a node that does
+    not see the folder. folders: of all ranks. The inode tells whether it is the same folder by another path."""
+    here, inode = working_folder()
+    for path, other in sorted({(path, other) for path, other in folders}):
+        if path != here and other != inode and not os.path.isdir(path):
+            raise UserError(
+                f"{socket.gethostname()} does not see the working folder {path} of other ranks, and works in {here}: "
+                "start the job in a folder that all nodes see"
+            )
 
 
 def check_open_files(num_connections: int) -> None:
