@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import failures, surroundings
+from rlhf_spmd.runtime.world import visible_devices
 
 
 def test_a_working_folder_that_is_gone(monkeypatch):
@@ -57,6 +58,19 @@ def test_too_few_descriptors_or_threads_are_not_another_ranks_fault():
         error = RuntimeError(text)
         assert not failures.is_peer_error(error) and "`ulimit -" in failures.explain(error)
     assert "too many open files" in failures.explain(OSError(24, "Too many open files", "a.json"))
+
+
+def test_variables_of_torch_that_have_a_wrong_value_are_named(monkeypatch):
+    error = RuntimeError("makeDeviceForInterface(): unsupported gloo device")
+    assert not failures.is_peer_error(error) and "check GLOO_DEVICE_TRANSPORT" in failures.explain(error)
+
+    def load(name, *_):
+        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("builtins.__import__", load)
+    with pytest.raises(UserError, match="torch can't be loaded: The value of TORCH_DISTRIBUTED_DEBUG must be"):
+        visible_devices.import_torch(1, 1)
 
 
 def test_the_limit_of_threads_is_named(monkeypatch):
