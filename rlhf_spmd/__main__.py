@@ -17,6 +17,7 @@ mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 """
 
 import argparse
+import codecs
 import importlib
 import os
 import stat
@@ -27,6 +28,7 @@ from rlhf_spmd.errors import UserError
 
 CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
+ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
 ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
 
@@ -39,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     from rlhf_spmd.runtime.guard import launcher, streams
 
     is_process = arguments is None
+    if is_process:
+        _in_utf8()
     arguments = sys.argv[1:] if is_process else arguments
     os.umask(os.umask(0) | stat.S_IWOTH)  # no other user may change files that later runs execute, e.g. strategies
     verb = arguments[0] if arguments else ""
@@ -48,6 +52,16 @@ def main(arguments: list[str] | None = None) -> int:
         launcher.forget_leftovers(os.environ)
         streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
     return _on_ranks(arguments) if on_ranks else _alone(arguments)
+
+
+def _in_utf8() -> None:
+    """Starts this process again, in Python's UTF-8 mode, if names of files would be ASCII: in such a locale a name of
+    the command line would be another text than the same one in a file of options. What is printed stays ASCII."""
+    again = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or ASCII_OUTPUT}
+    has_script = sys.argv[0] not in ("", "-")  # otherwise it came from standard input, which has been read
+    may_change = not sys.flags.ignore_environment and os.environ.get("PYTHONUTF8") != "1"
+    if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and sys.executable and has_script and may_change:
+        os.execve(sys.executable, sys.orig_argv, again)
 
 
 def _alone(arguments: list[str]) -> int:
@@ -294,7 +308,7 @@ def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
     from rlhf_spmd.runtime.guard import streams
     from rlhf_spmd.runtime.guard.supervise import supervised
-    from rlhf_spmd.runtime.guard.surroundings import check_folder
+    from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder
 
     flight = supervised()  # before anything of MPI is loaded
 
@@ -312,6 +326,8 @@ def _on_ranks(arguments: list[str]) -> int:
     try:
         with world.together("reading the command line"):
             check_folder()
+            if world.num_nodes > 1:
+                check_common_folder(world.allgather(working_folder(), "the working folder"))
             parsed = _with_file(_parse(arguments))
         verb = importlib.import_module(f"rlhf_spmd.verbs.{parsed.verb}")
         if parsed.verb == "train":

@@ -37,15 +37,14 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     write_model(folder / "actor", seed=1)
     rows = [{"prompt": prompt} | row for prompt, row in zip((SEPARATED, "ba é 😀", "ba", "da"), COLUMNS, strict=True)]
-    for name in ("rows.jsonl", "eval.jsonl"):
+    for name in ("zeilen für.jsonl", "prüfung.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
     options = {
         "algorithm": "grpo",
         "models.actor": str(folder / "actor"),
-        "data.prompts": str(folder / "rows.jsonl"),
         "data.shuffle": "false",
-        "eval.prompts": str(folder / "eval.jsonl"),
+        "eval.prompts": str(folder / "prüfung.jsonl"),
         "generation.max_new_tokens": 6,
         "reward_function": f"{folder / 'rewards.py'}:length",
         "rollout_batch": 4,
@@ -64,7 +63,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_any_text_in_any_locale(folder, warm):
     """A run in a locale without UTF-8 writes the bytes of one with it; a resume reads them."""
-    words = ["train", "--config", folder / "run.yaml", "--runs", folder]
+    words = ["train", "--config", folder / "run.yaml", "--runs", folder, f"data.prompts={folder / 'zeilen für.jsonl'}"]
     status, stdout, stderr = warm.run([*words, "--name", "utf8"])
     assert status == 0, stderr
     assert "'response' as 'data.response', 'scores' as 'data.scores', 'half \\ud83d' as 'half \\\\ud83d'" in stdout
@@ -115,7 +114,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_then_compares_all_columns(tmp_p
 
 def test_changed_columns_end_a_resume(folder, warm):
     """Of the run that the first test has made."""
-    for name in ("rows.jsonl", "eval.jsonl"):
+    for name in ("zeilen für.jsonl", "prüfung.jsonl"):
         file = folder / name
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace('"truth": "', '"truth": "another '), encoding="utf-8")

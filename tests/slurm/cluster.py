@@ -13,10 +13,13 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tests.run_mpi import REPOSITORY
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "ss")
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
@@ -81,6 +84,9 @@ exec "$@"
 
 def missing() -> str:
     """Why no cluster can be made here; empty if one can."""
+    hidden = [path for path in (REPOSITORY, Path(sys.prefix)) if path.resolve().is_relative_to("/tmp")]
+    if hidden:
+        return f"its nodes have a /tmp of their own and don't see {hidden[0]}: use a checkout outside /tmp"
     if os.geteuid() != 0:
         return "a cluster of network namespaces needs root"
     absent = [name for name in NEEDED if shutil.which(name) is None]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.forecast.suites import SUITES
+from tests.slurm import cluster
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.iterdir())}
@@ -236,3 +237,10 @@ def test_stages_say_how_they_are_called(stages, words):
     found, said = stages(*words, status=2)
     assert not found and said.startswith("usage: slurm/stages.sh NAME")
     assert stages(*CHAIN, name="a/b", status=2)[1] == said
+
+
+def test_a_checkout_that_the_nodes_do_not_see_is_refused(monkeypatch):
+    monkeypatch.setattr(cluster, "REPOSITORY", Path("/tmp/checkout"))
+    assert cluster.missing() == (
+        "its nodes have a /tmp of their own and don't see /tmp/checkout: use a checkout outside /tmp"
+    )

@@ -8,7 +8,9 @@ import pytest
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import launcher
 from rlhf_spmd.runtime.guard.launcher import Launched
-from rlhf_spmd.runtime.observe.position_board import Board, RankStatus, new_file
+from rlhf_spmd.runtime.observe import node_file
+from rlhf_spmd.runtime.observe.node_file import new_file, open_file
+from rlhf_spmd.runtime.observe.position_board import Board, RankStatus, board_bytes
 from rlhf_spmd.runtime.world import groups
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
@@ -123,8 +125,9 @@ def test_this_machines_interfaces():
 
 
 def test_a_board_shows_positions_and_grants_one_claim():
-    path = new_file(2)
-    first, second = (Board(path, rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
+    file = new_file(board_bytes(2))
+    first, second = (Board(open_file(*file), rank=rank, node_ranks=(4, 6), node=0, num_nodes=1) for rank in (4, 6))
+    os.unlink(file[0])
     assert first.read((4, 6)) == {4: RankStatus(), 6: RankStatus()}
     second.post(b"iteration 1", 1, 0)
     second.post(("iteration 2 \u2603" + "x" * 2000).encode(), 2, 0)
@@ -144,3 +147,21 @@ def test_a_board_shows_positions_and_grants_one_claim():
     )
     assert first.read((5,)) == {}  # on another node, and there is no store to ask
     assert [first.claim(), second.claim(), first.claim()] == [True, False, False]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_file_of_the_ranks_of_a_node_has_no_name(has_room, monkeypatch, tmp_path):
+    folder = tmp_path if has_room else tmp_path / "absent"
+    monkeypatch.setattr(node_file, "SHARED_MEMORY", str(folder))
+    everyone: list[list] = []
+
+    def gather(view: list) -> list[list]:
+        everyone.append(view)
+        return [view, ["/nope", 0]]
+
+    descriptor, views = node_file.share_file(4096, 0, 0, gather, is_empty=True)
+    assert os.fstat(descriptor).st_size == 0 and views == [[0, True], ["/nope", 0]] and not list(tmp_path.iterdir())
+    assert os.path.realpath(f"/proc/self/fd/{descriptor}").startswith(str(folder) if has_room else "/memfd:")
+    assert node_file.open_file(f"/proc/self/fd/{descriptor}", 0) is None  # another file by that path
+    assert node_file.share_file(4096, 1, 1, gather) == (None, [[1, False], ["/nope", 0]])
+    os.close(descriptor)

@@ -1,7 +1,10 @@
 """The network interface that MPI is restricted to, according to the launcher."""
 
+import re
+
 import pytest
 
+from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.world import network
 
 HYDRA = {"PMI_SIZE": "8", "PMI_RANK": "0", "MPI_LOCALNRANKS": "8"}
@@ -15,9 +18,11 @@ LEFT = {"PMI_SIZE": "", "MPI_LOCALNRANKS": "x", "SLURM_STEP_NUM_NODES": " "}
 @pytest.mark.parametrize("environment", [{}, HYDRA, OPEN_MPI, SRUN, {**HYDRA, "SLURM_STEP_NUM_NODES": "2"}, LEFT])
 def test_one_node_keeps_to_loopback(environment):
     assert network.on_one_node(environment)
-    environment = {**environment, network.INTERFACE_OPTION: "ib0", "FI_TCP_IFACE": "eth3"}
+    environment = {**environment, network.INTERFACE_OPTION: "ib0", "FI_TCP_IFACE": "eth3", "GLOO_SOCKET_IFNAME": "eth0"}
     network.choose_for_mpi(environment)
-    assert environment["UCX_NET_DEVICES"] == "lo" and environment["FI_TCP_IFACE"] == "eth3"
+    network.choose_for_torch(environment, "lo")
+    assert {environment[name] for name in (*network.MPI_VARIABLES, network.GLOO)} == {"lo"}
+    assert environment[network.NCCL] == "=lo"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +34,8 @@ def test_one_node_keeps_to_loopback(environment):
         {"PMI_SIZE": "8", "PMI_RANK": "0"},  # a launcher that does not say
     ],
 )
-def test_several_nodes_keep_to_what_the_user_names(environment):
+def test_several_nodes_keep_to_what_the_user_names(environment, monkeypatch):
+    monkeypatch.setattr(network, "_with_address", lambda: ["ib0", "lo"])
     assert not network.on_one_node(environment)
     unnamed = dict(environment)
     network.choose_for_mpi(unnamed)
@@ -37,6 +43,29 @@ def test_several_nodes_keep_to_what_the_user_names(environment):
     named = {**environment, network.INTERFACE_OPTION: "ib0"}
     network.choose_for_mpi(named)
     assert {named[name] for name in network.MPI_VARIABLES} == {"ib0"}
+    torch = {network.GLOO: "ib0", network.NCCL: " "}
+    network.choose_for_torch(torch, "eth0")
+    assert torch == {network.GLOO: "ib0", network.NCCL: "=eth0"}
+    named[network.INTERFACE_OPTION] = "nope0"
+    with pytest.raises(UserError, match=r"RLHF_SPMD_INTERFACE=nope0, but .* \(nope0\); it has ib0, lo$"):
+        network.choose_for_mpi(named)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "wrong"),
+    [
+        (network.GLOO, ("", " ", "eth0", "eth0,lo"), ("eth", "=eth0", "eth0,nope0", "eth0 lo")),
+        (network.NCCL, ("", "eth", "=eth0", "^lo", "^=lo", "nope0,eth0:5000", "^eth"), ("nope0", "=eth", "^eth,lo")),
+    ],
+)
+def test_an_interface_that_is_absent_is_named(name, good, wrong, monkeypatch):
+    assert "lo" in network._with_address()
+    monkeypatch.setattr(network, "_with_address", lambda: ["eth0", "lo"])
+    for text in good:
+        network.check_interfaces({name: text}, (name,))
+    for text in wrong:
+        with pytest.raises(UserError, match=f"{name}={re.escape(text)}, but .* it has eth0, lo$"):
+            network.check_interfaces({name: text}, (name,))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard import failures, surroundings
+from rlhf_spmd.runtime.world import visible_devices
 
 
 def test_a_working_folder_that_is_gone(monkeypatch):
@@ -18,6 +19,14 @@ def test_a_working_folder_that_is_gone(monkeypatch):
     monkeypatch.setattr(os, "getcwd", gone)
     with pytest.raises(UserError, match="the working folder is gone .No such file or directory.*`cd` into one"):
         surroundings.check_folder()
+
+
+def test_a_working_folder_that_a_node_does_not_see(tmp_path):
+    here, inode = surroundings.working_folder()
+    seen = [(here, inode), ("/another/path", inode), (str(tmp_path), inode + 1)]
+    surroundings.check_common_folder(seen)
+    with pytest.raises(UserError, match=f"does not see the working folder /nope of other ranks, and works in {here}: "):
+        surroundings.check_common_folder([*seen, ["/nope", inode + 1]])
 
 
 def test_the_limit_of_open_files_is_raised_or_named(monkeypatch):
@@ -51,6 +60,30 @@ def test_too_few_descriptors_or_threads_are_not_another_ranks_fault():
     assert "too many open files" in failures.explain(OSError(24, "Too many open files", "a.json"))
 
 
+def test_variables_of_torch_that_have_a_wrong_value_are_named(monkeypatch):
+    error = RuntimeError("makeDeviceForInterface(): unsupported gloo device")
+    assert not failures.is_peer_error(error) and "check GLOO_DEVICE_TRANSPORT" in failures.explain(error)
+
+    def load(name, *_):
+        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("builtins.__import__", load)
+    with pytest.raises(UserError, match="torch can't be loaded: The value of TORCH_DISTRIBUTED_DEBUG must be"):
+        visible_devices.import_torch(1, 1)
+
+
+def test_the_limit_of_threads_is_named(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 4321)  # of nobody here
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (surroundings.THREADS, -1))
+    assert surroundings.lack_of_threads() == ""
+    monkeypatch.setattr(surroundings, "_num_threads", lambda process, user: int(process) == os.getpid())
+    text = "this user may have 16 processes and threads (`ulimit -u`), and 1 others run: raise the limit"
+    assert text in surroundings.lack_of_threads()
+    monkeypatch.undo()
+    assert surroundings._num_threads("self", os.getuid()) >= 1 and surroundings._num_threads("self", 4321) == 0
+
+
 def test_an_address_that_does_not_answer():
     surroundings.check_answer("127.0.0.1")
     with pytest.raises(UserError, match="can't reach its own address 192.0.2.1 "):  # of nobody: for documents
@@ -58,7 +91,8 @@ def test_an_address_that_does_not_answer():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_free", "lacks"), [(16, 64 << 20, True), (1, 1 << 19, True), (8, 64 << 20, False), (0, 0, False)]
+    ("num_ranks", "num_free", "lacks"),
+    [(16, 64 << 20, True), (1, 1 << 19, True), (2, 20 << 20, True), (8, 64 << 20, False), (0, 0, False)],
 )
 def test_shared_memory_for_mpi(num_ranks, num_free, lacks):
     text = surroundings.lack_of_shared_memory(num_ranks, 64 << 20, num_free)

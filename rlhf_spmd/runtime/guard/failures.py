@@ -17,6 +17,7 @@ DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # Python's RuntimeError; C++'s and gloo's
 NO_DESCRIPTOR = ("Too many open files", "File table overflow")
+NO_DEVICE = ("unsupported gloo device", "Unable to find address for")
 # In messages that torch.distributed's backends raise if a peer is late or gone (they have no own exception type).
 PEER_ERRORS = ("gloo", "timed out", "timeout", "connection", "nccl", "peer", "socket")
 LATE_ERRORS = ("timed out", "timeout")
@@ -53,7 +54,7 @@ class PeerError(UserError):
 def is_peer_error(error: BaseException) -> bool:
     """Whether torch.distributed raised this because of another rank, and not for lack of something on this one."""
     text = str(error)
-    if not isinstance(error, RuntimeError) or any(word in text for word in (*NO_DESCRIPTOR, *NO_THREAD)):
+    if not isinstance(error, RuntimeError) or any(word in text for word in (*NO_DESCRIPTOR, *NO_THREAD, *NO_DEVICE)):
         return False
     return any(word in text.lower() for word in PEER_ERRORS)
 
@@ -83,6 +84,8 @@ def explain(error: BaseException) -> str | None:
             f"this rank ran out of memory, or may not start another thread ({kind}: {first}); compare the limits "
             "`ulimit -u` and pids.max of the job's control group with the threads that run, or lower micro_batch"
         )
+    if isinstance(error, RuntimeError) and any(word in first for word in NO_DEVICE):
+        return f"gloo can't open a network device ({first}); check GLOO_DEVICE_TRANSPORT and GLOO_SOCKET_IFNAME"
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
         return f"{error.strerror} when writing{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"

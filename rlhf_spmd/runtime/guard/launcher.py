@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import stat
 import time
 from collections.abc import Mapping, MutableMapping
@@ -81,6 +82,15 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that a rank starts and that is no rank: an MPI library that it loads by accident
     finds no world to join."""
     return {name: text for name, text in environment.items() if not name.startswith(OF_A_RANK)}
+
+
+def without_library(error: Exception) -> UserError:
+    """The message of a process that could not load an MPI library."""
+    reason = str(error).split("\n")[0]
+    return UserError(
+        f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
+        "environment, or load the site's MPI module"
+    )
 
 
 def check_world_size(size: int, environment: Mapping[str, str]) -> None:

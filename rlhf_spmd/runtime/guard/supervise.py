@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import launcher, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
-from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, shared_memory_bytes
+from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, lack_of_threads, shared_memory_bytes
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
 from rlhf_spmd.runtime.observe.position_board import take_claim
@@ -189,6 +189,8 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
         place = launcher.launched(os.environ)
         rank, size = place.rank, place.num
         lack = lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
+    if record.signal == signal.SIGABRT:  # libraries end the process if a thread can't be started
+        lack = lack or lack_of_threads()
     who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
     doing = f"in {record.where}" if record.num_begun else "before it had joined the other ranks"
     since = f", {time.time() - record.since_s:.1f} s after that began" if record.num_begun else ""

@@ -5,6 +5,7 @@ address that answers. A lack of it appears later as the failure of something els
 import os
 import resource
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rlhf_spmd.errors import UserError
@@ -12,6 +13,8 @@ from rlhf_spmd.errors import UserError
 OPEN_FILES = 32  # of a rank beyond those it has when torch is started, without connections: 26 measured on 1-8 ranks
 SHARED_MEMORY = "/dev/shm"
 MPI_BYTES = 8 << 20  # of shared memory that MPI may need for a rank: 5.4 MB measured, MPICH 5.0 with 1-16 ranks
+MPI_LEAST = 24 << 20  # for any number of ranks: 2 used 10 MiB of 24, and ended by SIGSEGV with 17 and with 20
+THREADS = 16  # that a rank may need to start: 2 ranks ended by SIGABRT with 20 processes and threads, and ran with 24
 ANSWER_S = 10.0
 
 
@@ -30,6 +33,23 @@ def check_folder() -> None:
         raise UserError(text)
 
 
+def working_folder() -> tuple[str, int]:
+    """Path and inode of the working folder, for check_common_folder."""
+    return os.getcwd(), os.stat(".").st_ino
+
+
+def check_common_folder(folders: Iterable[tuple[str, int]]) -> None:
+    """Raises UserError if a rank works in a folder that this host lacks: srun falls back to /tmp on a node that does
+    not see the folder. folders: of all ranks. The inode tells whether it is the same folder by another path."""
+    here, inode = working_folder()
+    for path, other in sorted({(path, other) for path, other in folders}):
+        if path != here and other != inode and not os.path.isdir(path):
+            raise UserError(
+                f"{socket.gethostname()} does not see the working folder {path} of other ranks, and works in {here}: "
+                "start the job in a folder that all nodes see"
+            )
+
+
 def check_open_files(num_connections: int) -> None:
     """Raises the limit of open files if it is too low for so many connections of this rank, or UserError if it must
     not be raised."""
@@ -45,6 +65,31 @@ def check_open_files(num_connections: int) -> None:
         f"the limit of open files on {socket.gethostname()} is {soft} (`ulimit -n`), but this rank may need up to "
         f"{rounded}: raise the limit where the job is started"
     )
+
+
+def lack_of_threads() -> str:
+    """The reason why compiled code may have failed to start a thread. Empty if this user may start enough of them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    user = os.getuid()
+    if limit == resource.RLIM_INFINITY or user == 0:  # root has no limit
+        return ""
+    num = sum(_num_threads(process, user) for process in os.listdir("/proc") if process.isdigit())
+    if num + THREADS <= limit:
+        return ""
+    return (
+        f"most likely it could not start a thread: this user may have {limit} processes and threads (`ulimit -u`), and "
+        f"{num} others run: raise the limit, or start fewer ranks"
+    )
+
+
+def _num_threads(process: str, user: int) -> int:
+    """The threads of a process of this user; 0 if it is another's, or has ended."""
+    try:
+        with open(f"/proc/{process}/status", encoding="utf-8", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return 0
+    return int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
 
 
 def _num_open() -> int:
@@ -84,8 +129,8 @@ def shared_memory_bytes() -> tuple[int, int]:
 def lack_of_shared_memory(num_ranks: int, num_bytes: int, num_free: int) -> str:
     """The reason why MPI may have failed at its start with so many ranks on this node: size and free bytes of its
     shared memory then. Empty if they suffice."""
-    needed = MPI_BYTES * num_ranks
-    if num_free >= needed:
+    needed = max(MPI_LEAST, MPI_BYTES * num_ranks)
+    if not num_ranks or num_free >= needed:
         return ""
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     return (

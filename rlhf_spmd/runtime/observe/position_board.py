@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,25 +27,9 @@ STORE_ANSWER_S = 3.0
 TURN_S = 2.0  # the first rank ends the job in less
 
 
-def new_file(num_slots: int) -> str:
-    """Creates the file that the ranks of a node map, in /dev/shm if it has room, else on a disk; returns its path."""
-    size = SLOT_BYTES * (num_slots + 1)  # the first slot holds the claim
-    with suppress(OSError):
-        return _reserved("/dev/shm", size)
-    return _reserved(None, size)
-
-
-def _reserved(folder: str | None, num_bytes: int) -> str:
-    """A new file of zeros whose room is reserved: without it, a write to the mapped file would end in SIGBUS."""
-    descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=folder)
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(descriptor)
-    return path
+def board_bytes(num_ranks: int) -> int:
+    """The size of the board of a node: the first slot holds the claim."""
+    return SLOT_BYTES * (num_ranks + 1)
 
 
 def take_claim(descriptor: int, memory: mmap.mmap) -> bool:
@@ -72,24 +55,18 @@ class RankStatus:
 
 
 class Board:
-    """The slots of the ranks `node_ranks`, mapped from `path` (None: private memory for this rank only)."""
+    """The slots of the ranks `node_ranks`, mapped from the file `descriptor`, of board_bytes(len(node_ranks)). None:
+    private memory for this rank only; the store shows it to others."""
 
-    def __init__(self, path: str | None, *, rank: int, node_ranks: tuple[int, ...], node: int, num_nodes: int):
+    def __init__(self, descriptor: int | None, *, rank: int, node_ranks: tuple[int, ...], node: int, num_nodes: int):
         self.rank, self.num_nodes = rank, num_nodes
-        self.shared = False
+        self.shared = descriptor is not None
         self.store: Any = None  # set by start_torch, like a second connection for the watch's thread:
         self.second_store: Any = None  # a query to a store that does not answer blocks its connection
         self._query = threading.Thread()  # the last query to the second store
-        self.slots = {rank: 1}
-        self.descriptor, size = -1, 2 * SLOT_BYTES
-        if path is not None:
-            try:
-                self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError:  # the node's ranks do not share this folder: use only the store
-                pass
-            else:
-                self.shared, size = True, os.fstat(self.descriptor).st_size
-                self.slots = {other: 1 + index for index, other in enumerate(node_ranks)}
+        seen = node_ranks if self.shared else (rank,)
+        self.slots = {other: 1 + index for index, other in enumerate(seen)}
+        self.descriptor, size = -1 if descriptor is None else descriptor, board_bytes(len(seen))
         self.memory = mmap.mmap(self.descriptor, size)
         self.turn = node if self.shared else rank
         self.post(b"", NOWHERE, NOWHERE)

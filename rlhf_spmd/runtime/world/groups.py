@@ -1,26 +1,34 @@
-"""Starts torch.distributed: the rendezvous address, the store and the process groups.
+"""Starts torch.distributed: the store in which ranks find each other, and the process groups.
 
-The ranks already know each other through MPI. The rendezvous port is chosen by the operating system on the listening
-rank, so no port is configured and no two jobs compete for one. If all ranks share one network stack, everything stays
-on the loopback interface.
+The ranks already know each other through MPI. Those of one node keep the store in a file that no other user can open.
+Those of several reach it at a port that the operating system chooses on rank 0's node, so no port is configured and no
+two jobs compete for one. If all ranks share one network stack, all connections stay on the loopback interface.
 """
 
-import fcntl
+import ctypes
 import os
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
+from rlhf_spmd.runtime.observe.node_file import share_file
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
-from rlhf_spmd.runtime.world.network import INTERFACE_OPTION, LOOPBACK_INTERFACE
+from rlhf_spmd.runtime.world.network import (
+    GLOO,
+    INTERFACE_OPTION,
+    LOOPBACK_INTERFACE,
+    NCCL,
+    check_interfaces,
+    choose_for_torch,
+    interface_addresses,
+)
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 CONNECT_S = 60.0
+STORE_BYTES = 1 << 14  # of a file store, for each rank: 1.8 kB measured with 64 ranks in 5 groups
 
 
 def network_stack() -> str:
@@ -30,19 +38,6 @@ def network_stack() -> str:
             return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
-
-
-def interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one."""
-    addresses = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            addresses[name] = socket.inet_ntoa(answer[20:24])
-    return addresses
 
 
 def choose_interface(peers: Sequence[str]) -> tuple[str, str]:
@@ -112,8 +107,28 @@ def join_store(address: str, port: int, timeout_s: float) -> Any:
     return store
 
 
+def file_store(world: Any, timeout_s: float) -> Any:
+    """A store in a file of this node, which asks no server; None if a rank does not see the file. Collective."""
+    from torch.distributed import FileStore
+
+    descriptor, views = share_file(
+        STORE_BYTES * world.size, world.rank, 0, lambda view: world.allgather(view, "opening the store"), is_empty=True
+    )
+    if not all(is_seen for _, is_seen in views):
+        return None
+    store = FileStore(f"/proc/self/fd/{descriptor}", -1)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # its end would write into a later file of this number
+    return store
+
+
 def connect_store(world: Any, timeout_s: float) -> Any:
     """Connects all ranks of a World to one store -> this rank's connection. Collective."""
+    if not world.one_network:
+        check_interfaces(os.environ, (GLOO, NCCL) if world.computes.kind == "cuda" else (GLOO,))
+    elif world.num_nodes == 1 and (store := file_store(world, timeout_s)) is not None:
+        choose_for_torch(os.environ, LOOPBACK_INTERFACE)
+        return store
     peers = sorted({host for host in world.hosts if host != world.hosts[0]})
     interface, address = LOOPBACK_INTERFACE, LOOPBACK
     if not world.one_network and world.rank == 0:
@@ -125,8 +140,7 @@ def connect_store(world: Any, timeout_s: float) -> Any:
         if not world.one_network:
             interface, _ = choose_interface([address])
         store = join_store(address, port, timeout_s)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
+    choose_for_torch(os.environ, interface)
     if world.num_nodes > 1 or not all(world.allgather(world.board.shared, "the boards")):
         world.board.store, world.board.second_store = store.clone(), store.clone()
     return store

@@ -43,8 +43,10 @@ def import_torch(threads: int | None, share: int) -> Any:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     threads = threads or threads_wanted(os.environ) or share
     os.environ[THREADS] = str(threads)
-    import torch
-
+    try:
+        import torch
+    except ValueError as error:  # of a variable of its own, e.g. TORCH_DISTRIBUTED_DEBUG
+        raise UserError(f"torch can't be loaded: {error} Set the variable to one of its values, or unset it") from error
     torch.set_num_threads(threads)
     return torch
 

@@ -28,7 +28,8 @@ from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
 from rlhf_spmd.runtime.guard.surroundings import check_answer, check_open_files
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
-from rlhf_spmd.runtime.observe.position_board import Board, new_file
+from rlhf_spmd.runtime.observe.node_file import share_file
+from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
 from rlhf_spmd.runtime.world import devices, network, visible_devices
 from rlhf_spmd.runtime.world import groups as torch_groups
 from rlhf_spmd.runtime.world.control_messages import Control, Failed, Late
@@ -96,17 +97,17 @@ class World:
         # all ranks are here, so MPI's own collectives, which have no deadline, are safe
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
         node_ranks = tuple(mpi.Group.Translate_ranks(node_comm.group, range(node_comm.size), comm.group))
-        path = new_file(len(node_ranks)) if node_ranks[0] == comm.rank else ""
-        texts = control.exchange("the nodes", json.dumps([node_ranks[0], path]).encode())
-        leaders = [json.loads(text)[0] for text in texts]
-        order = sorted(set(leaders))
-        nodes = tuple(order.index(leader) for leader in leaders)
+        descriptor, views = share_file(
+            board_bytes(len(node_ranks)),
+            comm.rank,
+            node_ranks[0],
+            lambda view: [json.loads(text) for text in control.exchange("the board", json.dumps(view).encode())],
+        )
+        order = sorted({leader for leader, _ in views})
+        nodes = tuple(order.index(leader) for leader, _ in views)
         node = nodes[comm.rank]
-        shared_path = json.loads(texts[node_ranks[0]])[1]
-        board = Board(shared_path, rank=comm.rank, node_ranks=node_ranks, node=node, num_nodes=len(order))
-        control.exchange("the board", b"")
-        if path:
-            os.unlink(path)
+        board = Board(descriptor, rank=comm.rank, node_ranks=node_ranks, node=node, num_nodes=len(order))
+        if comm.rank == node_ranks[0]:
             launcher.unlink_shared_memory()
         of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
@@ -371,17 +372,13 @@ class World:
 
 
 def _load_mpi() -> Any:
-    network.choose_for_mpi(os.environ)
     try:
+        network.choose_for_mpi(os.environ)
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
+    except (UserError, ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
         if not launcher.reports(os.environ, on_node=True):
             raise SystemExit(0) from None
-        reason = str(error).split("\n")[0]
-        raise UserError(
-            f"no MPI library can be loaded on {socket.gethostname()} ({reason}): `pip install mpi4py mpich` in this "
-            "environment, or load the site's MPI module"
-        ) from None
+        raise error if isinstance(error, UserError) else launcher.without_library(error) from None
     return MPI
 
 
