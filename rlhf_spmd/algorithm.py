@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,8 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
-from rlhf_spmd.user_module import described, load_module, modules_in
+from rlhf_spmd.runtime.guard.user_code import pass_on_interrupt
+from rlhf_spmd.user_module import calling, described, load_module, modules_in
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
@@ -87,7 +89,8 @@ class Algorithm:
         """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
 
         def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
-            self.module.workflow(options=options, model=model, compute=compute, **data)
+            with self.calling("workflow", self.module.workflow):
+                self.module.workflow(options=options, model=model, compute=compute, **data)
 
         try:
             shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
@@ -95,7 +98,8 @@ class Algorithm:
             shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
             return trace(on_symbols, self.roles, shapes, replay=replay)
         except UserError as error:
-            raise UserError(f"algorithm {self.name}: {error}") from error
+            who = f"algorithm {self.name}: "
+            raise UserError(who + str(error).removeprefix(who)) from error
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
@@ -118,14 +122,18 @@ class Algorithm:
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
         """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
-        return self.module.refused(options, can_end=can_end) if hasattr(self.module, "refused") else ""
+        if not hasattr(self.module, "refused"):
+            return ""
+        with self.calling("refused", self.module.refused):
+            return self.module.refused(options, can_end=can_end)
 
     def problem(self, options: page.Options, **run: int) -> str:
         """What the page says against its options in a run of these sizes; empty if nothing. run: options of the run by
         name, of which the page asks for those that matter."""
         if not hasattr(self.module, "problem"):
             return ""
-        return self.module.problem(**bound(self.module.problem, {"options": options} | run))
+        with self.calling("problem", self.module.problem):
+            return self.module.problem(**bound(self.module.problem, {"options": options} | run))
 
     def companion(self, name: str, suffix: str) -> Callable | None:
         """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
@@ -135,6 +143,12 @@ class Algorithm:
             if getattr(module, name, None) is function and callable(found := getattr(module, name + suffix, None)):
                 return found
         return None
+
+    def calling(self, name: str, function: Callable, **more: Any) -> AbstractContextManager:
+        """For a call of a function that the page names; an error in a page of the package is one of the program."""
+        if not self.from_file:
+            return nullcontext()
+        return calling(f"algorithm {self.name}: {name}()", function, "fix the page", **more)
 
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
@@ -157,13 +171,8 @@ class Algorithm:
     def _state_by(self, name: str, *arguments: Any, **named: Any) -> Any:
         """The state that a function of the page makes. Raises UserError if a user's function fails."""
         function = getattr(self.module, name)
-        try:
+        with self.calling(name, function):
             made = function(*arguments, **named)
-        except (Exception, SystemExit) as error:
-            if not self.from_file:
-                raise
-            text = described(error, function)
-            raise UserError(f"algorithm {self.name}: {name}() raised {text}; fix the page") from error
         if not isinstance(made, self.module.State):
             raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
         return made
@@ -181,7 +190,8 @@ class Algorithm:
             raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
         try:
             again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             text = described(error, self.module.read_state)
             raise UserError(
                 f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "

@@ -94,7 +94,12 @@ TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
-    "rlhf_spmd.algorithm": ("plan", "algorithms.page", "user_module"),  # it finds the others by name
+    "rlhf_spmd.algorithm": (
+        "plan",
+        "algorithms.page",
+        "runtime.guard.user_code",
+        "user_module",
+    ),  # it finds the others by name
     "rlhf_spmd.algorithms": PAGES,
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),
@@ -147,7 +152,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.strategies": ("plan",),
     "rlhf_spmd.strategy": ("plan", "config", "strategies", "user_module", "option_suggestions"),
     "rlhf_spmd.files": (),
-    "rlhf_spmd.user_module": ("files", "option_suggestions"),
+    "rlhf_spmd.user_module": ("files", "option_suggestions", "runtime.guard.user_code"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),

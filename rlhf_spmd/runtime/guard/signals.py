@@ -6,10 +6,12 @@ ranks and exits with their status. Until the first iteration SIGTERM ends a proc
 save, and waiting for a peer that died at start-up would hang.
 """
 
-from signal import SIGTERM, SIGUSR1, Signals, signal
+from signal import SIGINT, SIGTERM, SIGUSR1, Signals, default_int_handler, getsignal, signal
 
 TERMINATED_STATUS = 128 + SIGTERM  # the status that a shell shows for a program ended by SIGTERM
 CHECKPOINT, END = SIGUSR1, SIGTERM
+# whose handlers the program depends on; SIGCHLD and SIGPIPE: on those that Python starts with
+USED = tuple(Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CHLD", "PIPE"))
 
 
 class Asked:
@@ -27,3 +29,23 @@ class Asked:
         names = sorted(self._seen)
         self._seen.difference_update(names)
         return names
+
+
+_interrupts: list[int] = []  # SIGINTs that this process has received
+
+
+def remember_interrupts() -> None:
+    """From now on `interrupted` tells whether a SIGINT arrived; call it in the main thread. SIGINT still raises
+    KeyboardInterrupt, unless this process was started to ignore it."""
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, _interrupt)
+
+
+def _interrupt(number, frame) -> None:
+    _interrupts.append(number)
+    default_int_handler(number, frame)
+
+
+def interrupted() -> bool:
+    """Whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
+    return bool(_interrupts) or getsignal(SIGINT) is default_int_handler
