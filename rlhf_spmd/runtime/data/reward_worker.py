@@ -25,7 +25,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
-from rlhf_spmd.runtime.guard import streams, user_code
+from rlhf_spmd.runtime.guard import signals, streams, user_code
 from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
 
 # What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
@@ -42,7 +42,7 @@ def main() -> None:
     if os.getppid() != rank:  # it ended before that
         os._exit(1)
     for number in LEFT_TO_THE_RANK:
-        signal.signal(number, lambda *_: None)
+        signals.handle(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank

@@ -78,6 +78,11 @@ def _device(torch: ModuleType) -> str:
         return ""
 
 
+def _set_inference(torch: ModuleType, is_on: bool) -> None:
+    modes.append(torch.inference_mode(is_on))
+    modes[-1].__enter__()
+
+
 def _flag(path: str, first: bool) -> Setting:
     """An attribute of a module of torch."""
     module, _, name = path.rpartition(".")
@@ -85,12 +90,13 @@ def _flag(path: str, first: bool) -> Setting:
     return Setting(f"torch.{path}", attrgetter(path), lambda torch, value: setattr(owner(torch), name, value), first)
 
 
+modes: list[Any] = []  # whoever drops such an object leaves its mode
 # Each is written before the next is read, since inference mode sets the mode of gradients, too.
 OF_TORCH = (
     Setting(
         "torch's inference mode",
         lambda torch: torch.is_inference_mode_enabled(),
-        lambda torch, is_on: torch.inference_mode(is_on).__enter__(),
+        _set_inference,
         False,
     ),
     Setting(
@@ -179,17 +185,14 @@ class Children:
         self.pipe: tuple[int, int] | None = None
         self.dead: set[int] = set()
 
-    def begin(self) -> None:
-        """Makes the pipe, once."""
-        if self.pipe is None:
-            with suppress(OSError):
-                self.pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def end(self, who: str) -> None:
-        """Buries those that have come back from a call of `who`."""
-        with suppress(OSError, TypeError):  # none has, or the function has closed the pipe
-            self.dead |= set(map(int, os.read(self.pipe[0], 4096).split()))
-            notes.said.add((who, FORKED))
+    def bury(self) -> None:
+        """Takes notice of those that have come back by now. Makes the pipe, at first."""
+        with suppress(OSError):  # none has, or a function has closed the pipe
+            self.pipe = self.pipe or os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            for line in os.read(self.pipe[0], 2**16).decode().splitlines():
+                child, _, who = line.partition(" ")
+                self.dead.add(int(child))
+                notes.said.add((who, FORKED))
         for child in list(self.dead):
             try:
                 is_over = os.waitpid(child, os.WNOHANG)[0] == child
@@ -198,7 +201,7 @@ class Children:
             if is_over:
                 self.dead.discard(child)
 
-    def leave(self, who: str) -> NoReturn:
+    def leave(self, who: str, descriptors: tuple[streams.Identity, ...]) -> NoReturn:
         """Ends this process, which is such a child. Runs nothing that it inherited: no handlers of exits, no buffers of
         streams."""
         error, status = sys.exception(), 1
@@ -206,9 +209,10 @@ class Children:
             if isinstance(error, SystemExit):  # it meant to end
                 status = error.code if isinstance(error.code, int) else int(error.code is not None)
                 return
+            streams.restored(descriptors)
             if (who, FORKED) not in notes.said:
                 os.write(streams.ERRORS, f"{NOTE}{who} {FORKED}\n".encode(errors="backslashreplace"))
-            os.write(self.pipe[1], f"{os.getpid()} ".encode())
+            os.write(self.pipe[1], f"{os.getpid()} {who}\n".encode())
         finally:
             os._exit(status & 0xFF)
 
@@ -220,7 +224,7 @@ notes, children = Notes(), Children()
 def guarded(who: str) -> Iterator[None]:
     """Runs the block, one call of user code, and changes back what it changed, with a note. who: for the note, e.g.
     `reward function r.py:f`. Raises UserError if something can't be changed back."""
-    children.begin()
+    children.bury()
     process, before = os.getpid(), [setting.read() for setting in OF_PROCESS]
     torch = _torch()
     had_alarm, descriptors = _has_alarm(), streams.kept()
@@ -229,7 +233,7 @@ def guarded(who: str) -> Iterator[None]:
         yield
     finally:
         if os.getpid() != process:
-            children.leave(who)
+            children.leave(who, descriptors)
         changed = [f"descriptor {descriptor}" for descriptor in streams.restored(descriptors)]
         if _has_alarm() and not had_alarm:
             signal.alarm(0)
@@ -237,7 +241,6 @@ def guarded(who: str) -> Iterator[None]:
         lost = _restore(OF_PROCESS, before, changed)
         if (torch := _torch()) is not None:
             lost += _restore(OF_TORCH, of_torch, changed, torch)
-        children.end(who)
         notes.changed(who, changed)
         if lost:
             raise UserError(f"{who} changed {', '.join(lost)}, which can't be changed back: restore it in the function")
