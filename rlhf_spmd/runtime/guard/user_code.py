@@ -189,7 +189,7 @@ class Children:
         """Takes notice of those that have come back by now. Makes the pipe, at first."""
         with suppress(OSError):  # none has, or a function has closed the pipe
             self.pipe = self.pipe or os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            for line in os.read(self.pipe[0], 2**16).decode().splitlines():
+            for line in os.read(self.pipe[0], 2**16).decode().split("\n")[:-1]:
                 child, _, who = line.partition(" ")
                 self.dead.add(int(child))
                 notes.said.add((who, FORKED))
