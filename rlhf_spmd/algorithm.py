@@ -17,7 +17,6 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
-from rlhf_spmd.runtime.guard.user_code import pass_on_interrupt
 from rlhf_spmd.user_module import calling, described, load_module, modules_in
 
 # modules in which a call's function is looked up after the page
@@ -36,6 +35,7 @@ NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
 OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
+WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)  # of read_state()
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 
@@ -98,8 +98,7 @@ class Algorithm:
             shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
             return trace(on_symbols, self.roles, shapes, replay=replay)
         except UserError as error:
-            who = f"algorithm {self.name}: "
-            raise UserError(who + str(error).removeprefix(who)) from error
+            raise UserError(f"algorithm {self.name}: " + str(error).removeprefix(f"algorithm {self.name}: ")) from error
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
@@ -157,8 +156,11 @@ class Algorithm:
         return self._state_by("initial_state", options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
-        """The state of a checkpoint. Raises whatever the page raises for wrong values."""
-        return self.module.read_state(values) if self.has_state else None
+        """The state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything else."""
+        if not self.has_state:
+            return None
+        with self.calling("read_state", self.module.read_state, lets=WRONG_VALUES):
+            return self.module.read_state(values)
 
     def after_iteration(
         self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
@@ -190,8 +192,9 @@ class Algorithm:
             raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
         try:
             again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
-        except BaseException as error:
-            pass_on_interrupt(error)
+        except UserError:
+            raise
+        except Exception as error:
             text = described(error, self.module.read_state)
             raise UserError(
                 f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "

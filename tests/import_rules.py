@@ -94,12 +94,7 @@ TENSOR_MATH = tuple(f"algorithms.{name}" for name in ("controllers", *MATH))
 OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd": (),
     "rlhf_spmd.__main__": ANYTHING,  # but late, see LAZY
-    "rlhf_spmd.algorithm": (
-        "plan",
-        "algorithms.page",
-        "runtime.guard.user_code",
-        "user_module",
-    ),  # it finds the others by name
+    "rlhf_spmd.algorithm": ("plan", "algorithms.page", "user_module"),  # it finds the others by name
     "rlhf_spmd.algorithms": PAGES,
     "rlhf_spmd.algorithms.page": (),
     "rlhf_spmd.algorithms.controllers": (),

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+from rlhf_spmd.algorithm import load_algorithm
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import bind
@@ -233,3 +235,18 @@ def test_of_the_ranks_of_a_node_one_says_it():
     assert [board.first_to_say(text) for text in ("a", "b") for board in boards] == [True, False] * 2
     assert [board.claim() for board in boards] == [True, False], "the claim is another byte"
     assert Board(None, rank=0, node_ranks=(0,), node=0, num_nodes=1).first_to_say("a")
+
+
+def test_a_page_may_change_things_and_raise_anything_too(tmp_path, said):
+    """In the two functions that no table of test_page_mistakes.py has."""
+    path = tmp_path / "mine.py"
+    source = (Path(__file__).parents[1] / "toy_pages" / "group.py").read_text(encoding="utf-8")
+    added = (
+        "\nimport os\ndef problem(options):\n    os.chdir('/')\n    return ''\ndef refused(options, can_end): 1 / 0\n"
+    )
+    path.write_text(source + added, encoding="utf-8")
+    page, before = load_algorithm(str(path)), os.getcwd()
+    assert page.problem(page.options()) == "" and os.getcwd() == before
+    assert said == ["algorithm mine: problem() changed the working folder: changed back"]
+    with pytest.raises(UserError, match=r"algorithm mine: refused\(\) raised ZeroDivisionError: .*mine.py, line"):
+        page.refused(page.options(), can_end=True)

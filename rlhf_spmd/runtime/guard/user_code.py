@@ -36,11 +36,11 @@ class Setting:
     first: Any = NOT_KNOWN
 
 
-def _folder() -> str | None:
+def _folder() -> str | object:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it was deleted
-        return None
+    except OSError:  # it was deleted
+        return NOT_KNOWN
 
 
 def _umask() -> int:
@@ -62,7 +62,7 @@ def _has_alarm() -> bool:
 
 
 OF_PROCESS = (
-    Setting("the working folder", _folder, lambda folder: os.chdir(folder or ".")),
+    Setting("the working folder", _folder, os.chdir),
     Setting("sys.stdout", lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
     Setting("sys.stderr", lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
     Setting("the umask", _umask, os.umask),
