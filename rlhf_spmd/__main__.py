@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     arguments: by default those of this process, whose standard streams are then prepared, too.
     """
-    from rlhf_spmd.runtime.guard import launcher, streams
+    from rlhf_spmd.runtime.guard import launcher, signals, streams
 
     is_process = arguments is None
     if is_process:
@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     on_ranks = (verb in ON_RANKS or measures) and not {"-h", "--help"} & set(arguments)
     if is_process:
         launcher.forget_leftovers(os.environ)
+        signals.remember_interrupts()
         streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
     return _on_ranks(arguments) if on_ranks else _alone(arguments)
 
@@ -306,7 +307,7 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
-    from rlhf_spmd.runtime.guard import streams
+    from rlhf_spmd.runtime.guard import streams, user_code
     from rlhf_spmd.runtime.guard.supervise import supervised
     from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder
 
@@ -323,6 +324,7 @@ def _on_ranks(arguments: list[str]) -> int:
     except UserError as error:
         streams.say(f"rlhf_spmd: error: {error}")
         return USER_STATUS
+    user_code.notes.say_if(world.board.first_to_say)
     try:
         with world.together("reading the command line"):
             check_folder()

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from rlhf_spmd.algorithms import page
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.plan.runtime_words import ENDED, ENTROPY, LOGPROBS, MASK, MOST_LIKELY, PROMPTS, READOUTS, SUMS, Shape
 from rlhf_spmd.plan.workflow import Call, Role, Workflow, trace
-from rlhf_spmd.user_module import described, load_module, modules_in
+from rlhf_spmd.user_module import calling, described, load_module, modules_in
 
 # modules in which a call's function is looked up after the page
 FUNCTIONS = ("advantages", "group_advantages", "losses", "surrogates", "likelihood", "preferences")
@@ -34,6 +35,7 @@ NEEDED = ("TITLE", "Options", "ROLES", "DATA", "METRICS", "workflow")
 STATEFUL = ("State", "initial_state", "read_state", "after_iteration")
 OF_WORKFLOW = ("options", "model", "compute")  # and the keys of DATA: what workflow() is called with, by name
 OF_ITERATION = ("state", "options", "means", "weights", "num_sequences")  # the same of after_iteration()
+WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)  # of read_state()
 SHAPE_LETTERS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 
@@ -87,7 +89,8 @@ class Algorithm:
         """The graph of one iteration; replay: sampling is restricted (top-k, ...). Raises UserError."""
 
         def on_symbols(model: Callable, compute: Callable, **data: Any) -> None:
-            self.module.workflow(options=options, model=model, compute=compute, **data)
+            with self.calling("workflow", self.module.workflow):
+                self.module.workflow(options=options, model=model, compute=compute, **data)
 
         try:
             shapes: dict[str, Shape] = {key: "prompt" if key == PROMPTS else "response" for key in self.data}
@@ -95,7 +98,7 @@ class Algorithm:
             shapes |= {self.assistant_tokens: "token"} if self.assistant_tokens else {}
             return trace(on_symbols, self.roles, shapes, replay=replay)
         except UserError as error:
-            raise UserError(f"algorithm {self.name}: {error}") from error
+            raise UserError(f"algorithm {self.name}: " + str(error).removeprefix(f"algorithm {self.name}: ")) from error
         except Exception as error:
             raise UserError(f"algorithm {self.name}: workflow() raised {type(error).__name__}: {error}") from error
 
@@ -118,14 +121,18 @@ class Algorithm:
 
     def refused(self, options: page.Options, *, can_end: bool) -> str:
         """Why the page refuses a model whose responses cannot end before max_new_tokens; empty if it does not."""
-        return self.module.refused(options, can_end=can_end) if hasattr(self.module, "refused") else ""
+        if not hasattr(self.module, "refused"):
+            return ""
+        with self.calling("refused", self.module.refused):
+            return self.module.refused(options, can_end=can_end)
 
     def problem(self, options: page.Options, **run: int) -> str:
         """What the page says against its options in a run of these sizes; empty if nothing. run: options of the run by
         name, of which the page asks for those that matter."""
         if not hasattr(self.module, "problem"):
             return ""
-        return self.module.problem(**bound(self.module.problem, {"options": options} | run))
+        with self.calling("problem", self.module.problem):
+            return self.module.problem(**bound(self.module.problem, {"options": options} | run))
 
     def companion(self, name: str, suffix: str) -> Callable | None:
         """NAME_sums, NAME_prepare or NAME_finish of the function that a call names; it must be in the same module, so
@@ -136,6 +143,12 @@ class Algorithm:
                 return found
         return None
 
+    def calling(self, name: str, function: Callable, **more: Any) -> AbstractContextManager:
+        """For a call of a function that the page names; an error in a page of the package is one of the program."""
+        if not self.from_file:
+            return nullcontext()
+        return calling(f"algorithm {self.name}: {name}()", function, "fix the page", **more)
+
     # ---- what changes between iterations ----------------------------------------------------------------------------
 
     def initial_state(self, options: page.Options) -> Any:
@@ -143,8 +156,11 @@ class Algorithm:
         return self._state_by("initial_state", options) if self.has_state else None
 
     def read_state(self, values: Mapping[str, Any]) -> Any:
-        """The state of a checkpoint. Raises whatever the page raises for wrong values."""
-        return self.module.read_state(values) if self.has_state else None
+        """The state of a checkpoint. Raises one of WRONG_VALUES, or UserError if the page raises anything else."""
+        if not self.has_state:
+            return None
+        with self.calling("read_state", self.module.read_state, lets=WRONG_VALUES):
+            return self.module.read_state(values)
 
     def after_iteration(
         self, state: Any, options: page.Options, means: Mapping, weights: Mapping, num_sequences: int
@@ -157,13 +173,8 @@ class Algorithm:
     def _state_by(self, name: str, *arguments: Any, **named: Any) -> Any:
         """The state that a function of the page makes. Raises UserError if a user's function fails."""
         function = getattr(self.module, name)
-        try:
+        with self.calling(name, function):
             made = function(*arguments, **named)
-        except (Exception, SystemExit) as error:
-            if not self.from_file:
-                raise
-            text = described(error, function)
-            raise UserError(f"algorithm {self.name}: {name}() raised {text}; fix the page") from error
         if not isinstance(made, self.module.State):
             raise UserError(f"algorithm {self.name}: {name}() returned a {type(made).__name__}; return a State")
         return made
@@ -181,7 +192,9 @@ class Algorithm:
             raise UserError(f"{who} {fix} ({error}); give it these parameters") from None
         try:
             again = self.read_state(json.loads(json.dumps(dataclasses.asdict(state))))
-        except (Exception, SystemExit) as error:
+        except UserError:
+            raise
+        except Exception as error:
             text = described(error, self.module.read_state)
             raise UserError(
                 f"{who} the state cannot be kept in a checkpoint, as JSON: {text}; State is a dataclass of numbers and "

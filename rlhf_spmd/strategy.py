@@ -14,7 +14,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
-from rlhf_spmd.user_module import load_module, modules_in
+from rlhf_spmd.user_module import calling, load_module, modules_in
 
 GIVEN = ("workload", "cluster")  # what place() is called with besides its options, by name
 
@@ -41,15 +41,16 @@ class Strategy:
 
     def placement(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Placement:
         """place() with typed options. A UserError names this strategy."""
+        who = f"strategy {self.name}: "
         try:
-            placement = self.place(workload=workload, cluster=cluster, **self.typed(options))
+            typed = self.typed(options)
+            with calling(f"{who}place()", self.place, "fix the file"):
+                placement = self.place(workload=workload, cluster=cluster, **typed)
         except UserError as error:
-            raise UserError(f"strategy {self.name}: {error}") from error
-        except (Exception, SystemExit) as error:
-            raise UserError(f"strategy {self.name}: place() raised {type(error).__name__}: {error}") from error
+            raise UserError(who + str(error).removeprefix(who)) from error
         if not isinstance(placement, Placement) or not isinstance(placement.layouts, Mapping):
             text = f"place() returned {placement!r:.160}, not a Placement; use Placement.by_model(workload, actor=...)"
-            raise UserError(f"strategy {self.name}: {text}")
+            raise UserError(who + text)
         return placement
 
     def compile(self, workload: Workload, cluster: Cluster, options: Mapping[str, Any]) -> Program:

@@ -11,7 +11,8 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from types import ModuleType
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import why_no_file
 from rlhf_spmd.option_suggestions import did_you_mean
+from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 
 COOKIE = re.compile(r"^([ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # PEP 263
 PACKAGE = str(Path(__file__).parent)  # its own lines say nothing about an error in a user's code
@@ -35,7 +37,8 @@ def import_file(path: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
+        with guarded(f"importing {path}"):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -59,7 +62,8 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
         try:
             source_of(path)  # as the run folder keeps it
             module = import_file(path, f"_{kind}_{path.stem}")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {error}") from error
     elif name in known:
         module = importlib.import_module(f"{package}.{name}")
@@ -75,6 +79,20 @@ def source_of(path: Path) -> str:
     lines = importlib.util.decode_source(path.read_bytes()).split("\n")
     found = (COOKIE.sub(r"\1utf-8", line) if number < 2 else line for number, line in enumerate(lines))
     return "\n".join(found)
+
+
+@contextmanager
+def calling(who: str, function: Callable, fix: str, *, lets: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Runs the block, one call of a user's function, guarded. Whatever it raises becomes a UserError that names the
+    function and the line, but for UserErrors and those of `lets`, and the user's wish to end the program."""
+    try:
+        with guarded(who):
+            yield
+    except (UserError, *lets):
+        raise
+    except BaseException as error:
+        pass_on_interrupt(error)
+        raise UserError(f"{who} raised {described(error, function)}; {fix}") from error
 
 
 def described(error: BaseException, function: Callable | None) -> str:

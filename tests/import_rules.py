@@ -147,7 +147,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "rlhf_spmd.strategies": ("plan",),
     "rlhf_spmd.strategy": ("plan", "config", "strategies", "user_module", "option_suggestions"),
     "rlhf_spmd.files": (),
-    "rlhf_spmd.user_module": ("files", "option_suggestions"),
+    "rlhf_spmd.user_module": ("files", "option_suggestions", "runtime.guard.user_code"),
     "rlhf_spmd.verbs": ANYTHING,
     **rooms("rlhf_spmd.plan", PLAN),
     **rooms("rlhf_spmd.runtime", RUNTIME),

@@ -54,6 +54,21 @@ def exits(prompts, responses):
         os._exit(3)
     return [1.0] * len(responses)
 
+def interrupts(prompts, responses):
+    if "bb" in responses:
+        raise KeyboardInterrupt
+    return [1.0] * len(responses)
+
+def closes_all(prompts, responses):
+    if "bb" in responses:
+        os.closerange(3, 1000)
+    return [1.0] * len(responses)
+
+def changes(prompts, responses):
+    os.chdir("/")
+    os.fork()
+    return [float(len(response)) for response in responses]
+
 def raises(prompts, responses):
     return [1.0 / (len(response) - 2) for response in responses]
 
@@ -126,6 +141,17 @@ def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     assert pool.score(Scored([], [])) == ([([], {})] * 3, set())
 
 
+def test_what_a_function_changes_is_said_by_the_rank(file, workers, capfd):
+    pool = workers("changes", num=2)
+    for _ in range(2):
+        assert pool.score(ROWS)[0] == [([1.0, 2.0, 1.0, 0.0, 2.0], {})]
+    pool.close()
+    text = capfd.readouterr().err
+    who = f"rlhf_spmd: note: reward function {file}:changes "
+    assert text.count(who + "changed the working folder: changed back\n") == 1
+    assert 1 <= text.count(who + "came back in a child of os.fork") <= 2 * 2, "a worker may be at its next row by then"
+
+
 def test_a_response_that_takes_too_long(file, workers):
     """It alone has no score; its worker, and what that started, are gone; the other rows do not wait for it."""
     pool = workers("sleeps", timeout_s=TIMEOUT_S)
@@ -150,6 +176,8 @@ def is_alive(process: int) -> bool:
     [
         ("crashes", r"r.py:crashes: its worker process was ended by SIGSEGV on response 1 'bb' \(prompt 'q'\): the f"),
         ("exits", r"r.py:exits: its worker process exited with status 3 on response 1 'bb' \(prompt 'q'\): the func"),
+        ("interrupts", r"r.py:interrupts raised KeyboardInterrupt .* on response 1 'bb' \(prompt 'q'\): fix the func"),
+        ("closes_all", r"r.py:closes_all: its worker process exited with status 1 on response 1 'bb' \(prompt 'q'"),
         # either of two rows, which two workers have at once
         ("raises", r"r.py:raises raised ZeroDivisionError: .*1.0 / \(len.* on response [14] .*: fix the"),
     ],

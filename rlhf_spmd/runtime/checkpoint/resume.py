@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd import config as configs
-from rlhf_spmd.algorithm import load_algorithm
+from rlhf_spmd.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_file
@@ -173,7 +173,7 @@ def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
         config.algorithm.read_state(state)
         support = values.get("support")  # earlier versions had none
         return {"state": state, **about, "support": None if support is None else int(support)}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except WRONG_VALUES as error:
         name = checkpoint.folder / STATE
         raise unusable(checkpoint.folder, f"{name} can't be read ({type(error).__name__}: {error})") from None
 

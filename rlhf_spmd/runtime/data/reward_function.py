@@ -25,7 +25,8 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import is_file, why_no_file
 from rlhf_spmd.model.config import naming
 from rlhf_spmd.option_suggestions import did_you_mean
-from rlhf_spmd.runtime.data.reward_styles import Bound, Scored, bind
+from rlhf_spmd.runtime.data.reward_styles import Bound, Result, Scored, bind
+from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 from rlhf_spmd.user_module import described, import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
@@ -70,17 +71,22 @@ class RewardFunction:
         if not len(rows):
             return [], {}  # a rank without data does not call the user's code
         try:
-            result = self.bound.call(rows)
+            result = self._call(rows)
         except UserError as error:  # it already states the fix, e.g. a package to install
             text = str(error)
             named = f"reward function {self.name} {text.removeprefix('it ')}"
             raise UserError(named if text.startswith("it ") else text) from error
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            pass_on_interrupt(error)
             raise UserError(self._raised(error, rows)) from error
         scores = self._as_list(result.scores, len(rows))
         found = [self._as_float(rows.first + index, score, rows.prompts[index]) for index, score in enumerate(scores)]
         logs = {f"{self.label}_{name}": self._logged(values, rows) for name, values in result.logs.items()}
         return found, {name: values for name, values in logs.items() if any(one is not None for one in values)}
+
+    def _call(self, rows: Scored) -> Result:
+        with guarded(f"reward function {self.name}"):
+            return self.bound.call(rows)
 
     def _logged(self, values: Sequence[object], rows: Scored) -> list[float | None]:
         """Numbers for the log; None for texts and whatever else is no finite number."""
@@ -139,8 +145,9 @@ class RewardFunction:
         deadline = time.perf_counter() + SEARCH_S
         for index in range(len(rows)):
             try:
-                self.bound.call(rows.one(index))
-            except (Exception, SystemExit) as again:
+                self._call(rows.one(index))
+            except BaseException as again:
+                pass_on_interrupt(again)
                 if type(again) is type(error):
                     return index
             if time.perf_counter() > deadline:
@@ -192,9 +199,11 @@ def source_file(spec: str) -> Path | None:
         return Path(target) if is_file(target) else None
     _extend_import_path(Path.cwd())
     try:
-        module = importlib.util.find_spec(target)
-    except (Exception, SystemExit):  # the module's package does not load: reported by the ranks that score
-        return None
+        with guarded(f"importing {target}"):
+            module = importlib.util.find_spec(target)
+    except BaseException as error:
+        pass_on_interrupt(error)
+        return None  # the module's package does not load: reported by the ranks that score
     return Path(module.origin) if module is not None and module.origin and Path(module.origin).is_file() else None
 
 
@@ -229,7 +238,8 @@ def _load_file(path: Path) -> ModuleType:
     _extend_import_path(path.parent)
     try:
         return import_file(path, f"_rlhf_spmd_reward_{path.stem}")  # the prefix cannot hide an installed module
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        pass_on_interrupt(error)
         raise UserError(_import_message(str(path), error)) from error
 
 
@@ -238,8 +248,10 @@ def _load_module(name: str) -> ModuleType:
         raise UserError(f"{name!r} is not the name of a module, nor a file ending in .py")
     _extend_import_path(Path.cwd())
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+        with guarded(f"importing {name}"):
+            return importlib.import_module(name)
+    except BaseException as error:
+        pass_on_interrupt(error)
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise UserError(

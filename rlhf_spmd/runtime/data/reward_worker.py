@@ -5,7 +5,8 @@ It reads lines of JSON from a socket and answers each with one:
     {"functions": [...], "columns": [...]}    names of functions, to be loaded          {"ready": [note, ...]}
     {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
 
-An error in the user's code is answered with {"error": message}. The functions run in the main thread, so they may use
+An error in the user's code is answered with {"error": message}. Each answer also has "notes": what the functions
+changed in the worker. The functions run in the main thread, so they may use
 SIGALRM. The process ends with its rank: by PR_SET_PDEATHSIG, and when the socket closes.
 
 Cost: the start of Python and the import of the user's file. Command: reward_workers.py starts it.
@@ -24,7 +25,7 @@ from typing import Any
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_function
 from rlhf_spmd.runtime.data.reward_styles import Scored
-from rlhf_spmd.runtime.guard import streams
+from rlhf_spmd.runtime.guard import signals, streams, user_code
 from rlhf_spmd.runtime.guard.supervise import ASKED_BY, PR_SET_PDEATHSIG
 
 # What launchers and terminals send to every process of a job. The rank decides what happens then, and it may still
@@ -41,22 +42,27 @@ def main() -> None:
     if os.getppid() != rank:  # it ended before that
         os._exit(1)
     for number in LEFT_TO_THE_RANK:
-        signal.signal(number, lambda *_: None)
+        signals.handle(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_THE_RANK)
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")  # functions may print what the locale lacks, as in the rank
+    told: list[str] = []  # about the functions, for the rank
+    user_code.notes.tell = told.append
     with socket.socket(fileno=descriptor) as connection:
         functions: list[RewardFunction] = []
         for line in _lines(connection):
             try:
-                answer = _answer(json.loads(line), functions)
+                answer = _answer(json.loads(line), functions) | {"notes": told.copy()}
             except UserError as error:
-                answer = {"error": str(error)}
+                answer = {"error": str(error), "notes": told.copy()}
+            told.clear()
             streams.flush()  # what the function printed, before the rank goes on
             try:
                 connection.sendall(json.dumps(answer).encode() + b"\n")
             except (BrokenPipeError, ConnectionResetError):  # the rank has ended
                 return
+            except OSError:  # a function has closed the connection, so closing it would fail, too
+                os._exit(1)
 
 
 def _lines(connection: socket.socket) -> Iterator[str]:

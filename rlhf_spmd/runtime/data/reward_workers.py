@@ -28,6 +28,7 @@ from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.data.reward_function import shortened
 from rlhf_spmd.runtime.data.reward_styles import Scored
 from rlhf_spmd.runtime.data.reward_worker import LEFT_TO_THE_RANK
+from rlhf_spmd.runtime.guard import user_code
 from rlhf_spmd.runtime.guard.launcher import without_launcher
 from rlhf_spmd.runtime.guard.supervise import process_fields
 
@@ -198,6 +199,8 @@ class RewardWorkers:
             self.beat()
 
     def _take(self, worker: Worker, answer: Mapping[str, Any], now: Round | None) -> None:
+        for text in answer["notes"]:
+            user_code.notes.heard(text)
         if "error" in answer:
             raise UserError(answer["error"])
         if "ready" in answer:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rlhf_spmd.algorithm import Algorithm, bound
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.user_module import described
 
 # Names in the log that the runtime itself gives (metrics.py).
 OWN_NAMES = re.compile(
@@ -26,16 +25,8 @@ def called(algorithm: Algorithm, name: str, function: Callable, available: Mappi
     """What a function returns for the available values. Raises UserError naming the line if a user's function fails;
     an error in a page of the package is an error of the program."""
     arguments = bound(function, available)
-    try:
+    with algorithm.calling(name, function, lets=(torch.OutOfMemoryError,)):
         return function(**arguments)
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as error:
-        if not algorithm.from_file:
-            raise
-        raise UserError(
-            f"algorithm {algorithm.name}: {name}() raised {described(error, function)}; fix the page"
-        ) from error
 
 
 def results_of(

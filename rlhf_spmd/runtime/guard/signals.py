@@ -6,10 +6,54 @@ ranks and exits with their status. Until the first iteration SIGTERM ends a proc
 save, and waiting for a peer that died at start-up would hang.
 """
 
-from signal import SIGTERM, SIGUSR1, Signals, signal
+import os
+from collections.abc import Callable
+from signal import (
+    SIG_BLOCK,
+    SIG_DFL,
+    SIG_SETMASK,
+    SIGINT,
+    SIGTERM,
+    SIGUSR1,
+    Signals,
+    default_int_handler,
+    getsignal,
+    pthread_sigmask,
+    signal,
+)
+from types import FrameType
 
 TERMINATED_STATUS = 128 + SIGTERM  # the status that a shell shows for a program ended by SIGTERM
 CHECKPOINT, END = SIGUSR1, SIGTERM
+# whose handlers the program depends on; SIGCHLD and SIGPIPE: on those that Python starts with
+USED = tuple(Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CHLD", "PIPE"))
+
+_handled: set[Signals] = set()
+_mask: set[Signals] = set()
+
+
+def handle(number: Signals, handler: Callable[[int, FrameType | None], object]) -> None:
+    """Sets the handler of a signal for this process alone: what it forks is ended by the signal, as a pool of
+    multiprocessing must be."""
+    if not _handled:
+        os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+    _handled.add(number)
+    signal(number, handler)
+
+
+def _before_fork() -> None:
+    global _mask  # of this thread; a signal in between must find the child's own handler
+    _mask = pthread_sigmask(SIG_BLOCK, _handled)
+
+
+def _in_parent() -> None:
+    pthread_sigmask(SIG_SETMASK, _mask)
+
+
+def _in_child() -> None:
+    for number in _handled:
+        signal(number, SIG_DFL)
+    pthread_sigmask(SIG_SETMASK, _mask)
 
 
 class Asked:
@@ -20,10 +64,30 @@ class Asked:
 
     def listen(self, number: Signals) -> None:
         """From now on this signal is only recorded; call it in the main thread."""
-        signal(number, lambda number, frame: self._seen.add(Signals(number).name))
+        handle(number, lambda number, frame: self._seen.add(Signals(number).name))
 
     def take(self) -> list[str]:
         """The names of the signals received since the last call."""
         names = sorted(self._seen)
         self._seen.difference_update(names)
         return names
+
+
+_interrupts: list[int] = []  # SIGINTs that this process has received
+
+
+def remember_interrupts() -> None:
+    """From now on `interrupted` tells whether a SIGINT arrived; call it in the main thread. SIGINT still raises
+    KeyboardInterrupt, unless this process was started to ignore it."""
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, _interrupt)
+
+
+def _interrupt(number, frame) -> None:
+    _interrupts.append(number)
+    default_int_handler(number, frame)
+
+
+def interrupted() -> bool:
+    """Whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
+    return bool(_interrupts) or getsignal(SIGINT) is default_int_handler

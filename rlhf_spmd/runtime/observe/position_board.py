@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ TURN_S = 2.0  # the first rank ends the job in less
 
 
 def board_bytes(num_ranks: int) -> int:
-    """The size of the board of a node: the first slot holds the claim."""
+    """The size of the board of a node: the first slot holds the claim and what was said."""
     return SLOT_BYTES * (num_ranks + 1)
 
 
@@ -119,6 +120,20 @@ class Board:
         if place is None:
             time.sleep(TURN_S * self.turn)
         return place in (None, 1)
+
+    def first_to_say(self, text: str) -> bool:
+        """Whether no rank of this node has said this text. Behind the claim, the first slot has its hashes."""
+        said, number = memoryview(self.memory)[:SLOT_BYTES].cast("I"), zlib.crc32(text.encode(errors="replace")) or 1
+        if self.shared:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+        try:
+            known = said[1:].tolist()
+            if number not in known and 0 in known:
+                said[1 + known.index(0)] = number
+            return number not in known
+        finally:
+            if self.shared:
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def _slot(self, rank: int) -> bytes:
         start = SLOT_BYTES * self.slots[rank]

@@ -56,7 +56,8 @@ class OutputFile(AbstractContextManager):
     error."""
 
     def __init__(self, path: Path):
-        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.path = path.absolute()  # a function of best_of may change the working folder
+        self.part = self.path.with_name(path.name + ".part")
         self._begun = False
 
     @staticmethod

@@ -101,7 +101,7 @@ class Console:
 
     def closing(self, result: Result, folder: RunFolder, next_commands: Mapping[str, str] | None = None) -> None:
         """Prints the result, paths of files, next commands (by their purpose) and, last, the result as JSON."""
-        path = folder.path
+        path = folder.shown
         facts: dict[str, object] = {}
         for name, (first, last) in result.headlines.items():
             form, unit = self.metrics[name].form, self.metrics[name].headline
@@ -122,7 +122,7 @@ class Console:
             facts["samples"] = path / "samples.txt"
         commands = {"watch the curves": shlex.join(["tensorboard", "--logdir", str(path)])} | dict(next_commands or {})
         for role in result.saved:
-            facts[f"trained {role}"] = f"{folder.path / role} (a Hugging Face folder)"
+            facts[f"trained {role}"] = f"{path / role} (a Hugging Face folder)"
         ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
         iterations = "1 iteration" if result.iterations == 1 else f"{result.iterations} iterations"
         self._print(self._style(f"\nDone: {iterations} of {result.strategy} on {ranks}", BOLD))

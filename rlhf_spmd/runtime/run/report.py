@@ -120,7 +120,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),
         "iteration": _iteration(job),
         **({"streaming": vain} if (vain := "; ".join(vain_streaming(job.program))) else {}),
-        "run folder": str(folder.path),
+        "run folder": str(folder.shown),
     }
 
 
@@ -267,11 +267,11 @@ def next_commands(command: Command | None, ranks: int, folder: RunFolder, config
         twice = (
             f"data.epochs={2 * config.data.epochs:g}" if config.data.epochs else f"iterations={2 * config.iterations}"
         )
-        go_on["train on"] = f"{resume_command(folder.path, ranks)} {twice}"
+        go_on["train on"] = f"{resume_command(folder.shown, ranks)} {twice}"
     if command is None:
         return go_on
     if command.strategy == "auto":  # the planned strategy can be checked and run again
-        command = replace(command, strategy=str(folder.path / "strategy.py"))
+        command = replace(command, strategy=str(folder.shown / "strategy.py"))
     check = ["check", command.strategy, "--layout", f"1x{ranks}", *command.model, *command.overrides]
     others = [word for word in command.overrides if not word.startswith(("iterations=", "data.epochs="))]
     train = ["train", "--strategy", command.strategy, *command.model, *others, "iterations=3"]
@@ -359,7 +359,7 @@ def result(
         forecast_s=compared.whole.forecast_s if compared else math.nan,
         scaled_by=compared.scaled_by if compared else math.nan,
         wall_s=wall_s,
-        run_dir=str(folder.path),
+        run_dir=str(folder.shown),
         reward_timeouts=num_late,
         saved=tuple(role for role in job.program.workload.workflow.trained_models if algorithm.roles[role].saved),
     )

@@ -72,7 +72,8 @@ class RunFolder:
     """Writes a run's files. If `writes` is false (on every rank but 0) all methods do nothing."""
 
     def __init__(self, path: str | Path, *, writes: bool = True) -> None:
-        self.path, self.writes = Path(path), writes
+        # absolute, so that user code may change the working folder; shown: as the user wrote it
+        self.shown, self.path, self.writes = Path(path), Path(path).absolute(), writes
         self.notes: list[str] = []  # files that could not be written and why; the console prints them at the end
         self._metrics: TextIO | None = None
         self._lock: TextIO | None = None
@@ -117,7 +118,7 @@ class RunFolder:
         while not self.path.is_dir():
             if time.monotonic() > end:
                 raise UserError(
-                    f"the run folder {self.path} is not there on {socket.gethostname()}: put it on a disk that all "
+                    f"the run folder {self.shown} is not there on {socket.gethostname()}: put it on a disk that all "
                     "hosts share (--runs FOLDER)"
                 )
             time.sleep(FIND_S / 100)
@@ -132,7 +133,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{self.path} is in use by another run: wait until it ends, or end it") from None
+            raise UserError(f"{self.shown} is in use by another run: wait until it ends, or end it") from None
         except OSError:  # a file system without locks
             pass
 

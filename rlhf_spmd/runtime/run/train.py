@@ -238,7 +238,7 @@ def open_folder(job: Job, origin: Origin) -> RunFolder:
     if not path:
         with world.together("making the run folder"):
             if world.rank == 0:
-                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).path)
+                path = str(RunFolder.create(origin.root, strategy=origin.strategy, name=origin.name).shown)
         path = world.bcast(path, what="the run folder")
     folder = RunFolder(path, writes=world.rank == 0)
     with world.together("opening the run folder"):
@@ -285,7 +285,7 @@ def start_or_resume(
 def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history: Sequence[Mapping]) -> None:
     """Writes the description of the run into its folder, and removes metrics and drafts that a resumed run writes
     again. Collective; raises UserError."""
-    named = origin.strategy if origin.comes_with_package else str(folder.path / "strategy.py")
+    named = origin.strategy if origin.comes_with_package else str(folder.shown / "strategy.py")
     options = resolved(job.config, strategy=named)
     with job.world.together("describing the run"):
         if job.config.wandb and folder.writes:  # first, since it may fail
@@ -319,7 +319,7 @@ def _ended(world: World, saver: Saver, folder: RunFolder, number: int, num_itera
     folder.close()
     if world.rank == 0:
         text = f"rlhf_spmd: ended by SIGTERM after {number} of {num_iterations} iterations; resume with: "
-        streams.say(text + resume_command(folder.path, world.size))
+        streams.say(text + resume_command(folder.shown, world.size))
 
 
 def _write_timeline(
@@ -371,4 +371,4 @@ def save_models(job: Job, folder: RunFolder, parent: str = "") -> None:
                     path.parent.mkdir(DIRECTORY_MODE, exist_ok=True)
                     config, head = job.models.engines[role].model.config, roles[role].head
                     suppressed = job.known.missing(config.vocab_size) if head == "lm" else ()
-                    save_state(state, config, head, path, source=job.config.folder(role), suppressed=suppressed)
+                    save_state(state, config, head, path, source=job.models.folders.get(role), suppressed=suppressed)

@@ -71,6 +71,8 @@ class RankModels:
 
     def __init__(self, program: Program, config: Config, world: World):
         self.program, self.config, self.world = program, config, world
+        # absolute, since user code may change the working folder before a model is written with files of its first one
+        self.folders = {name: Path(path).absolute() for name in config.algorithm.roles if (path := config.folder(name))}
         self.engines: dict[str, TrainEngine] = {}
         self.copies: dict[tuple[str, Shard], Transformer] = {}
         self.sharded: dict[tuple[str, Shard], ShardedCopy] = {}
