@@ -293,7 +293,7 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
     from rlhf_spmd.runtime.guard import streams
-    from rlhf_spmd.runtime.guard.supervise import supervised
+    from rlhf_spmd.runtime.guard.supervise import leave, supervised
     from rlhf_spmd.runtime.guard.surroundings import check_folder
 
     flight = supervised()  # before anything of MPI is loaded
@@ -320,10 +320,10 @@ def _on_ranks(arguments: list[str]) -> int:
             status = (verb.measure if parsed.verb == "plan" else verb.run)(world, parsed)
         world.shutdown()
         streams.flush()
-        world.finalize()
+        world.finalize(status or 0)
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
-    return status or 0
+    leave(status or 0)
 
 
 if __name__ == "__main__":

@@ -121,15 +121,22 @@ def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
     return True
 
 
-def abort(environment: Mapping[str, str], status: int) -> None:
-    """Asks MPICH's mpiexec (PMI 1) to end all ranks with this status, without loading MPI.
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher stands behind this process that may end it: of several processes, or MPICH's of one."""
+    return num_launched(environment) > 1 or _connection(environment) is not None
+
+
+def abort(environment: Mapping[str, str], status: int) -> bool:
+    """Asks MPICH's mpiexec (PMI 1) to end all ranks with this status, without loading MPI -> whether it was asked; it
+    then ends this process within ABORT_S.
 
     Without this request, mpiexec prints a page about a failed process. Other launchers need only the status.
     """
     if (descriptor := _connection(environment)) is not None:
         with suppress(OSError):
             os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
-            time.sleep(ABORT_S)
+            return True
+    return False
 
 
 def _connection(environment: Mapping[str, str]) -> int | None:

@@ -326,8 +326,10 @@ class World:
         except Late as late:
             raise deadline_error(late, self.rank, self.hosts, {}) from None
 
-    def finalize(self) -> None:
-        """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors."""
+    def finalize(self, status: int = 0) -> None:
+        """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors. status: that this process
+        will end with; from now on its supervisor sees to it that it ends."""
+        self.flight.leave(status)
         _load_mpi().Finalize()
 
     # Positions and late ranks
@@ -388,7 +390,7 @@ def _load_mpi() -> Any:
 def _end_job(status: int, flight: Flight) -> NoReturn:
     """Ends all processes of the job with this status; the error has been reported, so MPI's output is discarded."""
     try:
-        flight.leave()
+        flight.leave(status)
         streams.flush()
         time.sleep(FORWARD_S)
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
