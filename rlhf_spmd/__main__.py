@@ -19,6 +19,7 @@ mpirun -n 2 python -m rlhf_spmd profile --out mine.json
 import argparse
 import importlib
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -301,6 +302,9 @@ def _on_ranks(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.guard.signals import CHECKPOINT, Asked
     from rlhf_spmd.runtime.world.world import World
 
+    on_interrupt = signal.getsignal(signal.SIGINT)  # ignored in the background of some shells
+    if on_interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet, and no rank could tell the others
     asked = Asked()
     if arguments[0] == "train":
         asked.listen(CHECKPOINT)  # at once: without a handler the signal ends the process
@@ -309,6 +313,7 @@ def _on_ranks(arguments: list[str]) -> int:
     except UserError as error:
         streams.say(f"rlhf_spmd: error: {error}")
         return USER_STATUS
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
         with world.together("reading the command line"):
             check_folder()

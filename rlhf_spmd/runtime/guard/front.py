@@ -58,13 +58,12 @@ class Reporter:
             pause(launcher.SECOND_REPORT_S)
         return True
 
-    def report(self, text: str, status: int) -> None:
-        """Says why the job ends, and asks the launcher to end it with this status."""
+    def report(self, text: str, status: int) -> bool:
+        """Says why the job ends, and asks the launcher to end it with this status -> whether it will."""
         flight_recorder.keep_message(parse(self.memory).run, text)
         streams.say(f"rlhf_spmd: error: {text}")
         time.sleep(LINGER_S)
-        if launcher.abort(os.environ, status):
-            pause(launcher.ABORT_S)
+        return launcher.abort(os.environ, status)
 
 
 def pause(seconds: float) -> None:
@@ -86,7 +85,7 @@ def place_of(record: Record) -> str:
     if not record.num_begun:
         return "before it had joined the other ranks"
     after = record.where.startswith("after ")  # between two actions
-    return f"{record.where}" if after else f"in {record.where}"
+    return record.where if after else f"in {record.where}"
 
 
 def lost_message(record: Record) -> str:
@@ -121,7 +120,9 @@ class Front:
                 descendants.end_all()
                 status = 128 - status
                 if self.reporter.may_report():
-                    self.reporter.report(lost_message(parse(self.reporter.memory)), status)
+                    message = lost_message(parse(self.reporter.memory))
+                    if self.reporter.report(message, status):
+                        time.sleep(launcher.ABORT_S)
         finally:
             os._exit(status)
 

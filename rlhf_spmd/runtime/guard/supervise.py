@@ -34,6 +34,7 @@ from rlhf_spmd.runtime.guard.front import (
     is_alone,
     lost_message,
     name_of,
+    pause,
     place_of,
 )
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
@@ -174,7 +175,8 @@ class Supervisor:
             descendants.end_all()
             if lost and self.reporter.may_report():
                 text = exit_message(record, most_bytes, by_kernel=by_kernel, shared_memory=self.shared_memory)
-                self.reporter.report(text + self._stack(), status)
+                if self.reporter.report(text + self._stack(), status):
+                    pause(launcher.ABORT_S)
         except Exception:  # whatever it is, the rank has ended
             streams.say(traceback.format_exc())
         finally:

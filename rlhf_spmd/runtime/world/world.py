@@ -233,13 +233,11 @@ class World:
         """Ends the whole job; any number of ranks may call it at any time, even if others are blocked.
 
         One rank reports its error, its position and how to continue. The status is 2 for errors that a user can fix,
-        and 1, with a traceback, for all others.
+        130 for an interrupt (SIGINT), and 1, with a traceback, for all others.
         """
         if isinstance(error, _Leaving):
-            raise error
-        if isinstance(error, KeyboardInterrupt):
-            _end_job(INTERRUPTED_STATUS, self.flight)
-        status = CRASH_STATUS
+            _end_job(error.code, self.flight)
+        status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else CRASH_STATUS
         try:
             if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
                 time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
