@@ -311,7 +311,6 @@ class World:
 
     def shutdown(self) -> None:
         """Ends torch.distributed and the control messages, so that the process can exit normally. Collective."""
-        self.watch.stop()
         self.barrier("the end of the run")
         if self._groups is not None:
             from torch import distributed
@@ -323,6 +322,7 @@ class World:
             self.control.settle()
         except Late as late:
             raise deadline_error(late, self.rank, self.hosts, {}) from None
+        self.watch.stop()
 
     def finalize(self, status: int = 0) -> None:
         """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors. status: that this process
