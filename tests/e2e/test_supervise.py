@@ -101,7 +101,9 @@ def test_nothing_that_a_rank_started_outlives_it(end, tmp_path):
 def test_a_killed_supervisor_is_told_by_what_is_left(victim, tmp_path):
     """The launcher still has another process, so it is not the one that ends the job."""
     script = tmp_path / "rank.py"
-    script.write_text(PROGRAM + "flight.describe(rank=1, size=2, host='a-host')\n" + READY + "time.sleep(60)", "utf-8")
+    script.write_text(
+        PROGRAM + "flight.describe(rank=1, size=2, host='a-host')\n" + READY + "time.sleep(60)", encoding="utf-8"
+    )
     launcher = subprocess.Popen(
         ["bash", "-c", f"sleep 60 & {sys.executable} {script}; echo $?; sleep 2; kill %1"],
         stdout=subprocess.PIPE,
