@@ -47,7 +47,8 @@ def parent_of(process: int) -> int:
 
 
 FAMILY = """
-import subprocess, threading
+import subprocess, tempfile, threading
+from rlhf_spmd.runtime.observe import own_files
 program = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\ntime.sleep(600)"
 restarts = "trap '' TERM HUP INT; while :; do sleep 600 & sleep 600 & wait; done"
 commands = ["sleep", "600"], [sys.executable, "-S", "-c", program], ["sh", "-c", restarts]
@@ -55,6 +56,9 @@ for command in commands:
     subprocess.Popen(command, start_new_session=True)
     subprocess.Popen(command)
 threading.Thread(target=time.sleep, args=(600,)).start()
+file = tempfile.mkstemp(prefix=own_files.PREFIX, dir=own_files.SHARED_MEMORY)[1]
+folder = tempfile.mkdtemp(prefix=own_files.PREFIX)
+print(file, folder, flush=True)
 time.sleep(0.3)
 """
 
@@ -87,12 +91,13 @@ def test_nothing_that_a_rank_started_outlives_it(end, tmp_path):
     process, child = start(
         f"from rlhf_spmd.runtime.guard import supervise\n{FAMILY}\n{body}", MARK=str(tmp_path), **launched
     )
+    files = process.stdout.readline().split()
     if victim:
         assert process.stdout.readline() == "ready\n" and len(marked(str(tmp_path))) >= 10
         os.kill({"rank": child, "supervisor": parent_of(child), "front": process.pid}[victim], signal.SIGKILL)
     process.communicate(timeout=10)
     began = time.monotonic()
-    while marked(str(tmp_path)):
+    while marked(str(tmp_path)) or any(map(os.path.exists, files)):
         assert time.monotonic() - began < 5, marked(str(tmp_path))
         time.sleep(0.02)
 

@@ -39,7 +39,7 @@ from rlhf_spmd.runtime.guard.front import (
 )
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, shared_memory_bytes
-from rlhf_spmd.runtime.observe import flight_recorder
+from rlhf_spmd.runtime.observe import flight_recorder, own_files
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -172,7 +172,7 @@ class Supervisor:
         status = 128 + number if number else status or int(lost)
         try:
             by_kernel = _num_oom_kills() > self.num_oom_kills[0]
-            descendants.end_all()
+            self._clean_up()
             if lost and self.reporter.may_report():
                 text = exit_message(record, most_bytes, by_kernel=by_kernel, shared_memory=self.shared_memory)
                 if self.reporter.report(text + self._stack(), status):
@@ -187,7 +187,7 @@ class Supervisor:
         status = parse(self.memory).status
         try:
             os.kill(self.child, signal.SIGKILL)
-            descendants.end_all()
+            self._clean_up()
             END.pack_into(self.memory, END_AT, time.time(), status, 0)
             self._keep()
             if self.reporter.may_report():
@@ -201,11 +201,16 @@ class Supervisor:
         """The launcher ends the job; or somebody has killed the front alone, and no rank will tell."""
         try:
             self._keep()
-            descendants.end_all()
+            self._clean_up()
             if is_alone(self.front, self.reporter.launcher) and self.reporter.may_report():
                 self.reporter.report(lost_message(parse(self.memory)), LOST_STATUS)
         finally:
             os._exit(LOST_STATUS)
+
+    def _clean_up(self) -> None:
+        """Ends what the rank has started, and removes what it shared outside the run folder."""
+        descendants.end_all()
+        own_files.remove()
 
     def _stack(self) -> str:
         """The Python stack at a fatal signal, from faulthandler."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_spmd.runtime.observe import own_files
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE
 
 SLOT_BYTES = 1024
@@ -32,13 +33,13 @@ def new_file(num_slots: int) -> str:
     """Creates the file that the ranks of a node map, in /dev/shm if it has room, else on a disk; returns its path."""
     size = SLOT_BYTES * (num_slots + 1)  # the first slot holds the claim
     with suppress(OSError):
-        return _reserved("/dev/shm", size)
+        return _reserved(own_files.SHARED_MEMORY, size)
     return _reserved(None, size)
 
 
 def _reserved(folder: str | None, num_bytes: int) -> str:
     """A new file of zeros whose room is reserved: without it, a write to the mapped file would end in SIGBUS."""
-    descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=folder)
+    descriptor, path = tempfile.mkstemp(prefix=own_files.PREFIX, dir=folder)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError:
