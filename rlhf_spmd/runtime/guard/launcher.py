@@ -161,13 +161,14 @@ def forget_leftovers(environment: MutableMapping[str, str]) -> None:
         del environment[name]
 
 
-def unlink_shared_memory() -> None:
-    """Unlinks the shared-memory file of MPICH's ranks on this node; all of them must have mapped it.
+def unlink_shared_memory(process: int | str = "self") -> None:
+    """Unlinks the shared-memory file of MPICH's ranks on this node, which this process has mapped; all of them must
+    have mapped it, or be ended.
 
     MPICH unlinks it only at its end, so a killed job would leave megabytes of memory behind, and a later Slurm step
     with the same ids and more ranks would fail.
     """
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps, suppress(OSError):
+    with suppress(OSError), open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             fields = line.split()  # an unlinked file has one more field: "(deleted)"
             if len(fields) == 6 and fields[5].startswith("/dev/shm/mpich_shm_"):

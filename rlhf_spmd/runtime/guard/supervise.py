@@ -201,6 +201,7 @@ class Supervisor:
         """The launcher ends the job; or somebody has killed the front alone, and no rank will tell."""
         try:
             self._keep()
+            launcher.unlink_shared_memory(self.child)  # the job ends, perhaps before its ranks have met
             self._clean_up()
             if is_alone(self.front, self.reporter.launcher) and self.reporter.may_report():
                 self.reporter.report(lost_message(parse(self.memory)), LOST_STATUS)
