@@ -36,6 +36,12 @@ def end_all() -> None:
         time.sleep(PAUSE_S)
 
 
+def below(process: int) -> list[int]:
+    """The process ids of all descendants that a process has now, without those of a child that has ended."""
+    children = children_of(process)
+    return children + [other for child in children for other in below(child)]
+
+
 def children_of(process: int) -> list[int]:
     """The process ids of the children of a process, those that have ended and were not waited for included."""
     found = []

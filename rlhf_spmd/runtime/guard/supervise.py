@@ -166,6 +166,7 @@ class Supervisor:
         number = -status if status < 0 else 0
         END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
         self._keep()
+        self.asked |= signal.sigpending() & SIGNALS  # a batch system sends them to all processes at once
         asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
         record = parse(self.memory)
         lost = not asked if number else bool(record.host) and not record.has_left
