@@ -29,6 +29,7 @@ from rlhf_spmd.errors import UserError
 CALIBRATION_HELP = "measured constants of the machine (default: those shipped for its devices)"
 USER_STATUS = 2
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
+INTERRUPTED_STATUS = 130  # and for one that SIGINT ended
 ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
 
 
@@ -78,6 +79,9 @@ def _alone(arguments: list[str]) -> int:
         return status
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
         return PIPE_STATUS
+    except KeyboardInterrupt:
+        streams.say("rlhf_spmd: error: interrupted by SIGINT")
+        return INTERRUPTED_STATUS
     except SystemExit:  # of --help
         streams.flush()
         raise

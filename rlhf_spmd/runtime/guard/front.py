@@ -115,11 +115,11 @@ class Front:
             self.reporter.open_board()
 
     def _end(self, status: int) -> NoReturn:
+        is_lost, status = status < 0, 128 - status if status < 0 else status
         try:
-            if status < 0:  # the supervisor was killed, and its rank with it
+            if is_lost:  # the supervisor was killed, and its rank with it
                 descendants.end_all()
                 own_files.remove()
-                status = 128 - status
                 if self.reporter.may_report():
                     message = lost_message(parse(self.reporter.memory))
                     if self.reporter.report(message, status):
