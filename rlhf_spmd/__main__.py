@@ -20,6 +20,7 @@ import argparse
 import codecs
 import importlib
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ CALIBRATION_HELP = "measured constants of the machine (default: those shipped fo
 USER_STATUS = 2
 ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
+INTERRUPTED_STATUS = 130  # and for one that SIGINT ended
 ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
 
 
@@ -92,6 +94,9 @@ def _alone(arguments: list[str]) -> int:
         return status
     except BrokenPipeError:  # the reader, e.g. `head`, has exited
         return PIPE_STATUS
+    except KeyboardInterrupt:
+        streams.say("rlhf_spmd: error: interrupted by SIGINT")
+        return INTERRUPTED_STATUS
     except SystemExit:  # of --help
         streams.flush()
         raise
@@ -308,7 +313,7 @@ def _add_generate(verbs: argparse._SubParsersAction) -> None:
 def _on_ranks(arguments: list[str]) -> int:
     """Runs a verb on every rank; one rank reports an error."""
     from rlhf_spmd.runtime.guard import streams, user_code
-    from rlhf_spmd.runtime.guard.supervise import supervised
+    from rlhf_spmd.runtime.guard.supervise import leave, supervised
     from rlhf_spmd.runtime.guard.surroundings import check_common_folder, check_folder, working_folder
 
     flight = supervised()  # before anything of MPI is loaded
@@ -316,6 +321,9 @@ def _on_ranks(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.guard.signals import CHECKPOINT, Asked
     from rlhf_spmd.runtime.world.world import World
 
+    on_interrupt = signal.getsignal(signal.SIGINT)  # ignored in the background of some shells
+    if on_interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet, and no rank could tell the others
     asked = Asked()
     if arguments[0] == "train":
         asked.listen(CHECKPOINT)  # at once: without a handler the signal ends the process
@@ -325,6 +333,7 @@ def _on_ranks(arguments: list[str]) -> int:
         streams.say(f"rlhf_spmd: error: {error}")
         return USER_STATUS
     user_code.notes.say_if(world.board.first_to_say)
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
         with world.together("reading the command line"):
             check_folder()
@@ -338,10 +347,10 @@ def _on_ranks(arguments: list[str]) -> int:
             status = (verb.measure if parsed.verb == "plan" else verb.run)(world, parsed)
         world.shutdown()
         streams.flush()
-        world.finalize()
+        world.finalize(status or 0)
     except BaseException as error:  # whatever it is, no rank may be left waiting
         world.fail(error)
-    return status or 0
+    leave(status or 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests import ordered_group
 
 def install(name: str) -> None:
     """Every process group of this process uses that backend from now on."""
-    shared_memory.FOLDER = ""
+    shared_memory.SHARED_MEMORY = ""
     devices.BACKENDS["cpu"] = name
     if name == "ordered":
         dist.Backend.register_backend(name, ordered_group.OrderedGroup, devices=["cpu"])

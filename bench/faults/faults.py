@@ -181,12 +181,14 @@ class Started:
             time.sleep(0.005)
 
     def ranks(self) -> dict[int, int]:
-        """Process id -> rank of the processes that are the ranks; each is the child of its supervisor."""
+        """Process id -> rank of the processes that are the ranks; each is the child of its supervisor, and that of its
+        front."""
         found = self.processes()
-        return {pid: rank for pid, rank in found.items() if _parent(pid) in found}
+        parents = {pid: _parent(pid) for pid in found}
+        return {pid: rank for pid, rank in found.items() if parents.get(parents[pid]) in found}
 
     def processes(self) -> dict[int, int]:
-        """Process id -> rank of the ranks and of their supervisors."""
+        """Process id -> rank of the ranks, their supervisors and the fronts of these."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:

@@ -73,6 +73,13 @@ class Case:
 
 CASES = {
     "kill": Case("os.kill(os.getpid(), signal.SIGKILL)", ("rank 1 of 3 (host ", "was ended by SIGKILL", *WHERE)),
+    "kill of a supervisor": Case(
+        "os.kill(os.getppid(), signal.SIGKILL)",
+        ("the supervisor of rank 1 of 3 (host ", "was killed (SIGKILL), and the rank with it, in ", *WHERE),
+    ),
+    "interrupt": Case(
+        "os.kill(os.getpid(), signal.SIGINT)", ("interrupted by SIGINT (reported by rank 1 (host ", *WHERE)
+    ),
     "stop": Case(
         "os.kill(os.getpid(), signal.SIGSTOP)",
         (

@@ -1,4 +1,4 @@
-"""A supervisor changes nothing about a program but what is said of its end. No MPI here; a second in all."""
+"""A supervisor changes nothing about a program but what is said of its end. No MPI here; 4 s in all."""
 
 import os
 import signal
@@ -17,6 +17,7 @@ PROGRAM = (
     "import os, signal, sys, time\nfrom rlhf_spmd.runtime.guard.supervise import supervised\nflight = supervised()\n"
 )
 READY = "print(os.getpid(), os.getppid(), flush=True)\n"
+LAUNCHED = {"PMI_SIZE": "4", "PMI_RANK": "2"}  # what a launcher tells
 
 
 def run(body: str, stdin: str = "") -> subprocess.CompletedProcess:
@@ -27,7 +28,8 @@ def run(body: str, stdin: str = "") -> subprocess.CompletedProcess:
 
 
 def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
-    """-> the supervisor, and the process of the rank, which has written READY."""
+    """-> the supervisor, or its front if a launcher seems to have started it, and the process of the rank, which has
+    written READY."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + READY + body],
         stdout=subprocess.PIPE,
@@ -36,8 +38,108 @@ def start(body: str, **more: str) -> tuple[subprocess.Popen, int]:
         env=environment_alone(**more),
     )
     child, parent = map(int, process.stdout.readline().split())
-    assert parent == process.pid
+    assert process.pid == (parent_of(parent) if LAUNCHED.items() <= more.items() else parent)
     return process, child
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+
+
+FAMILY = """
+import subprocess, tempfile, threading
+from rlhf_spmd.runtime.observe import own_files
+program = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\ntime.sleep(600)"
+restarts = "trap '' TERM HUP INT; while :; do sleep 600 & sleep 600 & wait; done"
+commands = ["sleep", "600"], [sys.executable, "-S", "-c", program], ["sh", "-c", restarts]
+for command in commands:
+    subprocess.Popen(command, start_new_session=True)
+    subprocess.Popen(command)
+threading.Thread(target=time.sleep, args=(600,)).start()
+file = tempfile.mkstemp(prefix=own_files.PREFIX, dir=own_files.SHARED_MEMORY)[1]
+folder = tempfile.mkdtemp(prefix=own_files.PREFIX)
+print(file, folder, flush=True)
+time.sleep(0.3)
+"""
+
+
+def marked(name: str) -> list[int]:
+    """The processes that live and have this in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARK={name}".encode() in (folder / "environ").read_bytes().split(b"\0") and is_alive(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            pass
+    return found
+
+
+ENDS = {
+    "its work": ("supervise.leave(0)", None, {}),
+    "an exit": ("os._exit(3)", None, LAUNCHED),
+    "kill -9 of the rank": ("print('ready', flush=True); time.sleep(600)", "rank", LAUNCHED),
+    "kill -9 of its supervisor": ("print('ready', flush=True); time.sleep(600)", "supervisor", LAUNCHED),
+    "kill -9 of what the launcher started": ("print('ready', flush=True); time.sleep(600)", "front", LAUNCHED),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_that_a_rank_started_outlives_it(end, tmp_path):
+    """In sessions of its own, forked twice, or restarted whenever it ends; its pipes would keep mpiexec waiting."""
+    body, victim, launched = ENDS[end]
+    process, child = start(
+        f"from rlhf_spmd.runtime.guard import supervise\n{FAMILY}\n{body}", MARK=str(tmp_path), **launched
+    )
+    files = process.stdout.readline().split()
+    if victim:
+        assert process.stdout.readline() == "ready\n" and len(marked(str(tmp_path))) >= 10
+        os.kill({"rank": child, "supervisor": parent_of(child), "front": process.pid}[victim], signal.SIGKILL)
+    process.communicate(timeout=10)
+    began = time.monotonic()
+    while marked(str(tmp_path)) or any(map(os.path.exists, files)):
+        assert time.monotonic() - began < 5, marked(str(tmp_path))
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "front"])
+def test_a_killed_supervisor_is_told_by_what_is_left(victim, tmp_path):
+    """The launcher still has another process, so it is not the one that ends the job."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        PROGRAM + "flight.describe(rank=1, size=2, host='a-host')\n" + READY + "time.sleep(60)", encoding="utf-8"
+    )
+    launcher = subprocess.Popen(
+        ["bash", "-c", f"sleep 60 & {sys.executable} {script}; echo $?; sleep 2; kill %1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment_alone(**LAUNCHED),
+    )
+    child, parent = map(int, launcher.stdout.readline().split())
+    os.kill(parent if victim == "supervisor" else parent_of(parent), signal.SIGKILL)
+    stdout, stderr = launcher.communicate(timeout=LIMIT_S)
+    assert stderr.count(PREFIX) == 1 and "the supervisor of rank 1 of 2 (host a-host, process " in stderr, stderr
+    assert stdout == f"{128 + signal.SIGKILL}\n"
+
+
+def test_a_thread_that_is_left_keeps_no_rank_alive():
+    found = run(
+        "import atexit, threading\nfrom rlhf_spmd.runtime.guard.supervise import leave\n"
+        "atexit.register(print, 'handled')\nthreading.Thread(target=time.sleep, args=(600,)).start()\nleave(5)"
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (5, "handled\n", "")
+
+
+def test_a_rank_that_is_done_has_to_end():
+    """Perhaps MPI_Finalize waits for ever. The status is that of the work."""
+    program = PROGRAM.replace(
+        "flight =", "from rlhf_spmd.runtime.guard import supervise\nsupervise.LEAVE_S = 0.3\nflight ="
+    )
+    command = [sys.executable, "-c", program + "flight.describe(host='a-host')\nflight.leave(4)\ntime.sleep(600)"]
+    found = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LIMIT_S, env=environment_alone())
+    assert found.returncode == 4 and found.stderr.count("\n") == 1, found.stderr
+    assert "note: rank 0 of 1 (host a-host, process " in found.stderr and "it was killed" in found.stderr
 
 
 def is_alive(process: int) -> bool:
@@ -77,9 +179,7 @@ def test_a_signal_from_somebody_is_not_the_code():
     assert "another process sent it" in found.stderr and "code failed" not in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("launched", "name"), [({}, "rank 0 of 1"), ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "rank 2 of 4")]
-)
+@pytest.mark.parametrize(("launched", "name"), [({}, "rank 0 of 1"), (LAUNCHED, "rank 2 of 4")])
 def test_who_has_not_met_the_others_has_the_launchers_number(launched, name):
     process, child = start("time.sleep(60)", **launched)
     os.kill(child, signal.SIGKILL)

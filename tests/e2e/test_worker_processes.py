@@ -16,7 +16,7 @@ from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 LIMIT_S = 120.0
 SOURCE = """
-import os, time
+import os, subprocess, time
 
 def letters(prompts, responses):
     return [sum(map(ord, response)) % 97 / 50 - 1 for response in responses]
@@ -39,6 +39,10 @@ def changing(prompts, responses):
     os.close(2)
     os.fork()
     return letters(prompts, responses)
+
+def helped(prompts, responses):
+    subprocess.Popen(["sleep", "611"], start_new_session=True)
+    return slow(prompts, responses)
 
 def slow(prompts, responses):  # to the first prompt only, so that the same rows are late everywhere
     with open(__file__ + ".workers", "a") as file:
@@ -124,9 +128,10 @@ def options_of(run: Path) -> dict:
 
 
 def test_no_worker_outlives_a_killed_rank(words, tmp_path):
-    """kill -9 of a rank while its workers sleep: the job ends, and so do the workers of both ranks."""
+    """kill -9 of a rank while its workers sleep: the job ends, and so do the workers of both ranks, and what a function
+    has started there in sessions of its own."""
     text = json.loads((tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])["prompt"]
-    function = f"reward_function={tmp_path / 'r.py'}:slow"
+    function = f"reward_function={tmp_path / 'r.py'}:helped"
     options = [*words, function, "reward_workers=2", "num_samples=1", "--runs", str(tmp_path), "--name", "run"]
     command = [*mpi_command(2), sys.executable, "-m", "rlhf_spmd", "train", *options]
     environment = mpi_environment(SLOW_PROMPT=text)
@@ -141,12 +146,14 @@ def test_no_worker_outlives_a_killed_rank(words, tmp_path):
             workers = [process for process in processes() if b"reward_worker" in command_of(process)]
             mine = [process for process in workers if f"{rank}".encode() in command_of(process).split(b"\0")]
             assert worker in mine and len(mine) == 2
+            assert any(command_of(process) == b"sleep\x00611\x00" for process in processes())
             os.kill(rank, signal.SIGKILL)
             stderr = job.communicate(timeout=LIMIT_S)[1]
         finally:
             job.kill()
     assert job.returncode != 0 and "was ended by SIGKILL" in stderr, stderr
     wait(lambda: not any(command_of(process) for process in mine))
+    wait(lambda: not any(command_of(process) == b"sleep\x00611\x00" for process in processes()))
 
 
 def processes() -> list[int]:

@@ -151,6 +151,21 @@ time.sleep(300)
     assert PREFIX not in err
 
 
+def test_an_interrupted_rank_is_named():
+    status, _, err, seconds = run(
+        3,
+        """
+if world.rank == 1:
+    world.progress("iteration 3: train actor", 3, 4)
+    os.kill(os.getpid(), signal.SIGINT)
+time.sleep(300)
+""",
+    )
+    assert status == 130 and seconds < 10
+    assert the_message(err).startswith("interrupted by SIGINT (reported by rank 1 (host "), err
+    assert "in iteration 3: train actor" in err
+
+
 @pytest.mark.parametrize("how", ["time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_ranks_that_never_come_are_named(how):
     status, _, err, seconds = run(

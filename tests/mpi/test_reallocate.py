@@ -200,13 +200,13 @@ def test_several_at_once(world):
 @pytest.mark.skipif(BACKEND in os.environ, reason="shared memory is for gloo only")
 def test_without_room_there_is_no_shared_memory(world, monkeypatch):
     """More than the machine has: everybody goes without, nobody crashes, nothing is left behind."""
-    before = set(os.listdir(arena_file.FOLDER))
+    before = set(os.listdir(arena_file.SHARED_MEMORY))
     assert Arena.make(world, 2**45 if world.rank == 0 else 100) is None
     assert Arena.make(world, 0) is None
     world.barrier("the files")
-    left = set(os.listdir(arena_file.FOLDER)) - before
+    left = set(os.listdir(arena_file.SHARED_MEMORY)) - before
     assert not [name for name in left if name.startswith("rlhf_spmd_")]
-    monkeypatch.setattr(arena_file, "FOLDER", "/nowhere")
+    monkeypatch.setattr(arena_file, "SHARED_MEMORY", "/nowhere")
     assert Arena.make(world, 100) is None
 
 

@@ -1,4 +1,4 @@
-"""Curves on Weights & Biases, by its own package in its offline mode, and what is said where it can't be used."""
+"""Curves on Weights & Biases, by its own package in its offline mode; what is said where they can't be written."""
 
 import re
 import subprocess
@@ -56,3 +56,29 @@ def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="wandb=a-project needs the package wandb .*: pip install wandb"):
         draw(tmp_path)
+
+
+class Broken:
+    """Fails at everything, as a service may."""
+
+    def __getattr__(self, name):
+        raise ConnectionError("the service has gone")
+
+
+def test_a_run_goes_on_without_curves(tmp_path):
+    """Both kinds of curves end, each with one note."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    notes: list[str] = []
+    curves = Curves(tmp_path, notes)
+    curves.add(0, {"reward/reward": 1.0})
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    curves._tensorboard._file.close()
+    curves._tensorboard._file, curves._wandb = RecordWriter(open("/dev/full", "wb")), Broken()  # noqa: SIM115
+    for iteration in (1, 2):
+        curves.add(iteration, {"reward/reward": 1.0})
+    curves.close()
+    assert len(notes) == 2, notes
+    told = f"no TensorBoard events since iteration 1, because {events} can't be written: No space left on device"
+    assert notes[0] == told
+    assert notes[1] == "nothing at Weights & Biases since iteration 1: ConnectionError: the service has gone"

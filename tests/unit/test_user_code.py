@@ -17,7 +17,8 @@ from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_f
 from rlhf_spmd.runtime.data.reward_styles import bind
 from rlhf_spmd.runtime.guard import signals, streams, user_code
 from rlhf_spmd.runtime.guard.user_code import OF_PROCESS, OF_TORCH, guarded
-from rlhf_spmd.runtime.observe.position_board import Board, new_file
+from rlhf_spmd.runtime.observe.node_file import new_file, open_file
+from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
 from rlhf_spmd.strategy import load_strategy
 from tests.run_mpi import environment_alone
 
@@ -229,8 +230,8 @@ def test_an_import_is_a_call_too(tmp_path, monkeypatch, said):
 
 
 def test_of_the_ranks_of_a_node_one_says_it():
-    path = new_file(2)
-    boards = [Board(path, rank=rank, node_ranks=(0, 1), node=0, num_nodes=1) for rank in range(2)]
+    path, inode = new_file(board_bytes(2))
+    boards = [Board(open_file(path, inode), rank=rank, node_ranks=(0, 1), node=0, num_nodes=1) for rank in range(2)]
     os.unlink(path)
     assert [board.first_to_say(text) for text in ("a", "b") for board in boards] == [True, False] * 2
     assert [board.claim() for board in boards] == [True, False], "the claim is another byte"

@@ -29,6 +29,7 @@ from rlhf_spmd.runtime.data.reward_function import shortened
 from rlhf_spmd.runtime.data.reward_styles import Scored
 from rlhf_spmd.runtime.data.reward_worker import LEFT_TO_THE_RANK
 from rlhf_spmd.runtime.guard import user_code
+from rlhf_spmd.runtime.guard.descendants import below
 from rlhf_spmd.runtime.guard.launcher import without_launcher
 from rlhf_spmd.runtime.guard.supervise import process_fields
 
@@ -149,8 +150,12 @@ class RewardWorkers:
         worker.connection.close()
         if not by_force:
             _has_ended(worker.process)
-        with suppress(ProcessLookupError, PermissionError):  # what it started, too
+        family = below(worker.process.pid)  # what it started, too, in sessions of its own
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.process.pid, signal.SIGKILL)
+        for process in family:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             worker.process.wait(END_S)
         return worker.process.returncode

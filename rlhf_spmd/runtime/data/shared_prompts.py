@@ -4,7 +4,6 @@ The arrays of a tokenised set are written to files that are deleted as soon as t
 so a set is in memory once per node and no file is left behind.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,9 +13,9 @@ from numpy.lib import format as npy
 
 from rlhf_spmd.runtime.data.packed_rows import NumberRows, TextRows, TokenRows
 from rlhf_spmd.runtime.data.prompts import PromptSet
+from rlhf_spmd.runtime.observe.own_files import PREFIX, SHARED_MEMORY
 from rlhf_spmd.runtime.world.world import World
 
-SHARED_MEMORY = "/dev/shm"  # used only if the disk is full, because weight transfers need it
 COUNTS = ("num_truncated", "num_dropped", "num_cut", "num_silent")
 # the other fields of a set
 FACTS = ("seed", "source", *COUNTS, "sizes", "weights", "shuffle", "column_names", "remarks", "written_at")
@@ -47,10 +46,10 @@ def _write(prompts: PromptSet) -> tuple[str, Mapping]:
     arrays = [prompts.prompts.items, prompts.prompts.ends, prompts.texts.items, prompts.texts.ends]
     for rows in (*prompts.responses.values(), *prompts.numbers.values(), *filter(None, (prompts.columns,))):
         arrays += [rows.items, rows.ends]
-    for parent in (tempfile.gettempdir(), SHARED_MEMORY):
+    for parent in (tempfile.gettempdir(), SHARED_MEMORY):  # that one last, because weight transfers need it
         path = ""
         try:  # the name is unique, because ranks of a node need not share a folder
-            path = tempfile.mkdtemp(prefix=f"rlhf_spmd_{os.urandom(16).hex()}_", dir=parent)
+            path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
             for number, array in enumerate(arrays):
                 with open(f"{path}/{number}.npy", "xb") as file:
                     npy.write_array(file, array, allow_pickle=False)

@@ -172,6 +172,8 @@ def merge_messages(failures: Mapping[int, Mapping[str, str]], hosts: Sequence[st
 def report(error: BaseException, reporter: str, where: str, go_on: str) -> str:
     """The message about one rank's failure. reporter: this rank, if the message must name it; where: its position."""
     text = str(error) if isinstance(error, UserError) else explain(error)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted by SIGINT"
     is_complete = isinstance(error, DeadlineError | PeerError)  # these name ranks and position themselves
     position = where if where.startswith("after ") else f"in {where}"
     parts = [f"reported by {reporter}"] * bool(reporter) + [position] * bool(where)

@@ -39,7 +39,10 @@ def resume_hint(run: str, num_ranks: int) -> str:
     """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not run:
         return ""
-    newest = newest_checkpoint(run)
+    try:
+        newest = newest_checkpoint(run)
+    except OSError as error:  # e.g. too many open files
+        return f"Its checkpoints can't be listed here ({error.strerror}); resume with: {resume_command(run, num_ranks)}"
     if newest is None:
         return f"There is no complete checkpoint in {run}."
     return f"The newest complete checkpoint is {newest}; resume with: {resume_command(run, num_ranks)}"

@@ -131,15 +131,22 @@ def reports(environment: Mapping[str, str], *, on_node: bool = False) -> bool:
     return True
 
 
-def abort(environment: Mapping[str, str], status: int) -> None:
-    """Asks MPICH's mpiexec (PMI 1) to end all ranks with this status, without loading MPI.
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher stands behind this process that may end it: of several processes, or MPICH's of one."""
+    return num_launched(environment) > 1 or _connection(environment) is not None
+
+
+def abort(environment: Mapping[str, str], status: int) -> bool:
+    """Asks MPICH's mpiexec (PMI 1) to end all ranks with this status, without loading MPI -> whether it was asked; it
+    then ends this process within ABORT_S.
 
     Without this request, mpiexec prints a page about a failed process. Other launchers need only the status.
     """
     if (descriptor := _connection(environment)) is not None:
         with suppress(OSError):
             os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
-            time.sleep(ABORT_S)
+            return True
+    return False
 
 
 def _connection(environment: Mapping[str, str]) -> int | None:
@@ -164,13 +171,14 @@ def forget_leftovers(environment: MutableMapping[str, str]) -> None:
         del environment[name]
 
 
-def unlink_shared_memory() -> None:
-    """Unlinks the shared-memory file of MPICH's ranks on this node; all of them must have mapped it.
+def unlink_shared_memory(process: int | str = "self") -> None:
+    """Unlinks the shared-memory file of MPICH's ranks on this node, which this process has mapped; all of them must
+    have mapped it, or be ended.
 
     MPICH unlinks it only at its end, so a killed job would leave megabytes of memory behind, and a later Slurm step
     with the same ids and more ranks would fail.
     """
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps, suppress(OSError):
+    with suppress(OSError), open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             fields = line.split()  # an unlinked file has one more field: "(deleted)"
             if len(fields) == 6 and fields[5].startswith("/dev/shm/mpich_shm_"):

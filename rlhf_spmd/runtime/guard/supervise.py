@@ -3,8 +3,9 @@
 A process that gets SIGKILL or SIGSEGV, or whose code calls exit, cannot print a message, and the launcher then ends all
 others at once. The program therefore forks before it loads MPI: the child is the rank; the parent only waits for it,
 forwards signals, and copies the rank's flight record (flight_recorder.py) into the run folder. The rank ends with its
-parent (PR_SET_PDEATHSIG), and the parent with its launcher, however these end. The cost is a fork at the start and two
-small file writes per second.
+parent (PR_SET_PDEATHSIG), the parent with its front (front.py), and that with its launcher, however these end; and all
+that the rank has started ends with it (descendants.py). The cost is two forks at the start and two small file writes
+per second.
 """
 
 import atexit
@@ -15,7 +16,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import time
 import traceback
 from collections import deque
@@ -23,19 +23,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rlhf_spmd.runtime.guard import launcher, streams
+from rlhf_spmd.runtime.guard import descendants, launcher, streams
+from rlhf_spmd.runtime.guard.front import (
+    LOST_STATUS,
+    PARENT_ENDED,
+    SIGNALS,
+    TICK_S,
+    Front,
+    Reporter,
+    is_alone,
+    lost_message,
+    name_of,
+    pause,
+    place_of,
+)
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, lack_of_threads, shared_memory_bytes
-from rlhf_spmd.runtime.observe import flight_recorder
+from rlhf_spmd.runtime.observe import flight_recorder, own_files
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
-from rlhf_spmd.runtime.observe.position_board import take_claim
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-TICK_S = 0.5  # between two checks of the rank
-LINGER_S = 2 * TICK_S  # after the message, so that the supervisors of the other ranks write their records first
-SIGNALS = frozenset(
-    {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-)
+LEAVE_S = 20.0  # for a rank that has no more to do
 ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # intended ends
 FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS})
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which the rank also receives
@@ -49,18 +57,25 @@ def supervised() -> Flight:
     """Forks; returns in the child, which continues as the rank. The parent never returns."""
     memory, stack = mmap.mmap(-1, flight_recorder.SIZE), os.memfd_create("rlhf_spmd_stack")
     Flight(memory)  # makes a valid record, even if the child ends at once
-    supervisor = os.getpid()
-    # before the fork: the rank may start, and the launcher end, before the parent gets here
-    parent = os.getppid() if launcher.num_launched(os.environ) > 1 else None
+    # before the forks: the rank may start, and the launcher end, before the parent gets here
+    starter = os.getppid() if launcher.is_launched(os.environ) else None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    libc, child = ctypes.CDLL(None), os.fork()
-    if child:
-        libc.prctl(PR_SET_NAME, b"supervisor")  # what `top` shows
-        Supervisor(memory, stack, child, parent).run()
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it ended before that
-        os._exit(1)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {PARENT_ENDED})
+    libc, front = ctypes.CDLL(None), None
+    descendants.adopt()
+    if starter is not None:
+        front = os.getpid()
+        if supervisor := os.fork():
+            libc.prctl(PR_SET_NAME, b"front")  # what `top` shows
+            Front(memory, supervisor, starter).run()
+        os.setpgid(0, 0)
+        _end_with(front, PARENT_ENDED, libc)
+        descendants.adopt()
+    supervisor = os.getpid()
+    if child := os.fork():
+        libc.prctl(PR_SET_NAME, b"supervisor")
+        Supervisor(memory, stack, child, front, starter).run()
+    _end_with(supervisor, signal.SIGKILL, libc)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
     flight = Flight(memory)
@@ -68,25 +83,42 @@ def supervised() -> Flight:
     return flight
 
 
-class Supervisor:
-    """The parent of one rank. launcher: process id; the rank ends when it ends. None: started without a launcher."""
+def _end_with(parent: int, number: int, libc: ctypes.CDLL) -> None:
+    """From now on this process gets a signal when its parent ends."""
+    libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
 
-    def __init__(self, memory: mmap.mmap, stack: int, child: int, launcher: int | None):
-        self.memory, self.stack, self.child, self.launcher = memory, stack, child, launcher
+
+def leave(status: int) -> NoReturn:
+    """Ends the rank after its work, whatever threads it has left. What must happen at an exit happens."""
+    atexit._run_exitfuncs()  # threads that are no daemons are not waited for: Python would wait for ever
+    streams.flush()
+    ctypes.PyDLL(None).exit(status)  # and not _exit: MPICH takes leave of its launcher in a handler of libc's exit
+
+
+class Supervisor:
+    """The parent of one rank. front, launcher: process ids (front.py); None: started without a launcher."""
+
+    def __init__(self, memory: mmap.mmap, stack: int, child: int, front: int | None, launcher: int | None):
+        self.memory, self.stack, self.child, self.front = memory, stack, child, front
+        self.reporter = Reporter(memory, launcher)
         self.shared_memory = shared_memory_bytes()  # before MPI takes its part
         self.num_oom_kills = deque([_num_oom_kills()], maxlen=OOM_TICKS)  # on this host, at the last ticks
-        self.board: int | None = None
         self.made: Path | None = None  # the folder of the record, once it exists
         self.asked: set[int] = set()
         self.most_bytes = 0
+        self.left_s: float | None = None  # when the rank was seen to have no more to do
 
     def run(self) -> NoReturn:
         """Waits for the rank and ends with its status (128 + n if signal n ended it)."""
         ticked_s = 0.0
         while True:
-            info = signal.sigtimedwait(SIGNALS, TICK_S)
-            if info is not None and info.si_signo != signal.SIGCHLD:
+            info = signal.sigtimedwait(SIGNALS | {PARENT_ENDED}, TICK_S)
+            if info is not None and info.si_signo not in (signal.SIGCHLD, PARENT_ENDED):
                 self._pass_on(info)
+            if self.front is not None and os.getppid() != self.front:
+                self._end_without_front()
             process, status, usage = os.wait4(self.child, os.WNOHANG)
             if process:
                 self._end(os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
@@ -96,13 +128,10 @@ class Supervisor:
 
     def _pass_on(self, info: signal.struct_siginfo) -> None:
         self.asked.add(info.si_signo)
-        if info.si_code != FROM_KERNEL:
+        if info.si_code != FROM_KERNEL or self.front is not None:
             os.kill(self.child, info.si_signo)
 
     def _look(self) -> None:
-        if self.launcher is not None and os.getppid() != self.launcher:
-            os.kill(self.child, signal.SIGKILL)
-            os._exit(128 + signal.SIGKILL)
         fields = process_fields(self.child)
         if fields is not None:
             state, processor_s, num_bytes = fields
@@ -111,16 +140,12 @@ class Supervisor:
             beat = time.time(), processor_s, num_bytes, self.most_bytes, device_bytes, state.encode()
             BEAT.pack_into(self.memory, BEAT_AT, *beat)
         self.num_oom_kills.append(_num_oom_kills())
-        if self.board is None:
-            self._open_board()
+        self.reporter.open_board()
         self._keep()
-
-    def _open_board(self) -> None:
-        """Opens the node's shared memory, in which ranks agree who reports; it is unlinked, so opened via /proc."""
-        descriptor = flight_recorder.WHO.unpack_from(self.memory, 0)[6]
-        if descriptor > 0:
-            with suppress(OSError):
-                self.board = os.open(f"/proc/{self.child}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        if self.memory[flight_recorder.LEFT_AT]:
+            self.left_s = time.monotonic() if self.left_s is None else self.left_s
+            if time.monotonic() - self.left_s > LEAVE_S:
+                self._end_late()
 
     def _keep(self) -> None:
         """Copies the record into the run folder; errors of the disk are ignored."""
@@ -141,35 +166,53 @@ class Supervisor:
         number = -status if status < 0 else 0
         END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
         self._keep()
+        self.asked |= signal.sigpending() & SIGNALS  # a batch system sends them to all processes at once
         asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
         record = parse(self.memory)
         lost = not asked if number else bool(record.host) and not record.has_left
         status = 128 + number if number else status or int(lost)
         try:
-            if lost and self._may_report():
-                by_kernel = _num_oom_kills() > self.num_oom_kills[0]
+            by_kernel = _num_oom_kills() > self.num_oom_kills[0]
+            self._clean_up()
+            if lost and self.reporter.may_report():
                 text = exit_message(record, most_bytes, by_kernel=by_kernel, shared_memory=self.shared_memory)
-                text += self._stack()
-                flight_recorder.keep_message(record.run, text)
-                streams.say(f"rlhf_spmd: error: {text}")
-                time.sleep(LINGER_S)
-                launcher.abort(os.environ, status)
+                if self.reporter.report(text + self._stack(), status):
+                    pause(launcher.ABORT_S)
         except Exception:  # whatever it is, the rank has ended
             streams.say(traceback.format_exc())
         finally:
             os._exit(status)
 
-    def _may_report(self) -> bool:
-        """Whether no other rank of this node has reported. Until ranks share a board, supervisors of one launcher
-        compete for a name; a loser waits to be ended by the winner."""
-        if self.board is not None:
-            return take_claim(self.board, mmap.mmap(self.board, 1))
-        self.claim = socket.socket(socket.AF_UNIX)  # kept open, and with it the name
+    def _end_late(self) -> NoReturn:
+        """The rank has done its work and announced its status, but something keeps it, perhaps MPI."""
+        status = parse(self.memory).status
         try:
-            self.claim.bind(f"\0rlhf_spmd/{os.getppid()}")
-        except OSError:
-            time.sleep(launcher.SECOND_REPORT_S)
-        return True
+            os.kill(self.child, signal.SIGKILL)
+            self._clean_up()
+            END.pack_into(self.memory, END_AT, time.time(), status, 0)
+            self._keep()
+            if self.reporter.may_report():
+                who = name_of(parse(self.memory))
+                streams.say(f"rlhf_spmd: note: {who} had finished, but did not end in {LEAVE_S:.0f} s: it was killed")
+            launcher.abort(os.environ, status)
+        finally:
+            os._exit(status)
+
+    def _end_without_front(self) -> NoReturn:
+        """The launcher ends the job; or somebody has killed the front alone, and no rank will tell."""
+        try:
+            self._keep()
+            launcher.unlink_shared_memory(self.child)  # the job ends, perhaps before its ranks have met
+            self._clean_up()
+            if is_alone(self.front, self.reporter.launcher) and self.reporter.may_report():
+                self.reporter.report(lost_message(parse(self.memory)), LOST_STATUS)
+        finally:
+            os._exit(LOST_STATUS)
+
+    def _clean_up(self) -> None:
+        """Ends what the rank has started, and removes what it shared outside the run folder."""
+        descendants.end_all()
+        own_files.remove()
 
     def _stack(self) -> str:
         """The Python stack at a fatal signal, from faulthandler."""
@@ -184,15 +227,9 @@ class Supervisor:
 def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_memory: tuple[int, int] = (0, 0)) -> str:
     """The message about a rank that ended by a signal or its own exit. by_kernel: perhaps killed for lack of memory.
     shared_memory: size and free bytes on this node before MPI was loaded."""
-    rank, size, lack = record.rank, record.size, ""
-    if not record.host:  # it has not joined the others yet, but the launcher has numbered it
-        place = launcher.launched(os.environ)
-        rank, size = place.rank, place.num
-        lack = lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
+    lack = "" if record.host else lack_of_shared_memory(launcher.num_on_node(os.environ), *shared_memory)
     if record.signal == signal.SIGABRT:  # libraries end the process if a thread can't be started
         lack = lack or lack_of_threads()
-    who = f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
-    doing = f"in {record.where}" if record.num_begun else "before it had joined the other ranks"
     since = f", {time.time() - record.since_s:.1f} s after that began" if record.num_begun else ""
     used = f"{most_bytes / 2**30:.1f} GiB"
     if record.signal == signal.SIGKILL and by_kernel:
@@ -209,7 +246,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
         why = "its code called exit (os._exit, or exit in compiled code)"
     ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
     go_on = resume_hint(record.run, record.size)
-    return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
+    return f"{name_of(record)} {ended} {place_of(record)}{since}: {why}" + (f".\n{go_on}" if go_on else "")
 
 
 def process_fields(process: int) -> tuple[str, float, int] | None:

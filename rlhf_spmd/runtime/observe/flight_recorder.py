@@ -115,8 +115,9 @@ class Flight:
         """This rank's current action, as Record.where."""
         return parse(self.memory).where
 
-    def leave(self) -> None:
-        """Marks the following exit as intended: any error has been reported, or will be."""
+    def leave(self, status: int = 0) -> None:
+        """Marks the following exit, with this status, as intended: any error has been reported, or will be."""
+        END.pack_into(self.memory, END_AT, 0.0, status, 0)
         self.memory[LEFT_AT] = 1
 
     def set_device_bytes(self, num_bytes: int) -> None:

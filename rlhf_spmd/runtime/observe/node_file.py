@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 
-SHARED_MEMORY = "/dev/shm"
+from rlhf_spmd.runtime.observe.own_files import PREFIX, SHARED_MEMORY
 
 
 def share_file(
@@ -32,7 +32,7 @@ def share_file(
 def new_file(num_bytes: int, *, is_empty: bool = False) -> tuple[str, int]:
     """Creates a file of zeros, in shared memory, or as memory of this process if it has no room -> path and inode."""
     with suppress(OSError):
-        descriptor, path = tempfile.mkstemp(prefix="rlhf_spmd_", dir=SHARED_MEMORY)
+        descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=SHARED_MEMORY)
         try:
             return path, _reserved(descriptor, num_bytes, is_empty)
         except OSError:

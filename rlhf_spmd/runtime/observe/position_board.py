@@ -85,9 +85,10 @@ class Board:
         """Publishes that this rank exists and was last active at `active_s` (wall clock)."""
         life_at = SLOT_BYTES * self.slots[self.rank] + LENGTH.size
         LIFE.pack_into(self.memory, life_at, os.getpid(), is_meeting, active_s, time.time())
-        if self.second_store is not None and not self._query.is_alive():
-            with suppress(RuntimeError):  # at the end of a run the store is gone
-                self.second_store.set(f"life/{self.rank}", self._slot(self.rank))
+        store = self.second_store  # which another thread takes away at the end of a run
+        if store is not None and not self._query.is_alive():
+            with suppress(RuntimeError):
+                store.set(f"life/{self.rank}", self._slot(self.rank))
 
     def statuses(self, ranks: tuple[int, ...]) -> dict[int, RankStatus]:
         """The status of these ranks at their last report, for the watch's thread; ranks without one are left out."""

@@ -1,7 +1,7 @@
 """Writes a run's metrics for TensorBoard, and for Weights & Biases if `wandb=PROJECT` is set. On rank 0 only.
 
-metrics.jsonl (run_folder.py) is the record of a run: a run without TensorBoard continues, and a resumed run overwrites
-the points of iterations that it repeats.
+metrics.jsonl (run_folder.py) is the record of a run: a run whose curves can't be written continues without them, and a
+resumed run overwrites the points of iterations that it repeats.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +61,43 @@ class Curves:
         return self._wandb.dir if self._wandb.offline else self._wandb.url
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each curve. values: by group/metric, such as reward/kl. Raises OSError."""
-        if not self._started:
-            self._tensorboard, self._started = self._open_tensorboard(), True
+        """Adds a point to each curve. values: by group/metric, such as reward/kl. After an error the run goes on
+        without these curves."""
         values = {name.encode(errors="backslashreplace").decode(): value for name, value in values.items()}
-        if self._tensorboard is not None:
-            self._tensorboard.add(iteration, values)
-        if self._wandb is not None:
-            self._wandb.log(dict(values), step=iteration)
+        try:
+            if not self._started:
+                self._started, self._tensorboard = True, self._open_tensorboard()
+            if self._tensorboard is not None:
+                self._tensorboard.add(iteration, values)
+        except OSError as error:
+            path = error.filename or (self._tensorboard.path if self._tensorboard else self.folder)
+            why = f"{path} can't be written: {error.strerror or error}"
+            self.notes.append(f"no TensorBoard events since iteration {iteration}, because {why}")
+            self._close_tensorboard()
+        try:
+            if self._wandb is not None:
+                self._wandb.log(dict(values), step=iteration)
+        except Exception as error:  # of many kinds
+            self._without_wandb(f"since iteration {iteration}", error)
 
     def close(self) -> None:
+        self._close_tensorboard()
+        try:
+            if self._wandb is not None:
+                self._wandb.finish()
+        except Exception as error:
+            self._without_wandb("of the last iterations, perhaps", error)
+        self._wandb = None
+
+    def _close_tensorboard(self) -> None:
         if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._tensorboard = self._wandb = None
+            with suppress(OSError):  # every event is on the disk, or has been reported
+                self._tensorboard.close()
+        self._tensorboard = None
+
+    def _without_wandb(self, which: str, error: Exception) -> None:
+        self.notes.append(f"nothing at Weights & Biases {which}: {type(error).__name__}: {error}")
+        self._wandb = None
 
     def _open_tensorboard(self) -> Events | None:
         try:
@@ -97,7 +120,8 @@ class Events:
 
         self._event, self._summary = Event, Summary
         name = f"{EVENTS}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
-        self._file = RecordWriter((folder / name).open("xb"))
+        self.path = folder / name
+        self._file = RecordWriter(self.path.open("xb"))
         self._write(Event(file_version="brain.Event:2"))
         if purge_step is not None:
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))

@@ -37,7 +37,7 @@ from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.observe.trace import write_chrome
-from rlhf_spmd.runtime.run.loggers import EVENTS, WANDB_ID, Curves
+from rlhf_spmd.runtime.run.loggers import WANDB_ID, Curves
 from rlhf_spmd.runtime.run.timeline import write_png
 
 CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
@@ -172,8 +172,7 @@ class RunFolder:
             self.write(EVALUATIONS, "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
         if self.writes and rows:
             values = {f"eval/{name}": value for name, value in rows[-1].items() if isinstance(value, float)}
-            with writing(self.path / EVENTS):
-                self.curves.add(rows[-1]["iteration"], values)
+            self.curves.add(rows[-1]["iteration"], values)
 
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
@@ -214,9 +213,8 @@ class RunFolder:
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()
         values = {name: value for name, value in metrics.items() if not isinstance(value, str)}  # tokens_sha256
-        with writing(self.path / EVENTS):
-            named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
-            self.curves.add(iteration, named | more)
+        named = {f"{groups.get(name, 'other')}/{name}": value for name, value in values.items()}
+        self.curves.add(iteration, named | more)
 
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Replaces samples.jsonl and samples.txt."""

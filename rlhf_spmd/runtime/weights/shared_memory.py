@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-FOLDER = "/dev/shm"
+from rlhf_spmd.runtime.observe.own_files import PREFIX, SHARED_MEMORY
+
 NONCE_BYTES = 16
 ALIGNED = 64  # bytes: the alignment of parts, sufficient for any dtype
 
@@ -33,7 +34,7 @@ class Arena:
         it has no such memory or none of its ranks needs any."""
         if world.size == 1:
             return None
-        on_cpu = world.device.type == "cpu" and os.path.isdir(FOLDER)
+        on_cpu = world.device.type == "cpu" and os.path.isdir(SHARED_MEMORY)
         rounded = -(-num_bytes // ALIGNED) * ALIGNED
         wanted = world.allgather(rounded if on_cpu else 0, "the size of shared memory")
         mine = [rank for rank in range(world.size) if world.nodes[rank] == world.nodes[world.rank]]
@@ -55,7 +56,7 @@ def _reserve(num_bytes: int) -> tuple[str, str]:
         return "", ""
     path, nonce = "", os.urandom(NONCE_BYTES)
     try:
-        with tempfile.NamedTemporaryFile(prefix="rlhf_spmd_", dir=FOLDER, delete=False) as file:
+        with tempfile.NamedTemporaryFile(prefix=PREFIX, dir=SHARED_MEMORY, delete=False) as file:
             path = file.name
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             file.write(nonce)

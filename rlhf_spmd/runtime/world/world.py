@@ -234,13 +234,11 @@ class World:
         """Ends the whole job; any number of ranks may call it at any time, even if others are blocked.
 
         One rank reports its error, its position and how to continue. The status is 2 for errors that a user can fix,
-        and 1, with a traceback, for all others.
+        130 for an interrupt (SIGINT), and 1, with a traceback, for all others.
         """
         if isinstance(error, _Leaving):
-            raise error
-        if isinstance(error, KeyboardInterrupt):
-            _end_job(INTERRUPTED_STATUS, self.flight)
-        status = CRASH_STATUS
+            _end_job(error.code, self.flight)
+        status = INTERRUPTED_STATUS if isinstance(error, KeyboardInterrupt) else CRASH_STATUS
         try:
             if failures.is_peer_error(error) or (isinstance(error, PeerError) and error.lost):
                 time.sleep(LOST_S)  # if a rank died, its supervisor reports the cause
@@ -314,7 +312,6 @@ class World:
 
     def shutdown(self) -> None:
         """Ends torch.distributed and the control messages, so that the process can exit normally. Collective."""
-        self.watch.stop()
         self.barrier("the end of the run")
         if self._groups is not None:
             from torch import distributed
@@ -326,9 +323,12 @@ class World:
             self.control.settle()
         except Late as late:
             raise deadline_error(late, self.rank, self.hosts, {}) from None
+        self.watch.stop()
 
-    def finalize(self) -> None:
-        """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors."""
+    def finalize(self, status: int = 0) -> None:
+        """Ends MPI. Collective. mpi4py would do so at exit, but would not report errors. status: that this process
+        will end with; from now on its supervisor sees to it that it ends."""
+        self.flight.leave(status)
         _load_mpi().Finalize()
 
     # Positions and late ranks
@@ -385,7 +385,7 @@ def _load_mpi() -> Any:
 def _end_job(status: int, flight: Flight) -> NoReturn:
     """Ends all processes of the job with this status; the error has been reported, so MPI's output is discarded."""
     try:
-        flight.leave()
+        flight.leave(status)
         streams.flush()
         time.sleep(FORWARD_S)
         with open(os.devnull, "w", encoding="utf-8") as nowhere:

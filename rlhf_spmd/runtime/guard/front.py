@@ -1,0 +1,140 @@
+"""The process that the launcher has started, in front of a supervisor: what the launcher kills at the end of a job.
+
+Launchers end a job with SIGKILL to the process groups of the processes that they started. A supervisor in that group
+could neither say why its rank ended nor end what the rank has started. So the supervisor has a process group of its
+own, and a parent, the front, that passes on signals and the status. If one of the two is killed alone, the other one
+says so.
+"""
+
+import mmap
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from rlhf_spmd.runtime.guard import descendants, launcher, streams
+from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
+from rlhf_spmd.runtime.observe import flight_recorder, own_files
+from rlhf_spmd.runtime.observe.flight_recorder import Record, parse
+from rlhf_spmd.runtime.observe.position_board import take_claim
+
+TICK_S = 0.5  # between two looks at the processes beside this one
+LINGER_S = 2 * TICK_S  # after the message, so that the supervisors of the other ranks write their records first
+PARENT_ENDED = signal.SIGRTMIN  # what the kernel sends to a supervisor if its front has ended
+SIGNALS = frozenset(
+    {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+)
+LOST_STATUS = 128 + signal.SIGKILL
+
+
+class Reporter:
+    """Reports for a rank that cannot. memory: its flight record. launcher: process id; None: there is none."""
+
+    def __init__(self, memory: mmap.mmap, launcher: int | None):
+        self.memory, self.launcher = memory, launcher
+        self.board: int | None = None
+
+    def open_board(self) -> None:
+        """Opens the node's shared memory, in which ranks agree who reports; it is unlinked, so opened via /proc."""
+        fields = flight_recorder.WHO.unpack_from(self.memory, 0)
+        process, descriptor = fields[3], fields[6]
+        if self.board is None and descriptor > 0:
+            with suppress(OSError):
+                self.board = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+    def may_report(self) -> bool:
+        """Whether no other rank of this node has reported. Until ranks share a board, supervisors of one launcher
+        compete for a name; a loser waits to be ended by the winner."""
+        if self.board is not None:
+            return take_claim(self.board, mmap.mmap(self.board, 1))
+        if self.launcher is None:
+            return True
+        self.claim = socket.socket(socket.AF_UNIX)  # kept open, and with it the name
+        try:
+            self.claim.bind(f"\0rlhf_spmd/{self.launcher}")
+        except OSError:
+            pause(launcher.SECOND_REPORT_S)
+        return True
+
+    def report(self, text: str, status: int) -> bool:
+        """Says why the job ends, and asks the launcher to end it with this status -> whether it will."""
+        flight_recorder.keep_message(parse(self.memory).run, text)
+        streams.say(f"rlhf_spmd: error: {text}")
+        time.sleep(LINGER_S)
+        return launcher.abort(os.environ, status)
+
+
+def pause(seconds: float) -> None:
+    """Waits, but no longer than the parent of this process lives."""
+    signal.sigtimedwait({PARENT_ENDED}, seconds)
+
+
+def name_of(record: Record) -> str:
+    """For messages: rank 1 of 4 (host a, process 123)."""
+    rank, size = record.rank, record.size
+    if not record.host:  # it has not joined the others yet, but the launcher has numbered it
+        place = launcher.launched(os.environ)
+        rank, size = place.rank, place.num
+    return f"rank {rank} of {size} (host {record.host or socket.gethostname()}, process {record.process})"
+
+
+def place_of(record: Record) -> str:
+    """For messages: where a rank ended."""
+    if not record.num_begun:
+        return "before it had joined the other ranks"
+    after = record.where.startswith("after ")  # between two actions
+    return record.where if after else f"in {record.where}"
+
+
+def lost_message(record: Record) -> str:
+    """The message about a rank whose supervisor, or the front of that, was killed."""
+    go_on = resume_hint(record.run, record.size)
+    text = f"the supervisor of {name_of(record)} was killed (SIGKILL), and the rank with it, {place_of(record)}"
+    return f"{text}: a user or the batch system did it" + (f".\n{go_on}" if go_on else "")
+
+
+class Front:
+    """Waits for the supervisor. supervisor, launcher: process ids."""
+
+    def __init__(self, memory: mmap.mmap, supervisor: int, launcher: int):
+        self.reporter, self.supervisor, self.launcher = Reporter(memory, launcher), supervisor, launcher
+
+    def run(self) -> NoReturn:
+        """Passes signals on, and ends with the supervisor's status, or with the launcher."""
+        while True:
+            info = signal.sigtimedwait(SIGNALS, TICK_S)
+            if info is not None and info.si_signo != signal.SIGCHLD:
+                os.kill(self.supervisor, info.si_signo)
+            process, status = os.waitpid(self.supervisor, os.WNOHANG)
+            if process:
+                self._end(os.waitstatus_to_exitcode(status))
+            if os.getppid() != self.launcher:
+                os._exit(LOST_STATUS)  # the supervisor notices it
+            self.reporter.open_board()
+
+    def _end(self, status: int) -> NoReturn:
+        is_lost, status = status < 0, 128 - status if status < 0 else status
+        try:
+            if is_lost:  # the supervisor was killed, and its rank with it
+                descendants.end_all()
+                own_files.remove()
+                if self.reporter.may_report():
+                    message = lost_message(parse(self.reporter.memory))
+                    if self.reporter.report(message, status):
+                        time.sleep(launcher.ABORT_S)
+        finally:
+            os._exit(status)
+
+
+def is_alone(front: int, launcher_process: int) -> bool:
+    """Whether the launcher still has other processes, so that it is not ending the job: only this front has ended."""
+    time.sleep(TICK_S / 2)
+    return any(_lives(process) for process in descendants.children_of(launcher_process) if process != front)
+
+
+def _lives(process: int) -> bool:
+    with suppress(OSError), open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
