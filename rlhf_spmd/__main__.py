@@ -57,6 +57,7 @@ def _alone(arguments: list[str]) -> int:
     under srun the first process works, and copies do nothing. Under mpirun the verb is refused.
     """
     from rlhf_spmd.runtime.guard import launcher, streams
+    from rlhf_spmd.runtime.guard.failures import explain
     from rlhf_spmd.runtime.guard.surroundings import without_folder
 
     place = launcher.launched(os.environ)
@@ -82,9 +83,10 @@ def _alone(arguments: list[str]) -> int:
         raise
     except (UserError, OSError) as error:
         gone = without_folder()
-        if not gone and not isinstance(error, UserError):
+        text = str(error) if isinstance(error, UserError) else explain(error)
+        if not gone and text is None:
             raise
-        text = f"{error}; {gone}" if gone and isinstance(error, UserError) else gone or str(error)
+        text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text
         if launcher.reports(os.environ):
             print(f"rlhf_spmd: error: {text}", file=sys.stderr)
         return USER_STATUS

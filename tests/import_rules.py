@@ -22,7 +22,7 @@ ANYTHING = ("",)
 
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
 RUNTIME: dict[str, tuple[str, ...]] = {
-    "observe": (),
+    "observe": ("files",),
     "guard": ("files", "plan"),
     "world": ("plan",),
     "data": (
@@ -113,7 +113,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "option_values",
         "role_shapes",
     ),
-    "rlhf_spmd.config_file": ("config", "option_values"),
+    "rlhf_spmd.config_file": ("config", "files", "option_checks", "option_values"),
     "rlhf_spmd.data_epochs": ("config",),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),

@@ -36,7 +36,9 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "stat", refuse)
-    assert why_no_file(tmp_path / "file") == "can't be read: Permission denied"
+    assert (
+        why_no_file(tmp_path / "file") == "can't be read: Permission denied: ask its owner for the rights (chmod g+rX)"
+    )
     assert not is_file(tmp_path / "file") and not is_folder(tmp_path)
 
 

@@ -8,13 +8,17 @@ import re
 import shlex
 from pathlib import Path
 
+from rlhf_spmd.files import paths_in
+
 MANIFEST = "manifest.json"
 NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """All complete checkpoints, oldest first."""
-    folders = [path for path in root.glob("iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    """All complete checkpoints, oldest first. Raises OSError if the folder can't be read."""
+    folders = [
+        path for path in paths_in(root, "iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+    ]
     return sorted(folders, key=number_of)
 
 
@@ -39,7 +43,10 @@ def resume_hint(run: str, num_ranks: int) -> str:
     """For the end of an error message: the newest complete checkpoint and the command that resumes from it."""
     if not run:
         return ""
-    newest = newest_checkpoint(run)
+    try:
+        newest = newest_checkpoint(run)
+    except OSError as error:  # which must not hide the error that is reported
+        return f"Whether {run} has a complete checkpoint can't be read ({error.strerror or error})."
     if newest is None:
         return f"There is no complete checkpoint in {run}."
     return f"The newest complete checkpoint is {newest}; resume with: {resume_command(run, num_ranks)}"

@@ -27,3 +27,11 @@ class Asked:
         names = sorted(self._seen)
         self._seen.difference_update(names)
         return names
+
+
+def name_of(number: int) -> str:
+    """`SIGKILL` for 9."""
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"

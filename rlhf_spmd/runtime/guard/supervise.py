@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import launcher, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
+from rlhf_spmd.runtime.guard.signals import name_of
 from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, shared_memory_bytes
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
@@ -205,7 +206,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
         why = "another process sent it"
     else:
         why = "its code called exit (os._exit, or exit in compiled code)"
-    ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
+    ended = f"was ended by {name_of(record.signal)}" if record.signal else f"exited with {record.status}"
     go_on = resume_hint(record.run, record.size)
     return f"{who} {ended} {doing}{since}: {why}" + (f".\n{go_on}" if go_on else "")
 
