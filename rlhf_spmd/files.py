@@ -61,6 +61,13 @@ def read_bytes(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
+def refuse_pipes(folder: Path) -> None:
+    """Raises UserError for a pipe or the like in a folder that other packages read: they would wait for it."""
+    for path in paths_in(folder, "*"):
+        if why_no_file(path) == NO_FILE:
+            raise UserError(f"{path} {NO_FILE}; put the file there")
+
+
 def read_lines(path: Path) -> list[str]:
     """The lines of a file without their ends; none if there is no file. Bytes that are no UTF-8 are replaced. Raises as
     read_bytes."""

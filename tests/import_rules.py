@@ -102,7 +102,7 @@ OURS: dict[str, tuple[str, ...]] = {
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
     "rlhf_spmd.calibration_file": ("plan", "files", "option_suggestions"),
     "rlhf_spmd.cluster_calibration": ("plan", "calibration_file"),
-    "rlhf_spmd.cluster_file": ("plan",),
+    "rlhf_spmd.cluster_file": ("files", "plan"),
     "rlhf_spmd.config": (
         "plan",
         "algorithm",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import NO_RIGHT, is_folder, json_value, read_bytes
+from rlhf_spmd.files import NO_RIGHT, is_folder, json_value, read_bytes, refuse_pipes
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
 
@@ -106,6 +106,7 @@ def read_config_json(path: Path) -> "ModelConfig":
     """The model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for a
     folder with an adapter."""
     refuse_adapter(path.parent)
+    refuse_pipes(path.parent)
     values = read_json(path)
     with naming(path):
         return from_hf(values)

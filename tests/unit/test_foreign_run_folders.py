@@ -12,10 +12,14 @@ import pytest
 
 from rlhf_spmd import presets
 from rlhf_spmd.__main__ import main
+from rlhf_spmd.calibration_file import read_calibration
 from rlhf_spmd.config import resolved
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import ChatTemplate
+from rlhf_spmd.runtime.checkpoint.resume import read_run
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT_AT, END, END_AT, NOW_AT, Flight, parse
 from rlhf_spmd.runtime.run.run_folder import RunFolder
+from tests.folders import write_model
 from tests.run_mpi import environment_alone
 
 READING = ("status", "postmortem", "rollouts", "report")
@@ -47,6 +51,7 @@ def run(tmp_path) -> Path:
     row = {"iteration": 0, "prompt_index": 0, "sample": 0, "prompt": "Who?", "response": "I.", "scores": 1.0}
     (folder / "rollouts/iteration-000000/part-0000.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     (folder / "checkpoints/iteration-000001/manifest.json").write_text("{}", encoding="utf-8")
+    (folder / "strategy.py").write_text("def place(workload, cluster): ...\n", encoding="utf-8")
     flight = Flight()
     flight.describe(rank=0, size=1, host="here")
     flight.begin(b"iteration 0: Run actor_train", 0, 0)
@@ -110,9 +115,8 @@ def test_a_page_that_the_user_names_is_loaded(run, tmp_path, capsys):
     own = "from rlhf_spmd.algorithms.ppo import *\nTITLE = 'mine'\n"
     (run / "algorithm.py").write_text(own, encoding="utf-8")
     values = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    edit(run / "config.json", algorithm="mine", mine=values["ppo"])
-    path = run / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "ppo"}), encoding="utf-8")
+    values |= {"algorithm": "mine", "mine": values.pop("ppo")}
+    (run / "config.json").write_text(json.dumps(values), encoding="utf-8")
     assert main([*words("check", run), "--algorithm", str(run / "algorithm.py")]) == 0
     assert main([*words("check", run), "--algorithm", "ppo"]) == 0  # another one, without the options of the first
     capsys.readouterr()
@@ -235,23 +239,24 @@ def test_what_may_not_be_read_is_named(locked, run, capsys):
     out.mkdir(mode=0o777)
     os.chmod(out, 0o777)
     statuses = {}
-    for verb in READING:
+    for verb in (*READING, "resume"):
         line = [str(out / "page.html") if "page.html" in word else word for word in words(verb, run)]
         child = os.fork()
         if not child:
             os.setresgid(65534, 65534, 65534)
             os.setresuid(65534, 65534, 65534)
             try:
-                status = main(line)
-            except BaseException:
-                status = 77
+                status = main(line) if verb != "resume" else bool(read_run(str(run), [], other_strategy=False))
+            except BaseException as error:
+                is_told = isinstance(error, UserError | PermissionError) and "Permission denied" in str(error)
+                status = 2 if verb == "resume" and is_told else 77
             os._exit(status)
         statuses[verb] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     reads = {"config.json": {"report", "status"}, "metrics.jsonl": {"report", "status"}, "rollouts": {"rollouts"}}
-    reads |= {"flight": {"status", "postmortem"}, "checkpoints": {"status", "postmortem"}}
-    wanted = reads.get(locked, {*READING})
+    reads |= {"flight": {"status", "postmortem"}, "checkpoints": {"status", "postmortem", "resume"}}
+    wanted = reads.get(locked, {*READING, "resume"})
     assert {verb for verb, status in statuses.items() if status == 2} >= wanted
-    assert set(statuses.values()) <= {0, 2}
+    assert all(status in (0, 2) for verb, status in statuses.items() if verb != "resume"), statuses
 
 
 @pytest.mark.parametrize("name", FILES[:4] + FILES[5:7] + ("flight/rank-0000.bin", "flight/failure.txt"))
@@ -264,15 +269,25 @@ def test_a_pipe_is_refused_at_once(name, run, capsys):
 
 
 def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):
-    os.mkfifo(tmp_path / "prompts.jsonl")
-    (tmp_path / "model").mkdir()
-    os.mkfifo(tmp_path / "model" / "config.json")
+    pipe, model = tmp_path / "prompts.jsonl", write_model(tmp_path / "model")
+    os.mkfifo(pipe)
+    own = tmp_path / "own.py"
+    os.mkfifo(own)
+    (model / "tokenizer_config.json").unlink()
+    os.mkfifo(model / "tokenizer_config.json")
     for words in (
-        ["data.prompts=" + str(tmp_path / "prompts.jsonl"), "eval.prompts=" + str(tmp_path / "prompts.jsonl")],
-        ["--model", str(tmp_path / "model")],
+        [f"eval.prompts={pipe}"],
+        ["--model", str(model), f"models.reward={model}"],
+        ["--cluster", str(pipe)],
+        ["--config", str(pipe)],
+        ["--algorithm", str(own)],
     ):
         assert main(["check", "flattening", *words]) == 2
         assert "is a pipe" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is a pipe"):
+        ChatTemplate(model, str(own), started="")
+    with pytest.raises(UserError, match="is a pipe"):
+        read_calibration(str(own))
 
 
 def test_a_long_path_of_a_run_is_kept_whole(run):
