@@ -74,6 +74,7 @@ def _alone(arguments: list[str]) -> int:
     under srun the first process works, and copies do nothing. Under mpirun the verb is refused.
     """
     from rlhf_spmd.runtime.guard import launcher, streams
+    from rlhf_spmd.runtime.guard.failures import explain
     from rlhf_spmd.runtime.guard.surroundings import without_folder
 
     place = launcher.launched(os.environ)
@@ -102,9 +103,10 @@ def _alone(arguments: list[str]) -> int:
         raise
     except (UserError, OSError) as error:
         gone = without_folder()
-        if not gone and not isinstance(error, UserError):
+        text = str(error) if isinstance(error, UserError) else explain(error)
+        if not gone and text is None:
             raise
-        text = f"{error}; {gone}" if gone and isinstance(error, UserError) else gone or str(error)
+        text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text
         if launcher.reports(os.environ):
             print(f"rlhf_spmd: error: {text}", file=sys.stderr)
         return USER_STATUS
@@ -322,7 +324,7 @@ def _on_ranks(arguments: list[str]) -> int:
     from rlhf_spmd.runtime.world.world import World
 
     on_interrupt = signal.getsignal(signal.SIGINT)  # ignored in the background of some shells
-    if on_interrupt is signal.default_int_handler:
+    if on_interrupt is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost yet, and no rank could tell the others
     asked = Asked()
     if arguments[0] == "train":

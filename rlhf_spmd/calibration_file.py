@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file, is_folder
+from rlhf_spmd.files import is_file, is_folder, json_value, read_bytes
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.plan.cost.calibration import VERSION, Calibration, Device, Link, Machine
 
@@ -71,10 +71,10 @@ def load_calibration(name: str) -> Calibration:
 def read_calibration(path: str) -> Calibration:
     """The calibration in a file. Raises UserError naming the file and the error in it."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json_value(read_bytes(path))
     except OSError as error:
         raise UserError(f"calibration {path} cannot be read ({error.strerror}); give a .json file") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"calibration {path} is not JSON: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if isinstance(version, int) and version != VERSION:

@@ -14,12 +14,12 @@ memory_gib = 48          # optional; without it no limit is known
 """
 
 import tomllib
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import read_bytes
 from rlhf_spmd.plan.cluster import DEVICE_BYTES, MAX_DEVICES, Cluster, Node
 
 
@@ -45,7 +45,7 @@ class _ClusterFile(_Strict):
 def read_cluster(path: str) -> Cluster:
     """The cluster that a file describes. Raises UserError naming the file and the error in it."""
     try:
-        file = _ClusterFile.model_validate(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        file = _ClusterFile.model_validate(tomllib.loads(read_bytes(path).decode()))
     except OSError as error:
         raise UserError(f"cluster file {path} cannot be read ({error.strerror}); give a .toml file") from None
     except ValidationError as error:

@@ -18,11 +18,14 @@ from typing import Any
 from rlhf_spmd import config as configs
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import is_file, json_value, read_bytes
+from rlhf_spmd.option_checks import foreign_functions
 from rlhf_spmd.option_values import EPOCHS, ITERATIONS, TEMPLATE_KWARGS, check_length, is_given
 
 # Keys that name what options with dashes name on the command line.
 WORDS = ("preset", "algorithm", "model", "strategy", "layout", "cluster", "calibration", "runs", "name")
 STRATEGY_NAME = "strategy.name"  # the strategy, where `strategy` is a mapping with its options
+FUNCTIONS = ("reward_function", "eval.reward_function")
 CONFIG, PAGE = "config.json", "algorithm.py"  # of a run folder: the first names the second by its title
 NULLS = ("", "~", "null", "Null", "NULL")
 TAGS = ("str", "int", "float", "bool", "null", "seq", "map", "timestamp", "value")  # that plain YAML has
@@ -44,12 +47,24 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     """What a file sets. words: those of WORDS. page: the algorithm's file, if the file lies in a run folder that has
-    one."""
+    one. of_run: a run wrote it (config.json), so the code that it names is not the user's word."""
 
     path: str
     words: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[Setting, ...] = ()
     page: str | None = None
+    of_run: bool = False
+
+    @property
+    def code(self) -> dict[str, str]:
+        """What a file of a run names that is code and comes with the run: word or option -> its text."""
+        algorithm = self.page or self.words.get("algorithm", "")
+        found = {"algorithm": algorithm} | {"strategy": self.words.get("strategy", "")}
+        found = {word: text for word, text in found.items() if text.endswith(".py")}
+        for one in self.settings:
+            functions = foreign_functions(one.value or "") if isinstance(one.value, str | None) else one.value
+            found |= {one.key: ",".join(functions)} if one.key in FUNCTIONS and functions else {}
+        return found if self.of_run else {}
 
     def without(self, leaves_out: Callable[[str], bool]) -> "ConfigFile":
         """Without the options whose keys are left out."""
@@ -96,17 +111,16 @@ def read_config_file(path: str) -> ConfigFile:
             )
         settings[one.key] = one
     words = {name: _word(path, settings.pop(name)) for name in WORDS if name in settings}
-    page = Path(path).with_name(PAGE)
-    in_run = Path(path).name == CONFIG and page.is_file()
+    page, of_run = Path(path).with_name(PAGE), Path(path).name == CONFIG
     given = {name: text for name, text in words.items() if text is not None}
-    return ConfigFile(path, given, tuple(settings.values()), str(page) if in_run else None)
+    return ConfigFile(path, given, tuple(settings.values()), str(page) if of_run and is_file(page) else None, of_run)
 
 
 def _text_of(path: str) -> str:
     if not path:
         raise UserError("--config is empty: give a file (a variable that is not set?)")
     try:
-        content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+        content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
         text = content.decode()
         return _json_as_yaml(text) if path.endswith(".json") else text
     except UnicodeDecodeError as error:
@@ -202,7 +216,7 @@ def _object(where: str, key: str, node: Any, number: Iterator[int]) -> Any:
     if node.tag.endswith(":bool"):
         return text.lower() in ("true", "yes", "on")
     with suppress(ValueError):
-        return json.loads(text)
+        return json_value(text)
     if node.tag.endswith((":int", ":float")):
         raise UserError(f"{where}: {key} has {text}: write a number as JSON does, such as 0.5, or put it into quotes")
     return text

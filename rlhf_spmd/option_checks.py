@@ -15,6 +15,12 @@ MOST_STEPS, MOST_SEQUENCES = 10_000, 2**20
 MOST_COUNTED_EPOCHS = 1000  # whose steps are cut by a budget of tokens: seconds for small sets
 
 
+def foreign_functions(*texts: str) -> list[str]:
+    """The reward functions that options name, without those of the package."""
+    specs = dict.fromkeys(spec for text in texts for spec in split_functions(text))
+    return [spec for spec in specs if not spec.startswith("rlhf_spmd.rewards:")]
+
+
 def check_options(config: Config) -> None:
     """Raises UserError if options contradict each other."""
     sequences = config.rollout_batch * config.samples_per_prompt

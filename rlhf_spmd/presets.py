@@ -217,7 +217,7 @@ def _algorithm(name: str | None, file: ConfigFile, default: str) -> tuple[Algori
     """The algorithm, and the file without what belongs to its own one alone, if the command line names another.
     default: of the preset."""
     before = file.words.get("algorithm", default)
-    if name is None or name == before:
+    if name in (None, before, file.page):
         if file.page and "algorithm" in file.words:
             return load_algorithm(file.page, before), file
         return load_algorithm(name or before), file

@@ -22,7 +22,7 @@ ANYTHING = ("",)
 
 # Rooms -> what they import of the code below them; a room also imports itself and the rooms above it, nothing else.
 RUNTIME: dict[str, tuple[str, ...]] = {
-    "observe": (),
+    "observe": ("files",),
     "guard": ("files", "plan"),
     "world": ("plan",),
     "data": (
@@ -102,7 +102,7 @@ OURS: dict[str, tuple[str, ...]] = {
     **{f"rlhf_spmd.algorithms.{name}": TENSOR_MATH for name in MATH},
     "rlhf_spmd.calibration_file": ("plan", "files", "option_suggestions"),
     "rlhf_spmd.cluster_calibration": ("plan", "calibration_file"),
-    "rlhf_spmd.cluster_file": ("plan",),
+    "rlhf_spmd.cluster_file": ("files", "plan"),
     "rlhf_spmd.config": (
         "plan",
         "algorithm",
@@ -113,7 +113,7 @@ OURS: dict[str, tuple[str, ...]] = {
         "option_values",
         "role_shapes",
     ),
-    "rlhf_spmd.config_file": ("config", "option_values"),
+    "rlhf_spmd.config_file": ("config", "files", "option_checks", "option_values"),
     "rlhf_spmd.data_epochs": ("config",),
     "rlhf_spmd.embedded": (),
     "rlhf_spmd.fitting_strategies": ("plan", "strategy"),

@@ -4,7 +4,6 @@ The supported families (Llama 2/3, Mistral, Qwen2/2.5, Qwen3) differ only in a f
 file knows what a family implies (Qwen2 always has biases on q, k and v; Qwen3 always normalises q and k).
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder
+from rlhf_spmd.files import NO_RIGHT, is_folder, json_value, read_bytes, refuse_pipes
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class prefix
 
@@ -52,10 +51,12 @@ _DEFAULTS = {
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json_value(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; {how_to_get(path.parent)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except PermissionError:
+        raise UserError(f"{path} {NO_RIGHT}") from None
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path} cannot be read as JSON ({reason}); copy it again") from None
     if not isinstance(values, dict):
@@ -105,6 +106,7 @@ def read_config_json(path: Path) -> "ModelConfig":
     """The model that a config.json describes. Raises UserError naming the file and the key that is wrong, and for a
     folder with an adapter."""
     refuse_adapter(path.parent)
+    refuse_pipes(path.parent)
     values = read_json(path)
     with naming(path):
         return from_hf(values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder, why_no_file
+from rlhf_spmd.files import is_folder, read_bytes, why_no_file
 from rlhf_spmd.model import config as model_config
 from rlhf_spmd.model import weights
 from rlhf_spmd.model.config import ModelConfig, naming, read_json
@@ -183,7 +183,7 @@ class ChatTemplate:
         self._template: str | None = None
         if file:  # read even if no prompt turns out to be a conversation: a misspelt name must not go unnoticed
             try:
-                self._template = Path(file).read_text(encoding="utf-8")
+                self._template = read_bytes(file).decode()
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"data.chat_template={file} can't be read: {error}") from None
 

@@ -11,7 +11,7 @@ from rlhf_spmd import presets
 from rlhf_spmd.cluster_calibration import calibration_for, with_reserve
 from rlhf_spmd.cluster_file import read_cluster
 from rlhf_spmd.config import Config, evaluated, make_workload, prompt_files, resolved, split_functions
-from rlhf_spmd.config_file import ConfigFile, read_config_file, to_text
+from rlhf_spmd.config_file import FUNCTIONS, ConfigFile, read_config_file, to_text
 from rlhf_spmd.data_epochs import length_of
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.fitting_strategies import Evaluate, advice, no_evaluation
@@ -40,7 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     program = strategy.compile(make_workload(config), cluster, config.strategy)
     title = f"{strategy.name} on {cluster}, preset {config.title}"
     evaluate = evaluate_of(config)
-    findings = check_both(program, evaluate(program)) + check_rewards(config) + tokenizer_findings(config)
+    findings = check_both(program, evaluate(program)) + check_rewards(config, parsed.file) + tokenizer_findings(config)
     text = config_text(parsed, config, parsed.strategy)
     return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluate)
 
@@ -84,11 +84,14 @@ def check_both(training: Program, evaluation: Program | None) -> list[Finding]:
     return check(training) + [replace(one, message=f"evaluation: {one.message}") for one in of_evaluation]
 
 
-def check_rewards(config: Config) -> list[Finding]:
-    """Warnings about reward functions that are not on this machine. Loads the others, and raises UserError for one that
-    a run would refuse."""
+def check_rewards(config: Config, file: ConfigFile | None = None) -> list[Finding]:
+    """Warnings about reward functions that are not on this machine, or that only a run's file names. Loads the others,
+    and raises UserError for one that a run would refuse."""
     if not any(role.judge for role in config.algorithm.roles.values()):
         return []
+    if file and (code := {key: text for key, text in file.code.items() if key in FUNCTIONS}):
+        named = " ".join(f"{key}={text}" for key, text in code.items())
+        return [Finding("warning", f"{file.path} names {named}: not loaded and not checked; add it if you trust it")]
     findings = [_check_reward(spec, config) for spec in split_functions(config.reward_function)]
     if config.eval.prompts:
         evaluation = evaluated(config)
@@ -151,7 +154,7 @@ def load_config(parsed: argparse.Namespace, *, on_gpu: bool = False) -> Config:
 def read_words(parsed: argparse.Namespace) -> None:
     """Reads the file of --config, and completes the options that it names. Options of its strategy are left out where
     the command line names another strategy, and where the planner chooses. Raises UserError."""
-    file = read_config_file(parsed.config)
+    file = trusted(parsed, read_config_file(parsed.config))
     own = file.words.get("strategy", DEFAULT_STRATEGY)
     named = getattr(parsed, "strategies", None) or [one for one in [getattr(parsed, "strategy", None)] if one]
     if parsed.verb in ("check", "draw", "forecast") and not named:
@@ -169,6 +172,45 @@ def read_words(parsed: argparse.Namespace) -> None:
             one = parsed.verb in ("check", "forecast") and name == "strategy"
             setattr(parsed, name, own if one else file.words.get(name))
     parsed.file = file
+
+
+def trusted(parsed: argparse.Namespace, file: ConfigFile) -> ConfigFile:
+    """A file of options, of which a verb that does not train runs no code if a run wrote the file: such code must be
+    named on the command line. Raises UserError."""
+    trains = parsed.verb in ("train", "precompute") and not getattr(parsed, "dry_run", False)
+    code = file.code
+    if trains or not file.of_run:
+        return file
+    keys = [word.partition("=")[0] for word in parsed.overrides]
+    file = replace(
+        file, settings=tuple(one for one in file.settings if one.key not in keys or one.key not in FUNCTIONS)
+    )
+    words, named = dict(file.words), getattr(parsed, "algorithm", None)
+    how = "is named by a run's file, whose code is run by `train` alone; if you trust it, name it yourself:"
+    if parsed.verb == "generate":
+        file = file.without(lambda key: key in code)
+        words = {word: text for word, text in words.items() if word not in ("algorithm", "strategy")}
+        return replace(file, words=words, page=None)
+    if "algorithm" in code and named is None:
+        raise UserError(f"{file.path}: the algorithm {code['algorithm']} {how} --algorithm {code['algorithm']}")
+    if "algorithm" in code and Path(named).absolute() != Path(code["algorithm"]).absolute():
+        own = Path(words.pop("algorithm", "")).stem  # not loaded to ask for its roles
+        file = file.without(lambda key: key.startswith((f"{own}.", "models.", "optimizer.")))
+        return replace(file, words=words, page=None)
+    if "algorithm" in code:
+        file = replace(file, page=named)
+    given = getattr(parsed, "strategies", None) or getattr(parsed, "strategy", None)
+    if "strategy" in code and parsed.verb not in ("plan", "profile") and not given:
+        word = "" if parsed.verb in ("check", "draw", "forecast") else "--strategy "
+        raise UserError(f"{file.path}: the strategy {code['strategy']} {how} {parsed.verb} {word}{code['strategy']}")
+    return file
+
+
+def code_note(file: ConfigFile | None) -> str:
+    """What a run is to say about the code that the file of another run names; empty if there is none."""
+    code = file.code if file else {}
+    named = ", ".join(f"{name} {text}" for name, text in code.items())
+    return f"note: code that {file.path} names is run: {named}" if code else ""
 
 
 def config_text(parsed: argparse.Namespace, config: Config, strategy: str) -> str:

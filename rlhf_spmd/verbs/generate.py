@@ -59,6 +59,8 @@ def of_file(file: ConfigFile) -> GenerateOptions:
                 options = assigned(options, one.key, one.value)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
+        elif file.of_run:  # the options of its algorithm, which is not loaded, are not known
+            continue
         elif one.key not in of_training and one.key.partition(".")[0] != "strategy":
             hint = suggest_option(one.key, (), [*mine, *of_training])
             raise UserError(f"{where}: unknown option {one.key!r}{hint}")

@@ -16,7 +16,7 @@ from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.runtime.data.precomputed import try_to_write
 from rlhf_spmd.runtime.world.devices import check_program
 from rlhf_spmd.strategy import load_strategy
-from rlhf_spmd.verbs.check import DEFAULT_STRATEGY, load_config
+from rlhf_spmd.verbs.check import DEFAULT_STRATEGY, code_note, load_config
 from rlhf_spmd.verbs.plan import refuse_existing
 from rlhf_spmd.verbs.train import cluster_of
 
@@ -67,6 +67,8 @@ def run(world: Any, parsed: argparse.Namespace) -> None:
 
     from rlhf_spmd.runtime.run.precompute import precompute  # torch, which start_torch has prepared for
 
+    if world.rank == 0 and (note := code_note(parsed.file)):
+        print(note)
     result = precompute(config, program, world, out)
     if world.rank == 0:
         print(

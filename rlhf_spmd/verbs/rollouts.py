@@ -12,13 +12,14 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import json_text
+from rlhf_spmd.files import json_text, on_one_line, paths_in, printable
 from rlhf_spmd.option_suggestions import did_you_mean
 from rlhf_spmd.runtime.guard.postmortem import check_is_folder
 from rlhf_spmd.runtime.run.rollout_files import read_part
 
 FOLDER = "rollouts"
-PLACE, TEXTS = ("iteration", "prompt_index", "sample"), ("prompt", "response")
+PLACES = {"iteration": "iteration", "prompt_index": "prompt", "sample": "sample"}
+PLACE, TEXTS = tuple(PLACES), ("prompt", "response")
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -47,7 +48,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         is_unicode = "utf" in (sys.stdout.encoding or "").lower()
         for row in shown:
-            print(json_text(row) if is_unicode else json.dumps(row))
+            text = json_text(row)
+            print(text if is_unicode and text == printable(text) else json.dumps(row, default=str))
         return 0
     for row in shown:
         print(text_of(row))
@@ -60,7 +62,7 @@ def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
     """The folder of one iteration or evaluation; by default that of the last iteration. Raises UserError."""
     check_is_folder(run)
     kind, number = ("iteration", iteration) if evaluation is None else ("evaluation", evaluation)
-    known = sorted((run / FOLDER).glob(f"{kind}-*"))
+    known = [path for path in paths_in(run / FOLDER, f"{kind}-*") if path.name.partition("-")[2].isdecimal()]
     if not known:
         raise UserError(
             f"{run} has no samples of an {kind} in {FOLDER}/: train with rollouts.every=N"
@@ -77,7 +79,7 @@ def chosen(run: Path, iteration: int | None, evaluation: int | None) -> Path:
 
 def read(folder: Path) -> Iterator[Row]:
     """The rows of all parts. Raises UserError."""
-    for path in sorted([*folder.glob("part-*.jsonl"), *folder.glob("part-*.parquet")]):
+    for path in sorted([*paths_in(folder, "part-*.jsonl"), *paths_in(folder, "part-*.parquet")]):
         yield from read_part(path)
 
 
@@ -144,16 +146,11 @@ def text_of(row: Row) -> str:
     """A row for people: its numbers, its prompt, its response, other texts; tokens and numbers of tokens only with
     --json."""
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name not in PLACE}
-    place = "iteration {iteration}, prompt {prompt_index}, sample {sample}".format(**row)
+    place = ", ".join(f"{name} {row[key]}" for key, name in PLACES.items() if key in row)
     shown = {name: f"{value:.4g}" if abs(value) <= 1e300 else str(value) for name, value in numbers.items()}
-    lines = [place + "".join(f", {_shown(name)} {text}" for name, text in shown.items())]
+    lines = [place + "".join(f", {on_one_line(name)} {text}" for name, text in shown.items())]
     others = [name for name, value in row.items() if isinstance(value, str | dict) and name not in TEXTS]
     for name in (*(name for name in row if name in TEXTS), *others):
         value = row[name] if isinstance(row[name], str) else json_text(row[name])
-        lines.append(f"  {_shown(name)}: {_shown(value)}")
+        lines.append(f"  {on_one_line(name)}: {on_one_line(value)}")
     return "\n".join(lines)
-
-
-def _shown(text: str) -> str:
-    """Text of a model or a data set, which may have control characters."""
-    return text if text.isprintable() else text.encode("unicode_escape", "surrogatepass").decode()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from rlhf_spmd.plan.text.program_listing import table
 from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
-from rlhf_spmd.runtime.run.run_files import algorithm_of, read_config, read_rows
+from rlhf_spmd.runtime.run.run_files import read_config, read_rows, reported
 
 RECENT = 10  # iterations of which the medians of seconds and tokens are taken
 COLUMNS = ("rank", "host", "state", "memory", "seen", "for", "what it does")
@@ -24,6 +25,7 @@ def run(parsed: argparse.Namespace) -> int:
     records = records_of(run)
     metrics, config = read_rows(run / "metrics.jsonl"), read_config(run)
     total = config.get("iterations")
+    total = total if isinstance(total, int) else None
     pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
     slowest = slowest_rank(records)
     newest = newest_checkpoint(run)
@@ -36,8 +38,9 @@ def run(parsed: argparse.Namespace) -> int:
     pace = f", {pace_s:.2f} s each{left}" if pace_s else ""
     print(f"  iterations  {len(metrics)}{of} done{pace}" + (f", {speed:,.0f} tokens/s generated" if speed else ""))
     if metrics:
-        shown = {name: metrics[-1].get(name) for name in _headlines(run, config)}
-        print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None))
+        shown = {name: metrics[-1].get(name) for name in (*reported(run, config).headlines, "response_length")}
+        numbers = {name: value for name, value in shown.items() if isinstance(value, int | float)}
+        print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
     age_s = now - (newest / "manifest.json").stat().st_mtime if newest else 0.0
     print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
     if slowest is not None:
@@ -60,17 +63,11 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _headlines(run: Path, config: dict[str, Any]) -> list[str]:
-    """The metrics to show: those that its algorithm reports at the end of a run, and the length of responses."""
-    algorithm = algorithm_of(run, config)
-    metrics = algorithm.metrics if algorithm else {}
-    return [*(name for name, metric in metrics.items() if metric.headline is not None), "response_length"]
-
-
 def _recent(metrics: list[dict[str, Any]], name: str) -> float | None:
     """The median of a metric over the last iterations."""
-    values = [row[name] for row in metrics[-RECENT:] if row.get(name)]
-    return statistics.median(values) if values else None
+    values = [row.get(name) for row in metrics[-RECENT:]]
+    numbers = [value for value in values if isinstance(value, int | float) and value and math.isfinite(value)]
+    return statistics.median(numbers) if numbers else None
 
 
 def _row(record: Record, now: float) -> tuple[str, ...]:

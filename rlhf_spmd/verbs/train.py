@@ -25,6 +25,7 @@ from rlhf_spmd.verbs.check import (
     DEFAULT_STRATEGY,
     check_both,
     check_rewards,
+    code_note,
     config_text,
     config_words,
     evaluate_of,
@@ -62,7 +63,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
         evaluation = evaluate(program)
         findings = check_both(program, evaluation)
         if parsed.dry_run:
-            findings += check_rewards(config) if world.rank == 0 else []
+            findings += check_rewards(config, parsed.file) if world.rank == 0 else []
         else:
             refuse_errors(strategy.name, program, findings, evaluate)
             check_program(world.computes, program)
@@ -98,6 +99,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             parsed.name,
             resumed,
             comes_with_package=strategy.comes_with_package,
+            note=code_note(parsed.file),
         ),
         summary=show_program(program, title=title, rank=0),
         command=None

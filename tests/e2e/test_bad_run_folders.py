@@ -49,6 +49,12 @@ def flip(run: Path, name: str) -> None:
     (run / name).write_bytes(bytes(whole))
 
 
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
 def edit_manifest(run: Path, edit: Callable[[dict], object]) -> None:
     values = json.loads((run / LAST / "manifest.json").read_text(encoding="utf-8"))
     edit(values)
@@ -108,6 +114,14 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "half a strategy": (
         lambda run: (run / "strategy.py").write_text("def place(workload, cluster:\n", encoding="utf-8"),
         ["strategy", "SyntaxError"],
+    ),
+    "metrics without seconds": (
+        lambda run: rewrite(run / "metrics.jsonl", '"iteration_s"', '"seconds"'),
+        ["metrics.jsonl, line 1 has no number as iteration_s"],
+    ),
+    "a checkpoint of another run": (
+        lambda run: rewrite(run / "config.json", '"seed": 0', '"seed": 1'),
+        ["iteration-000002 is of another run, or", "was made with seed=0, the run has 1"],
     ),
     "metrics lost": (
         lambda run: (run / "metrics.jsonl").write_text("", encoding="utf-8"),

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_spmd import presets
 from rlhf_spmd.config import prompt_files
-from rlhf_spmd.files import is_file, is_folder, json_lines, json_text, read_lines, why_no_file
+from rlhf_spmd.files import NO_RIGHT, is_file, is_folder, json_lines, json_text, read_lines, why_no_file
 from rlhf_spmd.runtime.data.reward_function import source_file
 from rlhf_spmd.runtime.observe import flight_recorder
 from rlhf_spmd.runtime.run.loggers import Curves
@@ -36,7 +36,7 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "stat", refuse)
-    assert why_no_file(tmp_path / "file") == "can't be read: Permission denied"
+    assert why_no_file(tmp_path / "file") == NO_RIGHT
     assert not is_file(tmp_path / "file") and not is_folder(tmp_path)
 
 

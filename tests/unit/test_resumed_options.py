@@ -108,7 +108,8 @@ def test_older_files_get_defaults_and_newer_ones_are_refused():
 def test_a_run_and_its_checkpoint(tmp_path):
     run = resumed(write_run(tmp_path, "iterations=7"), "deadline_s=5", "checkpoint.keep=3")
     assert (run.iteration, run.strategy, run.config.iterations, run.config.deadline_s) == (2, "mine", 7, 5.0)
-    assert run.state == STATE and run.config.checkpoint.keep == 3 and run.notes == ()
+    assert run.state == STATE and run.config.checkpoint.keep == 3
+    assert run.notes == (f"code that {tmp_path} holds or names is run: strategy.py",)
 
 
 def test_every_option_may_change_or_is_refused_by_name():
@@ -149,7 +150,7 @@ def test_what_a_folder_was_edited_to_is_refused_too(tmp_path):
     """The checkpoint knows what it was made with."""
     values = json.loads((write_run(tmp_path) / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(values | {"seed": 5}), encoding="utf-8")
-    assert "seed=5 would change the results" in refused(tmp_path)
+    assert "is of another run, or" in (text := refused(tmp_path)) and "seed=0, the run has 5" in text
 
 
 def test_iterations_may_change_where_no_schedule_depends_on_them(tmp_path):

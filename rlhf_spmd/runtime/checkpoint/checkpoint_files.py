@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import NO_RIGHT, json_value, paths_in, read_bytes
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 from rlhf_spmd.runtime.guard.failures import advice
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, number_of
@@ -192,7 +193,7 @@ def _sync(folder: Path) -> None:
 
 def without_manifest(root: Path) -> list[Path]:
     """Folders that are named like a checkpoint but are incomplete."""
-    return sorted(path for path in root.glob("iteration-*") if path.is_dir() and not (path / MANIFEST).is_file())
+    return [path for path in paths_in(root, "iteration-*") if path.is_dir() and not (path / MANIFEST).is_file()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +210,15 @@ class Checkpoint:
         """Raises UserError, naming the file and the fix, if the manifest can't be used."""
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json_value(read_bytes(path))
             if values["format"] != FORMAT:
                 raise unusable(folder, f"{path} is of format {values['format']!r}, this program reads {FORMAT}")
             iteration, random_layout = values["iteration"], values.get("random_layout", 1)
-            files = {name: FileRecord(int(file["bytes"]), file["sha256"]) for name, file in values["files"].items()}
+            files = {
+                name: FileRecord(int(file["bytes"]), str(file["sha256"])) for name, file in values["files"].items()
+            }
+        except PermissionError:
+            raise UserError(f"{path} {NO_RIGHT}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise unusable(folder, f"{path} can't be read ({type(error).__name__}: {error})") from None
         if iteration != number_of(folder):

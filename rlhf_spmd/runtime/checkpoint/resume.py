@@ -5,7 +5,6 @@ options of the checkpoint; a change that would change the results is refused by 
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,10 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file
+from rlhf_spmd.files import NO_RIGHT, is_file, json_value, why_no_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.template_time import checked_time
-from rlhf_spmd.option_checks import check_options
+from rlhf_spmd.option_checks import check_options, foreign_functions
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import STATE, Checkpoint, newest, unusable, without_manifest
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 
@@ -78,7 +77,10 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
     strategy are dropped. Raises UserError."""
     path = Path(folder)
-    if not is_file(path / CONFIG) or not is_file(path / STRATEGY):
+    lacks = [why_no_file(path / name) for name in (CONFIG, STRATEGY)]
+    if NO_RIGHT in lacks:
+        raise UserError(f"{folder}, or a file in it, {NO_RIGHT}")
+    if any(lacks):
         raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
@@ -88,10 +90,11 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
             f"{RANDOM_LAYOUT} and would draw other tokens; resume with the version of rlhf_spmd that started the run, "
             "or start a new run"
         )
-    page = str(path / ALGORITHM) if (path / ALGORITHM).is_file() else None
+    page = str(path / ALGORITHM) if is_file(path / ALGORITHM) else None
     stored = made_with = config_of(read_json(path / CONFIG), str(path / CONFIG), page)
     if checkpoint is not None:
-        made_with = config_of(json.loads(checkpoint.text(CONFIG)), str(checkpoint.folder / CONFIG), page)
+        made_with = config_of(_object(checkpoint, CONFIG), str(checkpoint.folder / CONFIG), page)
+        refuse_foreign(made_with, stored, checkpoint, path)
     if other_strategy:
         stored = dataclasses.replace(stored, strategy={})
     config = configs.overridden(stored, overrides)
@@ -103,7 +106,11 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     if checkpoint is None:
         notes.append(f"{folder} has no checkpoint yet: it starts again at iteration 0")
     state = _state(checkpoint, config) if checkpoint else {}
-    about = read_json(path / PROGRAM) if (path / PROGRAM).is_file() else {}
+    about = read_json(path / PROGRAM) if is_file(path / PROGRAM) else {}
+    functions = foreign_functions(config.reward_function, config.eval.reward_function)
+    code = [*([] if other_strategy else [STRATEGY]), *([ALGORITHM] if page else []), *functions]
+    if code:
+        notes.append(f"code that {folder} holds or names is run: {', '.join(code)}")
     name = str(about.get("strategy", path.name))
     return Resumed(path, config, name, checkpoint, state, tuple(notes), _started(path, about, checkpoint))
 
@@ -113,9 +120,31 @@ def _started(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None
     about: PROGRAM of the folder. Raises UserError."""
     found = {str(path / PROGRAM): about.get(STARTED)}
     if checkpoint is not None and PROGRAM in checkpoint.files:
-        of_checkpoint = json.loads(checkpoint.text(PROGRAM))
+        of_checkpoint = _object(checkpoint, PROGRAM)
         found = {str(checkpoint.folder / PROGRAM): of_checkpoint.get(STARTED)} | found
     return next((checked_time(text, source) for source, text in found.items() if text is not None), "")
+
+
+def _object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. Raises UserError."""
+    try:
+        values = json_value(checkpoint.text(name))
+    except ValueError as error:
+        raise unusable(checkpoint.folder, f"{checkpoint.folder / name} can't be read ({error})") from None
+    if not isinstance(values, dict):
+        raise unusable(checkpoint.folder, f"{checkpoint.folder / name} is no object")
+    return values
+
+
+def refuse_foreign(before: Config, stored: Config, checkpoint: Checkpoint, path: Path) -> None:
+    """Raises UserError for a checkpoint that was made with other options than the folder's, which no resume writes."""
+    old, new = configs.leaves(before), configs.leaves(stored)
+    for key in sorted({*old, *new}):
+        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE):
+            raise UserError(
+                f"{checkpoint.folder} is of another run, or {path / CONFIG} was edited: the checkpoint was made with "
+                f"{key}={old.get(key) or 'none'}, the run has {new.get(key) or 'none'}; restore what was changed"
+            )
 
 
 def refuse_fewer(config: Config, done: int, folder: str | Path) -> None:
@@ -167,7 +196,7 @@ def refuse_older(resumed: Resumed) -> None:
 def _state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     """state.json of a checkpoint, with its types checked."""
     try:
-        values = json.loads(checkpoint.text(STATE))
+        values = json_value(checkpoint.text(STATE))
         about = {name: dict(values.get(name, {})) for name in ("inputs", "surroundings")}
         state = values.get("state", values)  # earlier versions kept its parts at the top level
         config.algorithm.read_state(state)
@@ -186,6 +215,10 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
     if "device" in values and "device_type" not in values:
         raise UserError(f"{source} is from an earlier version, whose option device is now device_type; rename it there")
     name, strategy = values.get("algorithm", "ppo"), values.get("strategy", {})
+    if page is None and isinstance(name, str) and name.endswith(".py"):
+        raise UserError(
+            f"{source} names the algorithm {name}, and a run keeps its page as {ALGORITHM}; restore that file"
+        )
     if not isinstance(name, str) or not isinstance(strategy, Mapping):
         what = "strategy is not an object" if isinstance(name, str) else "algorithm is not a name"
         raise UserError(f"{source}: {what}; restore the file")

@@ -8,8 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rlhf_spmd.files import json_object
 from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.observe.flight_recorder import FOLDER, NOWHERE
 from rlhf_spmd.runtime.observe.position_board import RankStatus
@@ -44,17 +44,21 @@ class WaitGraph:
 
     @classmethod
     def read(cls, folder: Path) -> "WaitGraph | None":
-        """Reads the lists of a run folder; None if they are missing or unreadable."""
+        """Reads the lists of a run folder; None if they are missing or are none. Raises OSError and UserError if they
+        can't be read."""
+        values = json_object(folder / FOLDER / FILE)
         try:
-            values: Mapping[str, Any] = json.loads((folder / FOLDER / FILE).read_text(encoding="utf-8"))
-            texts = values["texts"]
+            texts = [str(text) for text in values["texts"]]
             return cls(
                 tuple(
-                    tuple(WaitStep(texts[number], tuple((rank, at) for rank, at in needs)) for number, needs in steps)
+                    tuple(
+                        WaitStep(texts[number], tuple((int(rank), int(at)) for rank, at in needs))
+                        for number, needs in steps
+                    )
                     for steps in values["ranks"]
                 )
             )
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError):
             return None
 
 

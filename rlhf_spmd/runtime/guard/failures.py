@@ -89,9 +89,19 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
         return f"{error.strerror} when writing{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"
+    if isinstance(error, PermissionError) and error.filename:
+        return no_right(error)
     if is_peer_error(error):
         return f"the connection to another rank broke or is late ({first})"
     return None
+
+
+def no_right(error: PermissionError) -> str:
+    """The message about a file that this user may not open."""
+    return (
+        f"{error.filename} can't be opened: {error.strerror}; ask its owner for the rights (chmod g+rX, also for the "
+        "folders around it), or name another one"
+    )
 
 
 def advice(error: OSError) -> str:

@@ -8,13 +8,17 @@ import re
 import shlex
 from pathlib import Path
 
+from rlhf_spmd.files import paths_in
+
 MANIFEST = "manifest.json"
 NAME = re.compile(r"iteration-(\d{6,})")
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """All complete checkpoints, oldest first."""
-    folders = [path for path in root.glob("iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    """All complete checkpoints, oldest first. Raises OSError if the folder can't be read."""
+    folders = [
+        path for path in paths_in(root, "iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
+    ]
     return sorted(folders, key=number_of)
 
 
@@ -41,7 +45,7 @@ def resume_hint(run: str, num_ranks: int) -> str:
         return ""
     try:
         newest = newest_checkpoint(run)
-    except OSError as error:  # e.g. too many open files
+    except OSError as error:  # e.g. too many open files; it must not hide the error that is reported
         return f"Its checkpoints can't be listed here ({error.strerror}); resume with: {resume_command(run, num_ranks)}"
     if newest is None:
         return f"There is no complete checkpoint in {run}."

@@ -3,15 +3,14 @@
 Needs only the run folder, on any machine that can read it. No torch, no MPI.
 """
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder
+from rlhf_spmd.files import is_folder, why_no_file
 from rlhf_spmd.runtime.guard.diagnose import Divergence, RankState, WaitGraph, diagnose
-from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS
+from rlhf_spmd.runtime.guard.signals import TERMINATED_STATUS, signal_name
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Entry, Record, read_records
 
 STALE_S = 15.0  # supervisors write twice a second, but a shared file system may show it later
@@ -50,7 +49,9 @@ def slowest_rank(records: Sequence[Record]) -> tuple[int, float] | None:
 def check_is_folder(run: Path) -> None:
     """Raises UserError if what a command names as a run folder is no folder."""
     if not is_folder(run):
-        raise UserError(f"{run} is not a folder; give the run folder that train printed")
+        why = why_no_file(run)
+        why = why if why.startswith("can't") else "is not a folder"
+        raise UserError(f"{run} {why}; give the run folder that train printed")
 
 
 def records_of(run: Path) -> list[Record]:
@@ -79,7 +80,7 @@ def run_status(records: Sequence[Record], now: float) -> str:
 def trouble_of(record: Record, last_s: float) -> str:
     """The known problem of a rank; empty if there is none."""
     if record.signal:
-        return f"it was ended by {signal.Signals(record.signal).name}"
+        return f"it was ended by {signal_name(record.signal)}"
     if record.state in ("T", "t"):
         return "it was stopped (SIGSTOP)"
     if not record.end_s and last_s - record.beat_s > STALE_S:
@@ -89,7 +90,7 @@ def trouble_of(record: Record, last_s: float) -> str:
 
 def full_text(entry: Entry, rank: int, graph: WaitGraph | None) -> str:
     """The text of an entry; the recorder truncates it, so the rest comes from the instruction lists."""
-    if graph is not None and 0 <= entry.position < len(graph.of_rank[rank]):
+    if graph is not None and rank < len(graph.of_rank) and 0 <= entry.position < len(graph.of_rank[rank]):
         text = f"iteration {entry.iteration}: {graph.of_rank[rank][entry.position].text}"
         return text if text.startswith(entry.text) else entry.text
     return entry.text
@@ -98,7 +99,7 @@ def full_text(entry: Entry, rank: int, graph: WaitGraph | None) -> str:
 def how_ended(record: Record) -> str:
     """Signal or status of a rank that has ended; empty while it runs."""
     if record.signal:
-        return f", ended by {signal.Signals(record.signal).name}"
+        return f", ended by {signal_name(record.signal)}"
     return f", ended with status {record.status}" if record.end_s else ""
 
 

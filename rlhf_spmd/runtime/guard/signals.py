@@ -91,3 +91,11 @@ def _interrupt(number, frame) -> None:
 def interrupted() -> bool:
     """Whether a SIGINT arrived. Without `remember_interrupts` any KeyboardInterrupt must be taken for one."""
     return bool(_interrupts) or getsignal(SIGINT) is default_int_handler
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9."""
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"

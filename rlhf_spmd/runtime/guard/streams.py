@@ -1,10 +1,10 @@
 """Standard input, output and error as the program uses them: always there, and never the reason why work is lost.
 
 A descriptor from 0 to 2 that is closed at the start would be given to the next file that is opened, and prints would go
-into that file; so /dev/null takes its place. What a stream's encoding lacks is printed as an escape. On ranks the work
-is training, not the console: if standard output can't be written (its reader has left, its disk is full), the run goes
-on without it. A message about an error is written to descriptor 2 itself, whatever became of sys.stderr. No torch, no
-MPI.
+into that file; so /dev/null takes its place. What a stream's encoding lacks is printed as an escape, and so are control
+characters, because anything that is printed may hold text of a model, a file or another user. On ranks the work is
+training, not the console: if standard output can't be written (its reader has left, its disk is full), the run goes on
+without it. A message about an error is written to descriptor 2 itself, whatever became of sys.stderr. No torch, no MPI.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import printable
 
 INPUT, OUTPUT, ERRORS = range(3)
 Identity = tuple[int, int] | None  # device and inode of what a descriptor is; None: it is closed
@@ -63,11 +64,29 @@ def is_terminal(stream: TextIO | None) -> bool:
     return False
 
 
+class Styled(str):
+    """Text with escapes of our own, which is printed as it is."""
+
+    @classmethod
+    def of(cls, text: str, style: str, reset: str) -> "Styled":
+        """A text between two escapes."""
+        return cls(style + printable(text) + reset)
+
+    @classmethod
+    def joined(cls, *parts: str) -> "Styled":
+        """Styled and other texts behind each other."""
+        return cls("".join(part if isinstance(part, Styled) else printable(part) for part in parts))
+
+
 def put(text: str, stream: TextIO | None) -> bool:
     """Prints a line -> whether a further one may be printed: a stream that a function has closed takes no more."""
+    if stream is None:  # a function has set it so
+        return False
     encoding = getattr(stream, "encoding", None) or "utf-8"  # of a stream that need not be ours
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        line = Styled.joined(text, "\n").encode(encoding, "backslashreplace").decode(encoding)
+        stream.write(Styled(line))
+        stream.flush()
     except (OSError, ValueError) as error:
         without(str(error))
         return False
@@ -124,7 +143,7 @@ def _identity(descriptor: int) -> Identity:
 def _speak(text: str) -> None:
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     with suppress(Exception):
-        line = (text + "\n").encode(encoding, "backslashreplace")
+        line = (printable(text) + "\n").encode(encoding, "backslashreplace")
         _in_time(lambda: _write(line))
 
 
@@ -173,7 +192,11 @@ class _Output(io.FileIO):
 
 
 class _Text(io.TextIOWrapper):
-    """A stream that stays open when a function closes it."""
+    """A stream that stays open when a function closes it, and that shows control characters as escapes."""
+
+    def write(self, text: str) -> int:
+        super().write(text if isinstance(text, Styled) else printable(text))
+        return len(text)
 
     def close(self) -> None:
         self.flush()

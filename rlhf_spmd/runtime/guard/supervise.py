@@ -38,6 +38,7 @@ from rlhf_spmd.runtime.guard.front import (
     place_of,
 )
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
+from rlhf_spmd.runtime.guard.signals import signal_name
 from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, lack_of_threads, shared_memory_bytes
 from rlhf_spmd.runtime.observe import flight_recorder, own_files
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
@@ -244,7 +245,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
         why = "another process sent it"
     else:
         why = "its code called exit (os._exit, or exit in compiled code)"
-    ended = f"was ended by {signal.Signals(record.signal).name}" if record.signal else f"exited with {record.status}"
+    ended = f"was ended by {signal_name(record.signal)}" if record.signal else f"exited with {record.status}"
     go_on = resume_hint(record.run, record.size)
     return f"{name_of(record)} {ended} {place_of(record)}{since}: {why}" + (f".\n{go_on}" if go_on else "")
 

@@ -13,12 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import paths_in, printable, read_bytes
+
 FOLDER = "flight"  # in the run folder
 MESSAGE = "failure.txt"
 NUM_ENTRIES = 512
 NOWHERE = -1  # position of an action that is not an instruction
 
-# The memory: the fields of Record in four parts, which have different writers; then a ring of entries.
+# The memory: the fields of Record in four parts, which have different writers; a ring of entries; the path of the run
+# folder, which may be too long for the first part. Records of earlier versions end before it.
 MAGIC = b"rlhf-fl1"
 WHO, NOW = struct.Struct("<8s i i i 64s 512s i i"), struct.Struct("<Q i i d H 254s")
 BEAT, END = struct.Struct("<d d q q q c"), struct.Struct("<d i i")
@@ -30,7 +34,9 @@ ENTRY = struct.Struct("<i i d d 40s")  # the fields of Entry
 END_OF_ENTRY_AT = struct.calcsize("<i i d")
 NUMBER, TIME = struct.Struct("<q"), struct.Struct("<d")
 TEXT_BYTES, RING_AT = 254, 1024
-SIZE = RING_AT + NUM_ENTRIES * ENTRY.size
+PATH_AT, PATH_BYTES = RING_AT + NUM_ENTRIES * ENTRY.size, 4096  # no path is longer
+SIZE = PATH_AT + PATH_BYTES
+LAST_S = 253_402_300_799.0  # the last second that a calendar has
 assert HEADER.size <= RING_AT
 
 
@@ -94,8 +100,13 @@ class Flight:
         supervisor also writes the record there."""
         assert facts.keys() <= vars(self).keys(), facts
         vars(self).update(facts)
-        names = os.fsencode(self.host)[:64], os.fsencode(self.run)[:512]  # in any locale
-        who = (MAGIC, self.rank, self.size, os.getpid(), *names, self.board, self.num_instructions)
+        host, run = os.fsencode(self.host)[:64], os.fsencode(self.run)  # in any locale
+        if len(run) > PATH_BYTES:
+            raise UserError(
+                f"the path of the run folder has more than {PATH_BYTES:,} bytes; give a shorter one (--runs)"
+            )
+        self.memory[PATH_AT:SIZE] = run.ljust(PATH_BYTES, b"\0")
+        who = (MAGIC, self.rank, self.size, os.getpid(), host, run[:512], self.board, self.num_instructions)
         WHO.pack_into(self.memory, 0, *who)
 
     def begin(self, text: bytes, iteration: int, position: int) -> None:
@@ -126,16 +137,24 @@ class Flight:
 
 
 def parse(memory: bytes | mmap.mmap) -> Record | None:
-    """Reads a recorder's memory or file; None if it is not a record. A text may be torn if the rank was writing it."""
-    if len(memory) < SIZE or memory[: len(MAGIC)] != MAGIC:
+    """Reads a recorder's memory or file; None if it is not a record, or has times that no clock shows. A text may be
+    torn if the rank was writing it."""
+    if len(memory) < PATH_AT or memory[: len(MAGIC)] != MAGIC:
         return None
     record = Record._make([*map(_decoded, HEADER.unpack_from(memory, 0)), ()])
+    if record.rank < 0 or not _are_times(record.since_s, record.beat_s, record.end_s):
+        return None
     entries = []
     for index in range(max(0, record.num_begun - NUM_ENTRIES), record.num_begun):
         fields = ENTRY.unpack_from(memory, RING_AT + index % NUM_ENTRIES * ENTRY.size)
         entry = Entry._make(map(_decoded, fields))
-        entries.append(entry._replace(end_s=entry.end_s or None))
+        if _are_times(entry.begin_s, entry.end_s):
+            entries.append(entry._replace(end_s=entry.end_s or None))
     return record._replace(entries=tuple(entries), run=_run_of(memory))
+
+
+def _are_times(*seconds: float) -> bool:
+    return all(0.0 <= one <= LAST_S for one in seconds)
 
 
 def _decoded(value: Any) -> Any:
@@ -152,7 +171,8 @@ def record_path(memory: mmap.mmap) -> Path | None:
 
 def _run_of(memory: bytes | mmap.mmap) -> str:
     """The path of the run folder, whatever the locale."""
-    return os.fsdecode(WHO.unpack_from(memory, 0)[5].rstrip(b"\0"))
+    path = memory[PATH_AT:SIZE] if len(memory) >= SIZE else WHO.unpack_from(memory, 0)[5]
+    return os.fsdecode(path.rstrip(b"\0"))
 
 
 def file_of(run: str | Path, rank: int) -> Path:
@@ -161,11 +181,12 @@ def file_of(run: str | Path, rank: int) -> Path:
 
 
 def read_records(run: str | Path) -> list[Record]:
-    """The records of a run folder, by rank; unreadable ones are left out."""
+    """The records of a run folder, by rank; what is none is left out. Raises OSError and UserError for what can't be
+    read."""
     records = []
-    for path in sorted((Path(run) / FOLDER).glob("rank-*.bin")):
-        with suppress(OSError):
-            records.append(parse(path.read_bytes()))
+    for path in paths_in(Path(run) / FOLDER, "rank-*.bin"):
+        with suppress(FileNotFoundError):
+            records.append(parse(read_bytes(path)))
     return [record for record in records if record is not None]
 
 
@@ -176,7 +197,7 @@ def keep_message(run: str, text: str) -> None:
     path = Path(run) / FOLDER / MESSAGE
     try:
         with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text + "\n")
+            file.write(printable(text) + "\n")
     except FileExistsError:
         pass
     except OSError:  # the disk is full: keep no partial message
@@ -185,10 +206,10 @@ def keep_message(run: str, text: str) -> None:
 
 
 def read_message(run: str | Path) -> str | None:
-    """The error message of a failed job; None if there is none."""
+    """The error message of a failed job; None if there is none. Raises OSError if it can't be read."""
     try:
-        return (Path(run) / FOLDER / MESSAGE).read_text(encoding="utf-8", errors="replace").rstrip()
-    except OSError:
+        return read_bytes(Path(run) / FOLDER / MESSAGE).decode(errors="replace").rstrip()
+    except FileNotFoundError:
         return None
 
 

@@ -136,11 +136,11 @@ class Console:
     def _print_facts(self, facts: Mapping[str, object]) -> None:
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
-            self._print(f"  {self._style(name.ljust(width), FAINT)}  {value}")
+            self._print(streams.Styled.joined("  ", self._style(name.ljust(width), FAINT), f"  {value}"))
 
     def _print(self, text: str = "") -> None:
         if self.enabled:
             self.enabled = streams.put(text, self.stream)
 
     def _style(self, text: str, style: str) -> str:
-        return f"{style}{text}{RESET}" if self._colour else text
+        return streams.Styled.of(text, style, RESET) if self._colour else text

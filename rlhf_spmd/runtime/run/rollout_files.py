@@ -127,11 +127,16 @@ def write_part(
 
 def read_part(path: Path) -> Iterator[Record]:
     """The rows of a part. Raises UserError."""
-    records = (record for _, record in read_records(path, "prompt"))
+    records = [record for _, record in read_records(path, "prompt")]
     if path.suffix != ".parquet":
         yield from records
         return
     _, parquet = pyarrow_modules()
     texts = [field.name for field in parquet.read_schema(path) if (field.metadata or {}).items() >= AS_JSON.items()]
-    for record in records:
-        yield record | {name: json.loads(record[name]) for name in texts if record[name] is not None}
+    for number, record in enumerate(records, start=1):
+        try:
+            yield record | {name: json.loads(record[name]) for name in texts if record[name] is not None}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{path}, row {number}: a column of JSON holds none ({error}); leave the file out"
+            ) from None

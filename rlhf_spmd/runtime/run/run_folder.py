@@ -26,13 +26,13 @@ import socket
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import json_lines, json_text, read_lines
+from rlhf_spmd.files import json_lines, json_text, json_value, on_one_line, read_lines
 from rlhf_spmd.plan.workflow import Workflow
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, gone
 from rlhf_spmd.runtime.guard.failures import advice
@@ -43,6 +43,7 @@ from rlhf_spmd.runtime.run.timeline import write_png
 CONFIG, EVALUATIONS = "config.json", "evaluations.jsonl"
 BEFORE_CONFIG = (".lock", "strategy.py", "program.json", "cluster.toml", "algorithm.py", "wandb", WANDB_ID)
 DESCRIPTION = (CONFIG, "strategy.py", "program.json", "cluster.toml", "algorithm.py")  # copied into checkpoints
+TEXTS = ("tokens_sha256",)  # metrics that are no numbers
 FIND_S = 10.0  # after which a shared file system shows a new folder on all hosts
 
 
@@ -142,14 +143,26 @@ class RunFolder:
         paths = [self.path / name for name in DESCRIPTION if self.writes]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 
-    def metrics(self, num_iterations: int) -> list[dict[str, Any]]:
-        """The rows of the first iterations in metrics.jsonl."""
+    def metrics(self, num_iterations: int, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The rows of the first iterations in metrics.jsonl, with NaN for null. needed: numbers that all have. Raises
+        UserError for a line that is none."""
         rows, path = [], self.path / "metrics.jsonl"
-        for line in read_lines(path):
-            with suppress(ValueError):  # the last line of a run that was killed may be half a line
-                rows.append(json.loads(line))
-        wanted = range(num_iterations)
-        return [row for row in rows if isinstance(row, dict) and row.get("iteration") in wanted]
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                row = json_value(line)
+            except ValueError:  # the last line of a run that was killed may be half a line
+                continue
+            if not isinstance(row, dict) or row.get("iteration") not in range(num_iterations):
+                continue
+            row = {name: math.nan if value is None else value for name, value in row.items()}
+            odd = [name for name in needed if name not in row]
+            odd += [name for name, value in row.items() if name not in TEXTS and not isinstance(value, float | int)]
+            if odd:
+                raise UserError(
+                    f"{path}, line {number} has no number as {odd[0]}, so it is none of this run; restore the file"
+                )
+            rows.append(row)
+        return rows
 
     def evaluations(self, num_iterations: int, metrics: Sequence[str]) -> list[dict[str, Any]]:
         """The evaluations before or right after the last of so many iterations. metrics: that all have. Raises
@@ -157,7 +170,7 @@ class RunFolder:
         rows, path = [], self.path / EVALUATIONS
         for number, line in enumerate(read_lines(path), start=1):
             try:
-                row = json.loads(line)
+                row = json_value(line)
                 is_row = type(row["iteration"]) is int and all(isinstance(row[name], float | int) for name in metrics)
             except (ValueError, TypeError, KeyError):
                 is_row = False
@@ -177,7 +190,7 @@ class RunFolder:
     def keep_metrics(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replaces metrics.jsonl by the rows of the iterations that a resumed run does not compute again."""
         self.curves.purge_step = len(rows)
-        self.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self.write("metrics.jsonl", "".join(json.dumps({k: finite(v) for k, v in row.items()}) + "\n" for row in rows))
 
     def samples_before(self) -> list[Shown]:
         """The response before training of each sample, which an earlier part of this run wrote. Raises UserError for a
@@ -185,8 +198,11 @@ class RunFolder:
         found, path = [], self.path / "samples.jsonl"
         for number, line in enumerate(read_lines(path), start=1):
             try:
-                row = json.loads(line)
-                found.append((row["before"], row["reward_before"], row.get("late_before", False)))
+                row = json_value(line)
+                score = row["reward_before"]
+                if not isinstance(row["before"], str) or not isinstance(score, float | int | None):
+                    raise TypeError(line)
+                found.append((row["before"], score, bool(row.get("late_before", False))))
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise UserError(
                     f"{path}, line {number} is no sample of this run; restore the file, or delete it (the run then "
@@ -311,7 +327,7 @@ def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
             rows.append(("after", _signed(sample.reward_after), sample.after))
         lines = [f"sample {sample.prompt_index}"]
         for label, reward, text in rows:
-            wrapped = textwrap.wrap(printable(text), max(20, width - 21)) or ["(nothing)"]
+            wrapped = textwrap.wrap(on_one_line(text), max(20, width - 21)) or ["(nothing)"]
             lines.append(f"  {label:<7}{reward:>8}  | {wrapped[0]}")
             lines += [f"  {'':<15}  | {line}" for line in wrapped[1:]]
         blocks.append("\n".join(lines) + "\n")
@@ -320,8 +336,3 @@ def format_samples(samples: Iterable[Sample], width: int = 100) -> str:
 
 def _signed(reward: float | None) -> str:
     return "" if reward is None else f"{reward:+.3f}"
-
-
-def printable(text: str) -> str:
-    """Text that can't move a terminal's cursor or break a line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

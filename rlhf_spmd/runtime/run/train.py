@@ -41,6 +41,7 @@ from rlhf_spmd.runtime.run.forecast_report import Compared
 from rlhf_spmd.runtime.run.job import Job, make_iteration, prepare
 from rlhf_spmd.runtime.run.metrics import Alarm, metrics_of
 from rlhf_spmd.runtime.run.rollouts import Rollouts, forget
+from rlhf_spmd.runtime.run.run_files import headlines_of
 from rlhf_spmd.runtime.run.run_folder import CONFIG, RunFolder, Sample, Shown, writing
 from rlhf_spmd.runtime.weights.weight_sync import whole_state
 from rlhf_spmd.runtime.world.world import World
@@ -52,7 +53,7 @@ TIMELINE_ITERATIONS = 3  # the last ones are kept
 class Origin:
     """The source of a run. strategy, source: name and text of the strategy module; cluster: text of the cluster file,
     if there is one. A new run makes the folder `root`/`name`, a resumed one continues in its own. comes_with_package:
-    the name alone finds the strategy."""
+    the name alone finds the strategy. note: about code that the user did not name."""
 
     strategy: str
     source: str
@@ -61,6 +62,7 @@ class Origin:
     name: str | None = None
     resumed: Resumed | None = None
     comes_with_package: bool = True
+    note: str = ""
 
 
 def train(
@@ -99,6 +101,7 @@ def train(
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
     for note in job.notes:
         console.note(f"warning: {note}")
+    console.note(origin.note)
     for note in report.notes(job, resumed):
         console.note(f"note: {note}")
     state, history, before = start_or_resume(job, folder, origin, summary)
@@ -258,7 +261,11 @@ def start_or_resume(
     history: list[dict] = []
     if resumed is not None:
         with world.together("reading the metrics so far"):
-            history = folder.metrics(resumed.iteration) if world.rank == 0 else []
+            needed = [
+                "iteration_s",
+                *(["gen_tokens", "generate_s"] if job.program.workload.workflow.generate_calls else []),
+            ]
+            history = folder.metrics(resumed.iteration, needed) if world.rank == 0 else []
         history = world.bcast(history, what="the metrics so far")
     if resumed is None or resumed.checkpoint is None:
         describe(job, folder, origin, summary, history)
@@ -299,6 +306,8 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         if job.config.algorithm.from_file:
             folder.write("algorithm.py", job.config.algorithm.source)
         about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
+        algorithm = job.config.algorithm  # for who reads the run without loading its page
+        about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
         folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)

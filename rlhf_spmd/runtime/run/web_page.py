@@ -1,22 +1,20 @@
 """Some runs as one page of HTML that needs nothing else: no script, no network, no picture beside it.
 
-Each run has a heading, its curves and its samples before and after training. All text of a run is escaped.
+Each run has a heading, its curves and its samples before and after training. All text of a run is escaped: what HTML
+would read as tags where it is put in, control characters in the whole page.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from rlhf_spmd.algorithm import Algorithm
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_file
+from rlhf_spmd.files import is_file, paths_in, printable, why_no_file
 from rlhf_spmd.runtime.guard.postmortem import check_is_folder
 from rlhf_spmd.runtime.run.curves_svg import curve, finite_points, short
-from rlhf_spmd.runtime.run.run_files import Row, algorithm_of, read_config, read_rows
-from rlhf_spmd.runtime.run.run_folder import CONFIG, EVALUATIONS, printable
+from rlhf_spmd.runtime.run.run_files import Reported, Row, read_config, read_rows, reported
+from rlhf_spmd.runtime.run.run_folder import CONFIG, EVALUATIONS
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262e; max-width: 1000px; margin: 2em auto; padding: 0 1em }
@@ -32,12 +30,11 @@ FIRST = ("response_length",)  # curves that are always shown, after those that t
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run folder holds. algorithm: None if its page can't be read."""
+    """What a run folder holds."""
 
     path: Path
     config: Row
-    strategy: str
-    algorithm: Algorithm | None
+    about: Reported
     metrics: list[Row]
     evaluations: list[Row]
     samples: list[Row]
@@ -55,23 +52,21 @@ class Run:
     @property
     def written(self) -> list[Path]:
         """The folders of the models that it has trained."""
-        return sorted(path.parent for path in self.path.glob("*/config.json"))
+        return [path for path in paths_in(self.path, "*") if is_file(path / "config.json")]
 
 
 def read(path: Path) -> Run:
-    """Raises UserError if it is no run folder."""
+    """Raises UserError if it is no run folder, and OSError if it can't be read."""
     check_is_folder(path)
-    if not is_file(path / CONFIG):
+    if why := why_no_file(path / CONFIG):
+        if "does not exist" not in why:
+            raise UserError(f"{path / CONFIG} {why}")
         raise UserError(f"{path} has no {CONFIG}, so it is no run folder; give the folder that train printed")
     config = read_config(path)
     if not config:
         raise UserError(f"{path / CONFIG} can't be read, so it is not known what {path} is a run of; leave it out")
-    try:
-        strategy = str(json.loads((path / "program.json").read_text(encoding="utf-8"))["strategy"])
-    except (OSError, ValueError, KeyError, TypeError):
-        strategy = ""
     files = (read_rows(path / name) for name in ("metrics.jsonl", EVALUATIONS, "samples.jsonl"))
-    return Run(path, config, strategy, algorithm_of(path, config), *files)
+    return Run(path, config, reported(path, config), *files)
 
 
 def page(runs: Sequence[Run], title: str) -> str:
@@ -80,13 +75,13 @@ def page(runs: Sequence[Run], title: str) -> str:
     body = f"<h1>{escape(title)}</h1>{_overview(runs)}<p class='faint'>{LEGEND}</p>"
     body += "".join(_section(run, number, runs, made_by) for number, run in enumerate(runs))
     head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>"
-    return f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n"
+    return printable(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>\n")
 
 
 def ends(run: Run) -> dict[str, tuple[float, float]]:
     """The first and the last value of what an algorithm reports, on held-out data where it has an evaluation."""
     found = {}
-    for name in (*_reported(run), *_scores(run)):
+    for name in (*run.about.headlines, *_scores(run)):
         rows = run.evaluations if any(name in row for row in run.evaluations) else run.metrics
         if values := [y for _, y in finite_points([(index, row.get(name)) for index, row in enumerate(rows)])]:
             found[name] = values[0], values[-1]
@@ -99,7 +94,7 @@ def _overview(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         values = "<br>".join(f"{escape(name)} {short(a)} → {short(b)}" for name, (a, b) in ends(run).items())
         link = f"<a href='#run-{number}'>{escape(run.name)}</a>"
-        rows.append((link, escape(_title(run)), _done(run), values or "no iteration yet", f"{_seconds(run):,.0f}"))
+        rows.append((link, escape(run.about.title), _done(run), values or "no iteration yet", f"{_seconds(run):,.0f}"))
     return _table(
         ("run", "algorithm", "iterations", "first → last, on held-out data if there are any", "seconds"), rows
     )
@@ -107,16 +102,15 @@ def _overview(runs: Sequence[Run]) -> str:
 
 def _section(run: Run, number: int, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
     """Heading, facts, curves and samples of one run."""
-    by = f" by {escape(run.strategy)}" if run.strategy else ""
-    parts = [f"<h2 id='run-{number}'>{escape(run.name)}: {escape(_title(run))}{by}</h2>", _facts(run, runs, made_by)]
+    by = f" by {escape(run.about.strategy)}" if run.about.strategy else ""
+    parts = [
+        f"<h2 id='run-{number}'>{escape(run.name)}: {escape(run.about.title)}{by}</h2>",
+        _facts(run, runs, made_by),
+    ]
     shown, others = _curves(run)
     parts.append(shown or "<p class='faint'>No iteration yet.</p>")
     parts.append(f"<details><summary>other metrics</summary>{others}</details>" if others else "")
     return f"<section>{''.join(parts)}{_samples(run)}</section>"
-
-
-def _title(run: Run) -> str:
-    return run.algorithm.title if run.algorithm else str(run.config.get("algorithm", "?"))
 
 
 def _done(run: Run) -> str:
@@ -134,7 +128,7 @@ def _facts(run: Run, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
     """Where models and data come from, and what was written; a model of another run on the page is a link to it."""
     rows = []
     for role, folder in run.models.items():
-        maker = made_by.get(Path(folder).resolve())
+        maker = made_by.get(_place(folder))
         link = "" if maker is None else f", by <a href='#run-{maker}'>{escape(runs[maker].name)}</a>"
         rows.append((f"reads {escape(role)}", f"{escape(folder)}{link}"))
     for label, group in (("reads rows", "data"), ("held-out rows", "eval")):
@@ -145,10 +139,12 @@ def _facts(run: Run, runs: Sequence[Run], made_by: Mapping[Path, int]) -> str:
     return _table((), rows)
 
 
-def _reported(run: Run) -> list[str]:
-    """The metrics that the algorithm reports at the end of a run."""
-    known: Mapping[str, Any] = run.algorithm.metrics if run.algorithm else {}
-    return [name for name, metric in known.items() if metric.headline is not None]
+def _place(folder: str) -> Path | None:
+    """A folder without links; None if the text is no path."""
+    try:
+        return Path(folder).resolve()
+    except (OSError, ValueError, RuntimeError):
+        return None
 
 
 def _scores(run: Run) -> list[str]:
@@ -163,7 +159,7 @@ def _curves(run: Run) -> tuple[str, str]:
         line, dots = (finite_points([(row.get("iteration"), row.get(name)) for row in rows]) for rows in _both(run))
         if name != "iteration" and (line or dots):
             pictures[name] = curve(name, line, dots)
-    shown = [name for name in dict.fromkeys((*_reported(run), *_scores(run), *FIRST)) if name in pictures]
+    shown = [name for name in dict.fromkeys((*run.about.headlines, *_scores(run), *FIRST)) if name in pictures]
     others = [picture for name, picture in pictures.items() if name not in shown]
     return "".join(pictures[name] for name in shown), "".join(others)
 
@@ -181,14 +177,14 @@ def _samples(run: Run) -> str:
                 score = finite_points([(0, sample.get(f"reward_{when}"))])
                 number = f"{score[0][1]:+.3f}" if score else ""
                 rows.append(
-                    (_text(sample.get("prompt")) if when == "before" else "", when, number, _text(sample[when]))
+                    (
+                        escape(str(sample.get("prompt"))) if when == "before" else "",
+                        when,
+                        number,
+                        escape(str(sample[when])),
+                    )
                 )
     return _table(("prompt", "", "score", "response"), rows, texts=(0, 3)) if rows else ""
-
-
-def _text(value: object) -> str:
-    """Text of a model: escaped, with its line breaks, control characters as escapes."""
-    return escape("\n".join(printable(line) for line in str(value).split("\n")))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[int] = ()) -> str:

@@ -1,0 +1,299 @@
+"""Run folders of somebody else: the verbs that read them run no code of theirs, print no orders to the terminal, end
+with one message for what may not be read, and never with a traceback. 8 s."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_spmd import presets
+from rlhf_spmd.__main__ import main
+from rlhf_spmd.calibration_file import read_calibration
+from rlhf_spmd.config import resolved
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.model.hf import ChatTemplate
+from rlhf_spmd.runtime.checkpoint.resume import read_run
+from rlhf_spmd.runtime.observe.flight_recorder import BEAT_AT, END, END_AT, NOW_AT, Flight, parse
+from rlhf_spmd.runtime.run.run_folder import RunFolder
+from tests.folders import write_model
+from tests.run_mpi import environment_alone
+
+READING = ("status", "postmortem", "rollouts", "report")
+PLANNING = ("check", "forecast", "plan", "draw")
+ORDER = "\x1b]0;owned\x07\x9b2J\u202e"
+LINES = {"iteration": 0, "reward": 1.0, "iteration_s": 1.0, "gen_tokens": 8, "generate_s": 0.5}
+
+
+def words(verb: str, run: Path) -> list[str]:
+    """A command line of a verb that reads a run folder or its options."""
+    if verb in PLANNING:
+        out = run.parent / f"{verb}.{'py' if verb == 'plan' else 'png'}"
+        more = ["--out", str(out), "--overwrite"] if verb in ("plan", "draw") else []
+        return [verb, "--config", str(run / "config.json"), "--layout", "1x2", *more]
+    return [verb, str(run), *(["--out", str(run.parent / "page.html"), "--overwrite"] if verb == "report" else [])]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run of PPO that has done an iteration, with a checkpoint, samples and flight records."""
+    folder = tmp_path / "run"
+    for name in ("flight", "rollouts/iteration-000000", "checkpoints/iteration-000001"):
+        (folder / name).mkdir(parents=True)
+    options = resolved(presets.load("tiny"), strategy="flattening")
+    (folder / "config.json").write_text(json.dumps(options), encoding="utf-8")
+    about = {"strategy": "flattening", "algorithm": "their PPO", "headlines": ["reward"]}
+    (folder / "program.json").write_text(json.dumps(about), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(json.dumps(LINES) + "\n", encoding="utf-8")
+    row = {"iteration": 0, "prompt_index": 0, "sample": 0, "prompt": "Who?", "response": "I.", "scores": 1.0}
+    (folder / "rollouts/iteration-000000/part-0000.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (folder / "checkpoints/iteration-000001/manifest.json").write_text("{}", encoding="utf-8")
+    (folder / "strategy.py").write_text("def place(workload, cluster): ...\n", encoding="utf-8")
+    flight = Flight()
+    flight.describe(rank=0, size=1, host="here")
+    flight.begin(b"iteration 0: Run actor_train", 0, 0)
+    (folder / "flight" / "rank-0000.bin").write_bytes(flight.memory)
+    return folder
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+# Code
+
+
+@pytest.fixture
+def marker(tmp_path, run) -> Path:
+    """The file that code of the run would make: it has a page, a strategy, a reward function, and names them."""
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w')\ndef place(workload, cluster): ...\ndef score(prompts, responses): ...\n"
+    for name in ("algorithm.py", "strategy.py", "reward.py", "elsewhere.py"):
+        (run / name).write_text(code, encoding="utf-8")
+    return marker
+
+
+@pytest.mark.parametrize("verb", [*READING, *PLANNING])
+@pytest.mark.parametrize("page", ["beside", "named"])
+def test_no_code_of_a_run_is_run(verb, page, run, marker, capsys):
+    options = {"strategy": {"name": str(run / "strategy.py")}, "reward_function": f"{run / 'reward.py'}:score"}
+    options["eval"] = {"reward_function": f"{run / 'reward.py'}:score"}
+    edit(run / "program.json", algorithm=str(run / "elsewhere.py"), headlines=["reward"], strategy="strategy.py")
+    if page == "named":
+        (run / "program.json").unlink()
+        (run / "algorithm.py").unlink()
+        options["algorithm"] = str(run / "elsewhere.py")
+    edit(run / "config.json", **options)
+    status = main(words(verb, run))
+    said = capsys.readouterr()
+    assert not marker.exists() and "Traceback" not in said.err
+    if verb in READING:
+        assert status == 0
+    else:
+        named = run / ("elsewhere.py" if page == "named" else "algorithm.py")
+        assert status == 2 and f"if you trust it, name it yourself: --algorithm {named}" in said.err
+
+
+def test_check_names_each_kind_of_code(run, marker, capsys):
+    (run / "algorithm.py").unlink()
+    spec = f"{run / 'reward.py'}:score"
+    edit(run / "config.json", strategy={"name": str(run / "strategy.py")}, reward_function=spec)
+    assert main(words("check", run)) == 2
+    assert f"name it yourself: check {run / 'strategy.py'}" in capsys.readouterr().err
+    config = str(run / "config.json")
+    assert main(["check", "flattening", "--layout", "1x1", "--config", config]) == 0
+    assert f"names reward_function={spec}: not loaded and not checked" in capsys.readouterr().out
+    assert not marker.exists()
+    main(["check", "flattening", "--layout", "1x1", "--config", config, f"reward_function={spec}"])
+    assert marker.exists()  # now the user named it
+
+
+def test_a_page_that_the_user_names_is_loaded(run, tmp_path, capsys):
+    own = "from rlhf_spmd.algorithms.ppo import *\nTITLE = 'mine'\n"
+    (run / "algorithm.py").write_text(own, encoding="utf-8")
+    values = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    values |= {"algorithm": "mine", "mine": values.pop("ppo")}
+    (run / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    assert main([*words("check", run), "--algorithm", str(run / "algorithm.py")]) == 0
+    assert main([*words("check", run), "--algorithm", "ppo"]) == 0  # another one, without the options of the first
+    capsys.readouterr()
+
+
+# Text
+
+
+def test_no_order_reaches_the_terminal_or_the_page(run):
+    """In a process of its own, whose streams are prepared."""
+    edit(run / "program.json", algorithm=ORDER, strategy=ORDER)
+    edit(run / "config.json", models={"actor": ORDER})
+    (run / "metrics.jsonl").write_text(json.dumps(LINES | {ORDER: 1.0, "reward": 2.0}) + "\n", encoding="utf-8")
+    (run / "flight" / "failure.txt").write_text(f"it failed: {ORDER}\n", encoding="utf-8")
+    part = run / "rollouts/iteration-000000/part-0000.jsonl"
+    edit(part, **{ORDER: ORDER, "response": ORDER})
+    flight = Flight()
+    flight.describe(rank=0, size=1, host="a\x1b[2J")
+    flight.begin(b"loading \x1b[2J", 0, 0)
+    (run / "flight" / "rank-0000.bin").write_bytes(flight.memory)
+    lines = [words(verb, run) for verb in READING] + [["rollouts", str(run), "--where", f"{ORDER}=1", "--json"]]
+    program = (
+        "import sys\nfrom rlhf_spmd.__main__ import main\nfrom rlhf_spmd.runtime.guard import streams\n"
+        f"streams.prepare(is_work=True)\nstatuses = [main(line) for line in {lines!r}]\nprint(statuses)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment_alone(), timeout=60)
+    out = done.stdout.decode()
+    assert out.endswith("[0, 0, 0, 0, 0]\n"), done.stderr.decode()
+    page = (run.parent / "page.html").read_text(encoding="utf-8")
+    for text in (out, done.stderr.decode(), page):
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*text}
+    assert "\\x1b]0;owned\\x07\\x9b2J\\u202e" in page and "it failed: \\x1b]0;owned" in out and "a\\x1b[2J" in out
+
+
+# Shapes
+
+DEEP = "[" * 100_000
+HUGE = "1" + "0" * 400
+SPOILED = {
+    "deep": DEEP,
+    "huge": f'{{"iteration": {HUGE}, "iteration_s": {HUGE}, "iterations": {HUGE}, "reward": {HUGE}}}',
+    "digits": '{"iteration": ' + "9" * 5000 + "}",
+    "texts": '{"iteration": "a", "iteration_s": "b", "iterations": "c", "reward": "d", "headlines": "e"}',
+    "lists": "[[1], 2]",
+    "nan": '{"iteration": NaN, "iteration_s": Infinity, "iterations": 1e400, "reward": NaN}',
+    "objects": ('{"iteration": {}, "models": [1], "data": 3, "strategy": {}, "algorithm": [], "reward": {}}'),
+    "bytes": "\udcff\udc80{",
+}
+FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "program.json", "flight/program.json")
+FILES += ("rollouts/iteration-000000/part-0000.jsonl", "checkpoints/iteration-000001/manifest.json")
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+def test_no_shape_is_a_traceback(kind, run, capsys):
+    for name in FILES:
+        before = (run / name).read_bytes() if (run / name).exists() else None
+        (run / name).write_bytes(SPOILED[kind].encode(errors="surrogateescape") + b"\n")
+        for verb in READING:
+            assert main(words(verb, run)) in (0, 2), (name, verb)
+        (run / name).unlink() if before is None else (run / name).write_bytes(before)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and said.err.count("rlhf_spmd: error") <= 4
+
+
+def test_numbers_of_a_flight_record_may_be_anything(run, capsys):
+    whole = bytearray((run / "flight" / "rank-0000.bin").read_bytes())
+    odd = bytearray(whole)
+    END.pack_into(odd, END_AT, 5.0, 0, 9999)  # signal 9999
+    (run / "flight" / "rank-0000.bin").write_bytes(odd)
+    assert main(["status", str(run)]) == main(["postmortem", str(run)]) == 0
+    assert "ended by signal 9999" in capsys.readouterr().out
+    for time in (float("nan"), float("inf"), -1.0, 1e300):
+        odd = bytearray(whole)
+        struct.pack_into("<d", odd, BEAT_AT, time)
+        assert parse(bytes(odd)) is None
+        odd = bytearray(whole)
+        struct.pack_into("<d", odd, 1024 + 8, time)  # the beginning of the first entry
+        assert parse(bytes(odd)).entries == ()
+    odd = bytearray(whole)
+    struct.pack_into("<i", odd, len(b"rlhf-fl1"), 7)  # a rank that the program does not have
+    struct.pack_into("<Q", odd, NOW_AT, 2**63)
+    (run / "flight" / "rank-0000.bin").write_bytes(odd)
+    (run / "flight" / "program.json").write_text('{"texts": ["a"], "ranks": [[[0, [[0, 0]]]]]}', encoding="utf-8")
+    assert main(["status", str(run)]) == main(["postmortem", str(run)]) == 0
+    capsys.readouterr()
+
+
+def test_rows_are_checked_before_a_resume_trains(tmp_path):
+    folder = RunFolder(tmp_path)
+    needed = ["iteration_s"]
+
+    def write(text: str) -> None:
+        (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+    write('{"iteration": 0, "iteration_s": 1.5, "kl": null, "tokens_sha256": "ab"}\n{"iteration": 1, "iter')
+    (row,) = folder.metrics(2, needed)
+    assert row["kl"] != row["kl"] and row["tokens_sha256"] == "ab"
+    folder.keep_metrics([row])
+    assert '"kl": null' in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    for text in ('{"iteration": 0}', '{"iteration": 0, "iteration_s": 1.0, "reward": "x"}'):
+        write(text)
+        with pytest.raises(UserError, match="metrics.jsonl, line 1 has no number as (iteration_s|reward)"):
+            folder.metrics(2, needed)
+
+
+# Rights, pipes, paths
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("locked", [".", "config.json", "metrics.jsonl", "flight", "rollouts", "checkpoints"])
+def test_what_may_not_be_read_is_named(locked, run, capsys):
+    """As another user, in a child: main() and its status."""
+    os.chmod(run / locked, 0)
+    for path in (run, *run.parents):
+        if path != run or locked != ".":
+            os.chmod(path, path.stat().st_mode | 0o055) if path.is_relative_to("/tmp") and path != Path(
+                "/tmp"
+            ) else None
+    out = run.parent / "out"
+    out.mkdir(mode=0o777)
+    os.chmod(out, 0o777)
+    statuses = {}
+    for verb in (*READING, "resume"):
+        line = [str(out / "page.html") if "page.html" in word else word for word in words(verb, run)]
+        child = os.fork()
+        if not child:
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+            try:
+                status = main(line) if verb != "resume" else bool(read_run(str(run), [], other_strategy=False))
+            except BaseException as error:
+                is_told = isinstance(error, UserError | PermissionError) and "Permission denied" in str(error)
+                status = 2 if verb == "resume" and is_told else 77
+            os._exit(status)
+        statuses[verb] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    reads = {"config.json": {"report", "status"}, "metrics.jsonl": {"report", "status"}, "rollouts": {"rollouts"}}
+    reads |= {"flight": {"status", "postmortem"}, "checkpoints": {"status", "postmortem", "resume"}}
+    wanted = reads.get(locked, {*READING, "resume"})
+    assert {verb for verb, status in statuses.items() if status == 2} >= wanted
+    assert all(status in (0, 2) for verb, status in statuses.items() if verb != "resume"), statuses
+
+
+@pytest.mark.parametrize("name", FILES[:4] + FILES[5:7] + ("flight/rank-0000.bin", "flight/failure.txt"))
+def test_a_pipe_is_refused_at_once(name, run, capsys):
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    statuses = [main(words(verb, run)) for verb in (*READING, "check")]
+    said = capsys.readouterr().err
+    assert 2 in statuses and f"{run / name} is a pipe, a socket or a device, not a file" in said
+
+
+def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):
+    pipe, model = tmp_path / "prompts.jsonl", write_model(tmp_path / "model")
+    os.mkfifo(pipe)
+    own = tmp_path / "own.py"
+    os.mkfifo(own)
+    (model / "tokenizer_config.json").unlink()
+    os.mkfifo(model / "tokenizer_config.json")
+    for words in (
+        [f"eval.prompts={pipe}"],
+        ["--model", str(model), f"models.reward={model}"],
+        ["--cluster", str(pipe)],
+        ["--config", str(pipe)],
+        ["--algorithm", str(own)],
+    ):
+        assert main(["check", "flattening", *words]) == 2
+        assert "is a pipe" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is a pipe"):
+        ChatTemplate(model, str(own), started="")
+    with pytest.raises(UserError, match="is a pipe"):
+        read_calibration(str(own))
+
+
+def test_a_long_path_of_a_run_is_kept_whole(run):
+    flight, path = Flight(), f"/{'a' * 250}/{'b' * 250}/{'c' * 250}\udcff"  # also a name that is no UTF-8
+    flight.describe(run=path)
+    assert parse(flight.memory).run == path
+    assert parse(bytes(flight.memory)[: len(flight.memory) - 4096]).run == path[:512]  # of an earlier version
+    with pytest.raises(UserError, match="the path of the run folder has more than 4,096 bytes"):
+        flight.describe(run="/" + "x/" * 3000)
