@@ -113,7 +113,11 @@ def workers(file):
 def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     """Also numbers for the log, None, and texts that no encoding has; two calls of one pool."""
     names = ("length", "some", "each")
-    alone = [load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.one(row)) for name in names for row in range(5)]
+    alone = [
+        load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.part(row, row + 1))
+        for name in names
+        for row in range(5)
+    ]
     pool = workers(*names, num=num)
     assert pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
     for _ in range(2):
@@ -135,7 +139,7 @@ def test_a_response_that_takes_too_long(file, workers):
     assert TIMEOUT_S <= time.monotonic() - began < 10 * TIMEOUT_S
     assert not is_alive(int(Path(f"{file}.child").read_text(encoding="utf-8")))
     assert len(pool._workers) == 2 and {worker.process.pid for worker in pool._workers} != before
-    assert pool.score(ROWS.one(0)) == ([([1.0], {})], set())
+    assert pool.score(ROWS.part(0, 1)) == ([([1.0], {})], set())
 
 
 def is_alive(process: int) -> bool:
@@ -202,7 +206,7 @@ def test_the_watch_hears_of_work_and_of_deadlines_only(timeout_s, beats, workers
     signal.alarm(2)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        pool.score(ROWS.one(1))
+        pool.score(ROWS.part(1, 2))
     late = [at for at in heard if at > began + 1.0]
     assert bool(late) == beats and heard
 
