@@ -108,6 +108,7 @@ def demo() -> Program:
     return load_strategy("flattening").compile(make_workload(TINY), Cluster((Node(1),)), {})
 
 
+@pytest.mark.timed
 def test_a_calibration_from_elsewhere_is_scaled(world):
     found = at_hand(world, TINY, demo(), SHIPPED, trained_s=8.0)
     assert found.given is SHIPPED and found.why_not == "" and 0 < found.probe_s <= LIMIT_S

@@ -130,6 +130,7 @@ def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     assert pool.score(Scored([], [])) == ([([], {})] * 3, set())
 
 
+@pytest.mark.timed
 def test_a_response_that_takes_too_long(file, workers):
     """It alone has no score; its worker, and what that started, are gone; the other rows do not wait for it."""
     pool = workers("sleeps", timeout_s=TIMEOUT_S)
@@ -197,6 +198,7 @@ def test_signals_of_the_launcher_are_left_to_the_rank(workers, tmp_path):
         assert process.wait() == 0
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("timeout_s", "beats"), [(0.0, False), (600.0, True)])
 def test_the_watch_hears_of_work_and_of_deadlines_only(timeout_s, beats, workers):
     """Workers that sleep without a deadline are as quiet as a rank that sleeps; those with one will not for ever."""
