@@ -7,7 +7,7 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-mpi test-smollm2 test-slurm lint format peers clean
+.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format peers clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -29,6 +29,9 @@ test-unit test-mpi: test-%: .venv/.installed-test  ## one of its parts: unit and
 
 test-slow: .venv/.installed-test  ## what `make test` leaves out: more of the same
 	$(BIN)/python -m tests.run_all --slow
+
+test-busy: .venv/.installed-test  ## what depends on seconds or once did, beside six busy processes; ten minutes at most
+	$(BIN)/python -m tests.run_all --busy
 
 test-smollm2: .venv/.installed-test .venv/.installed-smollm2 $(SMOLLM2)/model.safetensors  ## SmolLM2 against transformers
 	RLHF_SPMD_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -s tests/e2e/test_smollm2.py

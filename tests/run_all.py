@@ -2,6 +2,7 @@
 
     python -m tests.run_all            # everything but what is marked slow
     python -m tests.run_all --slow     # only what is marked slow
+    python -m tests.run_all --busy     # what is marked timed, and searches, beside six busy processes
     python -m tests.run_all unit       # one part: unit (with e2e) or mpi
 
 Ends with the slowest tests, the seconds in all and what they are allowed to be.
@@ -14,35 +15,55 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from tests import durations
+from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")
 LONG = [f"tests/unit/test_{name}.py" for name in ("search", "sample_kernel", "scan", "kernels_compile", "support")]
 SLOW_LIMIT_S = 3600  # for one slow test
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
+MOST_BUSY_MINUTES = 10  # of all parts with --busy
+SEARCHES = "test_misfit or no_clock_decides"  # beside the mark: seconds once stopped these
 
 
-def command(part: str, slow: bool) -> list[str]:
+def command(part: str, *, slow: bool = False, busy: bool = False) -> list[str]:
     """The command line of one part."""
     marked = ["-m", "slow" if slow else "not slow"]
     if part == "mpi":
-        return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else [])]
+        timed = ["2", "--", "-m", "timed and not slow", "tests/mpi"] if busy else []
+        return [sys.executable, "tests/run_mpi.py", *(["--slow"] if slow else timed)]
     # A file's tests share fixtures, so a file stays with one worker; the longest files come first. Some tests wait,
     # so there is one worker more than cores.
     workers = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
     # A worker whose test hangs ends (setup.cfg); a new one starts with the same test, so one restart is enough.
     hangs = ["--max-worker-restart", "1", *(["-o", f"faulthandler_timeout={SLOW_LIMIT_S}"] if slow else [])]
     pytest = [sys.executable, "-m", "pytest", *workers, *hangs, "-p", "tests.durations"]
+    if busy:
+        return [*pytest, *marked, "-k", f"timed or {SEARCHES}", *busy_files()]
     return [*pytest, *marked, "tests/e2e", *LONG, "tests/unit", "tests/gpu"]
+
+
+def busy_files() -> list[str]:
+    """The files with tests for --busy: to collect all others takes minutes there."""
+    files = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests" / "unit").glob("test_*.py"))
+    searches = {"test_misfit", "test_search"}
+    return [
+        str(path)
+        for path in files
+        if path.stem in searches or "mark.timed" in (REPOSITORY / path).read_text(encoding="utf-8")
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="unit or mpi (default: both)")
-    parser.add_argument("--slow", action="store_true", help="the tests that are marked slow instead of all others")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--slow", action="store_true", help="the tests that are marked slow instead of all others")
+    which.add_argument("--busy", action="store_true", help="what is marked timed, and searches, on a busy machine")
     options = parser.parse_args()
     parts = options.parts or PARTS
     if unknown := set(parts) - set(PARTS):
@@ -52,14 +73,17 @@ def main() -> int:
         file = Path(folder) / "durations.jsonl"
         environment = {**with_bytecode(), durations.FILE: str(file)}
         failed = []
-        for part in parts:
-            own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
-            if subprocess.run(command(part, options.slow), cwd=REPOSITORY, env=environment | own).returncode:
-                failed.append(part)
+        with busy() if options.busy else nullcontext():
+            for part in parts:
+                own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
+                words = command(part, slow=options.slow, busy=options.busy)
+                if subprocess.run(words, cwd=REPOSITORY, env=environment | own).returncode:
+                    failed.append(part)
         print(*durations.summary(file), sep="\n")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes, processor_s = (time.monotonic() - began) / 60, used.ru_utime + used.ru_stime
     allowed = "" if options.slow else f" (at most {MOST_MINUTES} and {MOST_PROCESSOR_S} on two idle cores)"
+    allowed = f" (at most {MOST_BUSY_MINUTES} minutes; the busy ones count as well)" if options.busy else allowed
     print(f"in all {minutes:.1f} minutes and {processor_s:.0f} processor seconds{allowed}")
     print(f"failed: {', '.join(failed)}" if failed else "all parts passed")
     return 1 if failed else 0

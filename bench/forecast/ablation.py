@@ -28,7 +28,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.memory_check import memory
 from rlhf_spmd.plan.search.candidates import Allowed, anything
-from rlhf_spmd.plan.search.planner import search
+from rlhf_spmd.plan.search.planner import BUDGET, search
 from rlhf_spmd.plan.workload import Workload
 
 CASES = tuple(  # actor, critic (billions of parameters), devices, new tokens, batch
@@ -37,7 +37,7 @@ CASES = tuple(  # actor, critic (billions of parameters), devices, new tokens, b
     for lengths in (("128", "512"), ("896", "128"))
 )
 HEURISTIC, GRAPHS = "heuristic plan", "CUDA graphs"
-BUDGET_S, KEEP = 120.0, 5  # of each search, which is exact; plans that are simulated
+LONG_BUDGET, KEEP = 6 * BUDGET, 5  # of each search, which is exact; plans that are simulated
 SLACK = 0.01  # by which a step may be slower than the one before: the search looks for the least call-level seconds
 
 
@@ -89,7 +89,7 @@ def case_rows(row: Mapping[str, str], calibration: Calibration) -> Iterator[dict
     }
     for step, allowed, graphs in steps(workload):
         constants = with_graphs(calibration) if graphs else calibration
-        found = search(workload, cluster, constants, keep=KEEP, budget_s=BUDGET_S, allowed=allowed)
+        found = search(workload, cluster, constants, keep=KEEP, budget=LONG_BUDGET, allowed=allowed)
         plan = found.plans[0]
         offloaded = [name for name, layout in plan.placement.layouts.items() if layout.offload]
         words = f"{text_of(plan.placement)}{'; streams' if plan.placement.stream else ''}"

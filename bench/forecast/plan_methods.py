@@ -3,10 +3,10 @@
 Models grow with the devices as in ReaL's experiments (arXiv 2406.14088): 7B on 8, 13B on 16, 33B on 32, 70B from 64 on.
 An iteration has 512 responses, as theirs has with the shortest ones, and from 128 devices on four for each. The
 distance is that of the best choice, in the call-level model that all methods share, from the exact optimum; where
-`exact` has not ended after EXACT_S, from the best choice of all methods. APP's space (spaces.py) is searched exactly,
+`exact` has spent LONG_BUDGET, from the best choice of all methods. APP's space (spaces.py) is searched exactly,
 part by part, so what it lacks is due to the space.
 
-Seconds are those of a processor, so that other work on the machine does not count. `exact` stops by the clock.
+Seconds are those of a processor, so that other work on the machine does not count.
 """
 
 import time
@@ -19,9 +19,10 @@ from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.calibration import Calibration
 from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best, Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
-from rlhf_spmd.plan.search.planner import choose, simulated
+from rlhf_spmd.plan.search.planner import BUDGET, choose, simulated
 from rlhf_spmd.plan.workload import Workload
 
 DEVICE = "a100-80g"
@@ -31,7 +32,7 @@ FAMILY = (  # preset, layout
 )
 ROWS, ROWS_OF_DEVICE, MINI_BATCHES = 512, 4, 4  # at least, for each device, and parts of an iteration
 EXACT, TWO_PHASE, MCMC, APP = METHODS = ("exact", "two_phase", "mcmc", "APP's space")
-EXACT_S = 120.0  # of the clock, that the exact search may take; APP's parts share it
+LONG_BUDGET = 6 * BUDGET  # of the exact search; APP's parts share it
 KEEP = 2  # choices that are simulated
 MOST_SIMULATED = 256  # devices: of 1,024 each program takes ten seconds, and those that stream are tried in ten ways
 TRACED = "8x8"  # the layout of which every improvement of a method is in its row
@@ -65,11 +66,12 @@ def searched(
     best = Recorded(KEEP)
     if method != APP:
         space = Space.of(CallModel(Cost(calibration, workload, cluster)))
-        _, gap = choose(space, method, 0, best, EXACT_S)
+        _, gap = choose(space, method, 0, best, Budget(LONG_BUDGET))
         return space, best, gap
     spaces = [part.space(workload, cluster, calibration) for part in apps_parts(cluster)]
     spaces = [space for space in spaces if space is not None]
-    gaps = [choose(space, EXACT, 0, best, EXACT_S / len(spaces))[1] for space in spaces]
+    share = LONG_BUDGET // len(spaces)
+    gaps = [choose(space, EXACT, 0, best, Budget(share))[1] for space in spaces]
     return spaces[0], best, max(gaps)
 
 

@@ -42,13 +42,13 @@ from rlhf_spmd.plan.cost.simulate import Forecast, simulate
 from rlhf_spmd.plan.layout import format_ranks
 from rlhf_spmd.plan.program.instructions import Message, Program
 from rlhf_spmd.plan.proof.memory_check import memory
-from rlhf_spmd.plan.search.planner import search
+from rlhf_spmd.plan.search.planner import BUDGET, search
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.presets import load
 from rlhf_spmd.strategy import load_strategy
 
 DEVICES_PER_NODE = 8
-BUDGET_S = 60.0  # of the planner's proof; its gap is in the row
+LONG_BUDGET = 3 * BUDGET  # of the planner's proof; its gap is in the row
 SHADOWS, FROZEN = ("actor", "critic"), ("reference", "reward")
 # Kind of call -> phase.
 PHASES = {"generate": "generation", "infer": "inference", "compute": "inference", "train": "training"}
@@ -135,7 +135,7 @@ def baseline(name: str, workload: Workload, cluster: Cluster, calibration: Calib
 def planned(workload: Workload, cluster: Cluster, calibration: Calibration, **options: Any) -> Found:
     """The planner's first plan; its options are the layouts of the calls. options: of search()."""
     try:
-        found = search(workload, cluster, calibration, **{"budget_s": BUDGET_S} | options)
+        found = search(workload, cluster, calibration, **{"budget": LONG_BUDGET} | options)
     except UserError as error:
         return Found({}, None, None, str(error))
     plan = found.plans[0]

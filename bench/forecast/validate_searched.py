@@ -17,7 +17,7 @@ from rlhf_spmd.plan.search.candidates import Allowed, anything
 from rlhf_spmd.plan.search.planner import Plan, search
 from rlhf_spmd.plan.workload import Workload
 
-METHOD = "two_phase"  # whose result does not depend on the speed of this machine; that of exact does
+METHOD = "two_phase"  # all rows were made with it
 BASE = "ReaL-Heuristic"  # the system that its ratio is to
 
 

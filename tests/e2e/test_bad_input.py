@@ -6,7 +6,6 @@ import json
 import resource
 import shutil
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -350,11 +349,10 @@ def test_one_message(name, folder, warm, tmp_path):
 
 def launched(folder: Path, options: list[str], runs: Path) -> tuple[int | None, str, str]:
     """Status, standard output and standard error of a launch of two ranks, which must end in time."""
-    began_s, used_s = time.perf_counter(), processor_s()
+    used_s = processor_s()
     command = [*mpi_command(NUM_RANKS), *python(folder, runs), *options]
     status, stdout, stderr = run_limited(command, limit_s=LIMIT_S)
     assert processor_s() - used_s < NUM_RANKS * PROMISED_S, stdout + stderr
-    assert time.perf_counter() - began_s < 3 * PROMISED_S, stdout + stderr
     return status, stdout, stderr
 
 

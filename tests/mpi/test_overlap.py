@@ -26,6 +26,7 @@ def folder(world, shared_folder):
     return shared_folder
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("strategies", "scale", "iterations", "tolerance"),
     [

@@ -119,6 +119,7 @@ def test_agree(world):
 # Deadlines
 
 
+@pytest.mark.timed
 @pytest.mark.rotates
 def test_expiry_names_the_late_rank_and_what_it_did(world):
     late, other = world.size - 1, second_world(world)
@@ -138,6 +139,7 @@ def test_expiry_names_the_late_rank_and_what_it_did(world):
     settle(world, other)
 
 
+@pytest.mark.timed
 @pytest.mark.rotates
 def test_expiry_names_all_late_ranks(world):
     other = second_world(world)
@@ -151,6 +153,7 @@ def test_expiry_names_all_late_ranks(world):
     settle(world, other)
 
 
+@pytest.mark.timed
 @pytest.mark.rotates
 def test_a_message_may_have_a_deadline_of_its_own(world):
     other = second_world(world, deadline_s=50)
@@ -280,6 +283,7 @@ def test_the_world_group_and_the_device(world):
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.timed
 @pytest.mark.rotates
 def test_stragglers_of_a_torch_collective(world):
     late, position = world.size - 1, "iteration 7: all_reduce"
@@ -302,6 +306,7 @@ def test_stragglers_of_a_torch_collective(world):
     assert world.stragglers(needs, 7) == {}  # who has gone on is not late
 
 
+@pytest.mark.timed
 def test_progress_is_cheap(world):
     seconds = []
     for number in range(30):

@@ -6,7 +6,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -43,11 +42,12 @@ def run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedPr
 def processor_seconds(*arguments: str) -> tuple[float, subprocess.CompletedProcess]:
     """What a Python program uses of the processor from the start of the interpreter to its end."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, encoding="utf-8", timeout=60, check=False)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, encoding="utf-8", timeout=300, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 
 
+@pytest.mark.timed
 def test_65b_on_64_devices_is_refused_as_fast_as_a_small_program_ends():
     """Start of the interpreter, imports, proof, advice and tables: 1.0 times as long as the reference, on any
     processor. Advice that compiles every option that it tries takes 1.7 times as long."""
@@ -68,13 +68,14 @@ def test_65b_on_64_devices_is_refused_as_fast_as_a_small_program_ends():
     assert (result["strategy"], result["layout"]) == ("flattening", "8x8")
 
 
+@pytest.mark.timed
 def test_hundreds_of_devices_take_seconds():
     """Nothing in the plan may compare all ranks with all ranks for every rank: that was a minute and a half."""
-    started = time.perf_counter()
     options = ("strategy.zero=3", "mini_batch=512", "rollout_batch=512")
-    done = run("check", "flattening", "--layout", "64x8", "--preset", "llama-7b", *options)
+    words = ("check", "flattening", "--layout", "64x8", "--preset", "llama-7b", *options)
+    check_s, done = processor_seconds("-m", "rlhf_spmd", *words)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - started < 30.0
+    assert check_s < 30.0
 
 
 def test_nothing_heavy_is_imported(tmp_path):

@@ -44,6 +44,7 @@ def is_alive(process: int) -> bool:
 # ---- walks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timed
 def test_one_bad_step_leaves_the_others_alone(tmp_path):
     names = ("passes", "fails", "raises", "crashes", "lacks")
     last = Step("afterwards", "runs alone, at last", f"{PLANTS}:passes", 60.0, group="speed")
@@ -69,6 +70,7 @@ def test_one_bad_step_leaves_the_others_alone(tmp_path):
     assert "hangs            timed out" in first_light.show(found)
 
 
+@pytest.mark.timed
 def test_the_budget_ends_all(tmp_path):
     """A step that is under way is stopped, those in line are not begun."""
     steps = [planted("hangs"), planted("passes")]

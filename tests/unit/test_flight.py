@@ -71,14 +71,15 @@ def test_what_is_no_record_is_none(tmp_path):
     assert flight_recorder.read_records(tmp_path) == []
 
 
+@pytest.mark.timed
 def test_beginning_is_cheap():
     recorder, text = Flight(), b"iteration 3: Run actor_train epoch 0 mini-batch 2 with ranks 0-1"
     seconds = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.process_time()
         for number in range(1000):
             recorder.begin(text, 3, number)
-        seconds.append((time.perf_counter() - start) / 1000)
+        seconds.append((time.process_time() - start) / 1000)
     assert min(seconds) < 5e-6  # 0.7 us on the machine where it was written
 
 

@@ -365,6 +365,7 @@ def test_several_end_tokens(broken, tmp_path):
     assert json.loads((tmp_path / "b" / "generation_config.json").read_text(encoding="utf-8"))["temperature"] == 0.7
 
 
+@pytest.mark.timed
 def test_loading_is_fast_and_imports_no_transformers(folder):
     """Processor time, because wall time on a busy machine says nothing."""
     program = f"""

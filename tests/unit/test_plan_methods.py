@@ -9,6 +9,7 @@ from bench.forecast.spaces import apps_parts
 from bench.forecast.suites import Case
 from bench.forecast.validate_rows import cluster_of, workload_of
 from rlhf_spmd.calibration_file import load_calibration
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best
 from rlhf_spmd.plan.search.planner import choose, name_of
 
@@ -53,7 +54,7 @@ def test_apps_space_is_a_part_of_the_planners(parts):
     """Its best choice is no faster than the optimum, and no slower than its own flattening."""
     workload, cluster = setting("llama-7b", "1x8")
     (_, whole, gap), (_, app, _) = (plan_methods.searched(one, workload, cluster, A100) for one in (EXACT, APP))
-    flat, _ = choose(parts["flattening"], EXACT, 0, Best(1), 60.0)
+    flat, _ = choose(parts["flattening"], EXACT, 0, Best(1), Budget())
     assert gap == 0.0 and whole.seconds < app.seconds <= flat.seconds
     seconds, found = zip(*whole.steps, strict=True)
     assert (

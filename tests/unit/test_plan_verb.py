@@ -28,6 +28,7 @@ from rlhf_spmd.runtime.profile.calibration_probe import AtHand
 from rlhf_spmd.runtime.run.forecast_report import WHOLE, compare, token_counts
 from rlhf_spmd.runtime.run.run_folder import RunFolder
 from rlhf_spmd.strategy import load_strategy
+from rlhf_spmd.verbs import plan
 from rlhf_spmd.verbs.plan import COMPARED, _check_words, auto, fitted, options_to_try, records
 from tests.programs import make_workload as small_workload
 from tests.unit.test_check_verb import HEAVY
@@ -130,13 +131,17 @@ def test_nothing_is_overwritten_unless_told(planned, capsys, tmp_path):
     assert "old.png exists already" in refusal(capsys, *arguments) and not (tmp_path / "new.py").exists()
 
 
-def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file):
+def test_overrides_change_the_plan_and_are_told(capsys, tmp_path, cpu_file, monkeypatch):
+    """And so is a budget that was too small for a proof."""
+    search = plan.search
+    monkeypatch.setattr(plan, "search", lambda *given, **options: replace(search(*given, **options), gap=0.25))
     out, picture = tmp_path / "plans" / "one.py", tmp_path / "one.png"
     words = ["rollout_batch=8", "mini_batch=8"]
     command = ["plan", "--layout", "1x2", "--calibration", cpu_file, "--out", str(out), "--timeline", str(picture)]
     assert main([*command, "--top", "1", "--method", "two_phase", *words]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(result["plans"]) == 1 + len(COMPARED)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("the budget ended before the proof, so one may be missing that is up to 25.0% faster")
+    assert len(json.loads(last)["plans"]) == 1 + len(COMPARED)
     assert "Planned with rollout_batch=8 mini_batch=8." in " ".join(out.read_text(encoding="utf-8").split())
     assert picture.read_bytes().startswith(b"\x89PNG")
 

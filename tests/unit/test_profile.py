@@ -73,6 +73,7 @@ def test_the_grid_holds_what_calls_may_meet():
     assert len(set(rows)) > 50
 
 
+@pytest.mark.timed
 def test_a_clock_tells_processor_seconds_of_what_takes_turns():
     """Sleeping takes none, adding up does, and twice as much takes twice as long."""
     import time

@@ -312,11 +312,12 @@ def test_what_two_targets_of_a_rank_need_arrives_once():
     check(one)
 
 
+@pytest.mark.timed
 def test_65b_is_planned_well_under_a_second():
     before, after = grid(range(64), 1, 8, 8), grid(range(64), 8, 1, 8)
-    began = time.perf_counter()
+    began = time.process_time()
     one = plan(before, after, LARGE, node_of=lambda rank: rank // 8)
-    assert time.perf_counter() - began < 1.0  # 0.02 s
+    assert time.process_time() - began < 1.0  # 0.02 s
     assert one.num_bytes == lower_bound_bytes(one)
     sent = sent_bytes(one).values()
     assert max(sent) < 1.01 * min(sent)

@@ -205,7 +205,20 @@ def test_a_failure_that_only_the_batch_shows_and_a_slow_function(monkeypatch):
     refusal(lambda: bound(batch_only)(PROMPTS, RESPONSES), "raised RuntimeError (", "a batch of 3")
     monkeypatch.setattr(reward_function, "SEARCH_S", 0.0)
     reward = bound(lambda prompts, responses: [1 / (response != "zzz") for response in responses])
-    refusal(lambda: reward(PROMPTS, RESPONSES), "ZeroDivisionError", "a batch of 3")
+    refusal(lambda: reward(PROMPTS, RESPONSES), "ZeroDivisionError", "a batch of 3", "the one stopped after 0 s")
+
+
+@pytest.mark.parametrize("bad", [{0}, {700, 900}, {999}])
+def test_the_response_on_which_a_function_raises_is_found_by_halves(bad):
+    """In few calls, which score about as many responses as there are."""
+    sizes = []
+
+    def reward(responses):
+        sizes.append(len(responses))
+        return [1 / (int(one) not in bad) for one in responses]
+
+    refusal(lambda: bound(reward)(["p"] * 1000, [str(n) for n in range(1000)]), f"on response {min(bad)} ")
+    assert len(sizes) <= 12 and sum(sizes[1:]) <= 1001
 
 
 def test_a_function_cannot_change_the_callers_lists():

@@ -163,7 +163,7 @@ def test_a_row_without_a_column_has_none_whatever_rows_are_beside_it():
         lambda solution_str, answer: float(answer is None),
     ):
         one = RewardFunction("f", bound(function, rows))
-        assert one.score(rows)[0] == [0.0, 1.0] and one.score(rows.one(1))[0] == [1.0]
+        assert one.score(rows)[0] == [0.0, 1.0] and one.score(rows.part(1, 2))[0] == [1.0]
 
 
 class Counter:

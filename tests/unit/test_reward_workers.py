@@ -128,7 +128,11 @@ def workers(file):
 def test_scores_are_those_of_the_rank_itself(num, file, workers, capfd):
     """Also numbers for the log, None, and texts that no encoding has; two calls of one pool."""
     names = ("length", "some", "each")
-    alone = [load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.one(row)) for name in names for row in range(5)]
+    alone = [
+        load_reward_function(f"{file}:{name}", COLUMNS).score(ROWS.part(row, row + 1))
+        for name in names
+        for row in range(5)
+    ]
     pool = workers(*names, num=num)
     assert pool.notes == [f"{file}:some gets the program's completion_ids, not the data set's"]
     for _ in range(2):
@@ -152,6 +156,7 @@ def test_what_a_function_changes_is_said_by_the_rank(file, workers, capfd):
     assert 1 <= text.count(who + "came back in a child of os.fork") <= 2 * 2, "a worker may be at its next row by then"
 
 
+@pytest.mark.timed
 def test_a_response_that_takes_too_long(file, workers):
     """It alone has no score; its worker, and what that started, are gone; the other rows do not wait for it."""
     pool = workers("sleeps", timeout_s=TIMEOUT_S)
@@ -164,7 +169,7 @@ def test_a_response_that_takes_too_long(file, workers):
             assert time.monotonic() - began < 10 * TIMEOUT_S
             time.sleep(0.01)
     assert len(pool._workers) == 2 and {worker.process.pid for worker in pool._workers} != before
-    assert pool.score(ROWS.one(0)) == ([([1.0], {})], set())
+    assert pool.score(ROWS.part(0, 1)) == ([([1.0], {})], set())
 
 
 def is_alive(process: int) -> bool:
@@ -224,6 +229,7 @@ def test_signals_of_the_launcher_are_left_to_the_rank(workers, tmp_path):
         assert process.wait() == 0
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("timeout_s", "beats"), [(0.0, False), (600.0, True)])
 def test_the_watch_hears_of_work_and_of_deadlines_only(timeout_s, beats, workers):
     """Workers that sleep without a deadline are as quiet as a rank that sleeps; those with one will not for ever."""
@@ -233,7 +239,7 @@ def test_the_watch_hears_of_work_and_of_deadlines_only(timeout_s, beats, workers
     signal.alarm(2)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        pool.score(ROWS.one(1))
+        pool.score(ROWS.part(1, 2))
     late = [at for at in heard if at > began + 1.0]
     assert bool(late) == beats and heard
 

@@ -147,6 +147,7 @@ def test_input_is_untouched():
     assert torch.equal(logits_BV, before_BV)
 
 
+@pytest.mark.timed
 def test_speed():
     """A few milliseconds for a real vocabulary. Processor seconds of one thread, because machines are shared."""
     logits_BV, bits_B = random_logits(32, 49152), random_rows(32)

@@ -2,8 +2,9 @@
 against programs, and what comes out against compile and check."""
 
 import random
+import time
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 
 import pytest
 
@@ -20,6 +21,7 @@ from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.search import planner as searches
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Best, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
 from rlhf_spmd.plan.search.meshes import layouts, meshes
@@ -150,7 +152,7 @@ def test_exact_is_brute_force(layout, num_bytes, epochs):
     for seed in range(6):
         space = small_space(model, random.Random(seed), 4)
         best = Best(20)
-        least_s = exact(space, best)
+        least_s = exact(space, best, Budget())
         assert best.seconds == pytest.approx(brute_force_s(space), rel=1e-9)
         assert least_s == best.seconds
 
@@ -177,15 +179,15 @@ def test_streaming_wins_somewhere():
 def test_a_spent_budget_is_no_worse_than_the_local_search():
     workload, cluster = llama("llama-7b", "1x8")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    best, gap = choose(space, "exact", 0, Best(20), 0.0)
-    assert gap > 0 and best.seconds <= choose(space, "two_phase", 0, Best(20), 0.0)[0].seconds
+    best, gap = choose(space, "exact", 0, Best(20), Budget(0))
+    assert gap > 0 and best.seconds <= choose(space, "two_phase", 0, Best(20), Budget(0))[0].seconds
 
 
 def test_a_spent_budget_leaves_an_honest_gap():
     workload, cluster = llama("llama-70b", "8x8")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    best, gap = choose(space, "exact", 0, Best(20), 0.0)
-    later, proved = choose(space, "exact", 0, Best(20), 60.0)
+    best, gap = choose(space, "exact", 0, Best(20), Budget(0))
+    later, proved = choose(space, "exact", 0, Best(20), Budget())
     assert 0 < gap < 1 and proved == 0.0
     assert later.seconds >= best.seconds * (1 - gap) * (1 - 1e-9)
 
@@ -197,10 +199,10 @@ SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in ("13b", "33b", "6
 def test_other_methods_are_near_the_exact_one(size):
     workload, cluster = llama(f"llama-{size}", "8x8")
     space = Space.of(CallModel(Cost(A100, workload, cluster)))
-    found, gap = choose(space, "exact", 0, Best(20), 60.0)
+    found, gap = choose(space, "exact", 0, Best(20), Budget())
     assert gap == 0.0
     for method in ("two_phase", "mcmc"):
-        assert choose(space, method, 0, Best(20), 0.0)[0].seconds <= 1.02 * found.seconds
+        assert choose(space, method, 0, Best(20), Budget(0))[0].seconds <= 1.02 * found.seconds
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_other_methods_are_near_the_exact_one(size):
 )
 def test_plans_compile_and_fit(preset, layout):
     workload, cluster = llama(preset, layout)
-    found = search(workload, cluster, A100, keep=3, budget_s=3.0)
+    found = search(workload, cluster, A100, keep=3)
     seconds = [plan.forecast.makespan_s for plan in found.plans]
     assert seconds == sorted(seconds) and found.num_scored > 0
     for plan in found.plans:
@@ -223,6 +225,18 @@ def test_search_is_the_same_every_time(monkeypatch):
         one, other = (search(workload, cluster, A100, method=method, keep=1) for _ in range(2))
         assert [plan.placement for plan in one.plans] == [plan.placement for plan in other.plans]
         assert one.gap is None
+
+
+def test_no_clock_decides(monkeypatch):
+    """Where hours pass between two looks at the clock, the search is as complete and its plans are the same."""
+    workload, cluster = llama("llama-7b", "1x8")
+    before = search(workload, cluster, A100, keep=1)
+    hours = count(step=3600.0)
+    for name in ("perf_counter", "monotonic", "time", "process_time"):
+        monkeypatch.setattr(time, name, lambda: next(hours))
+    after = search(workload, cluster, A100, keep=1)
+    assert [plan.placement for plan in after.plans] == [plan.placement for plan in before.plans]
+    assert after.gap == before.gap == 0.0 and after.num_scored == before.num_scored
 
 
 def test_a_plan_that_streams_has_the_quickest_fields_of_its_stream():
@@ -243,7 +257,7 @@ def test_reward_functions_run_where_rows_are_made():
     workload = make_workload(mini_batch=8, num_mini_batches=2, shape=SHAPE)
     workload = replace(workload, models={**workload.models, "reward": None})
     cluster = Cluster(CLUSTERS["2x4"])
-    for plan in search(workload, cluster, SMALL, keep=3, budget_s=1.0).plans:
+    for plan in search(workload, cluster, SMALL, keep=3).plans:
         where = plan.placement.layouts
         assert set(where["reward_infer"].ranks) <= set(where["actor_generate"].ranks)
         assert (where["reward_infer"].pp, where["reward_infer"].tp) == (1, 1)

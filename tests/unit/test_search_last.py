@@ -9,6 +9,7 @@ from rlhf_spmd import config, presets
 from rlhf_spmd.calibration_file import load_calibration
 from rlhf_spmd.plan.cluster import Cluster
 from rlhf_spmd.plan.cost.seconds import Cost
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.exact import Space
 from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
 from rlhf_spmd.plan.search.iteration_model import CallModel
@@ -57,7 +58,7 @@ def test_the_quickest_that_fits_comes_first(space):
             candidates[index] = of
         left, whole = Left.by(model, chosen, LAST), list(chosen)
         least_s = float("inf")
-        for seconds, picked in LastPhase(model, candidates, LAST).combinations(chosen, left, 1e9):
+        for seconds, picked in LastPhase(model, candidates, LAST).combinations(chosen, left, 1e9, Budget()):
             for index, one in zip(LAST, picked, strict=True):
                 whole[index] = one
             assert seconds == pytest.approx(model.schedule_s(whole, LAST), rel=1e-12)

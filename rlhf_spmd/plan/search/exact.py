@@ -11,19 +11,18 @@ failed before with at least as much memory and time. And the search first looks 
 bounds, then step by step for slower ones, because the bounds drop little that is far from them.
 """
 
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.inference_phase import LastPhase, Left
 from rlhf_spmd.plan.search.iteration_model import CallModel
 
 Choice = tuple[Candidate, ...]
-CHECK_EVERY = 256  # nodes between two looks at the clock
 FIRST_EXCESS, LAST_EXCESS = 0.02, 3.0  # over the sum of the bounds: the first limit, which doubles up to the last
 MORE_LAST = 1.15  # factor by which the limit for the last phase grows
 
@@ -81,17 +80,16 @@ class Best:
         return sorted(self.found.values(), key=lambda one: one[0])[: self.keep]
 
 
-def exact(space: Space, best: Best, budget_s: float = inf) -> float:
+def exact(space: Space, best: Best, budget: Budget) -> float:
     """Searches until nothing better than `best` can remain or the budget is spent. Returns a lower bound of the seconds
     of all choices; it equals those of `best` if the search has finished."""
-    deadline = time.perf_counter() + budget_s
-    bounds_s = [alone_s(space, phase, deadline) for phase in space.model.phases]
+    bounds_s = [alone_s(space, phase, budget) for phase in space.model.phases]
     excess = FIRST_EXCESS
     while True:  # a low limit leaves little to search
         best.most_s = (1 + excess) * sum(bounds_s) if excess < LAST_EXCESS else inf
-        open_s = _Branches(space, best, deadline, bounds_s).search()
+        open_s = _Branches(space, best, budget, bounds_s).search()
         if space.model.can_stream:
-            open_s = min(open_s, _Branches(space, best, deadline, [0.0, 0.0], streaming=True).search())
+            open_s = min(open_s, _Branches(space, best, budget, [0.0, 0.0], streaming=True).search())
         if open_s < inf or best.seconds <= best.most_s:
             break
         excess *= 2
@@ -99,10 +97,10 @@ def exact(space: Space, best: Best, budget_s: float = inf) -> float:
     return open_s
 
 
-def alone_s(space: Space, phase: list[int], deadline: float) -> float:
+def alone_s(space: Space, phase: list[int], budget: Budget) -> float:
     """A lower bound of a phase's seconds: its best choice if no other call needs memory."""
     best = Best(1)
-    branches = _Branches(space, best, deadline, [0.0] * len(space.model.phases), only=phase)
+    branches = _Branches(space, best, budget, [0.0] * len(space.model.phases), only=phase)
     return min(branches.search(), best.seconds)
 
 
@@ -113,14 +111,14 @@ class _Branches:
         self,
         space: Space,
         best: Best,
-        deadline: float,
+        budget: Budget,
         bounds_s: Sequence[float],
         *,
         streaming: bool = False,
         only: Sequence[int] | None = None,
     ):
         """bounds_s: the least seconds of each phase. only: the calls to choose for; None: all."""
-        self.model, self.best, self.deadline, self.streaming = space.model, best, deadline, streaming
+        self.model, self.best, self.budget, self.streaming = space.model, best, budget, streaming
         model = space.model
         self.chosen: list[Candidate | None] = [None] * len(model.calls)
         phases = [model.others, model.trains] if streaming else model.phases
@@ -143,7 +141,7 @@ class _Branches:
         self.groups = [self._by_mesh(index, of) for index, of in enumerate(space.candidates)]
         self.quickest = [self._by_size(index) for index in range(len(model.calls))]
         self.bounds = [max(given, self._phase_s(phase)) for phase, given in enumerate(bounds_s)]
-        self.nodes, self.open_s, self.expired = 0, inf, False
+        self.open_s = inf
 
     def _by_mesh(self, index: int, candidates: Sequence[Candidate]) -> list[tuple[int, int, list]]:
         """(first, stop, [(seconds, candidate)]) of each mesh, quick meshes and candidates first."""
@@ -169,7 +167,7 @@ class _Branches:
         return seconds[at - 1] if at else inf
 
     def search(self) -> float:
-        """Returns the least bound of the branches that were skipped when the time was up; infinity if none was."""
+        """Returns the least bound of the branches that were skipped when the budget was spent; infinity if none was."""
         self._visit(0)
         for bounds, chosen in sorted(self.begun, key=lambda one: sum(one[0])):
             self.bounds, self.chosen = bounds, chosen
@@ -189,7 +187,7 @@ class _Branches:
 
     def _finish(self) -> None:
         """Chooses for the last phase, unless that has failed before with as much memory and time."""
-        if time.perf_counter() > self.deadline:
+        if self.budget.is_spent:
             self.open_s = min(self.open_s, self._bound_s())
             return
         phase_s = self.bounds[self.phase_of[self.last.calls[0]]]
@@ -210,12 +208,13 @@ class _Branches:
     def _choose_last(self, left: Left, least_s: float, most_s: float, others_s: float) -> None:
         """All choices for the last phase that take from least_s to most_s."""
         most_s = min(most_s, self.best.goal_s - others_s)
-        for phase_s, picked in self.last.combinations(self.chosen, left, most_s):
+        for phase_s, picked in self.last.combinations(self.chosen, left, most_s, self.budget):
             if others_s + phase_s >= self.best.goal_s:
                 break
             if phase_s >= least_s:
                 for index, one in zip(self.last.calls, picked, strict=True):
                     self.chosen[index] = one
+                self.budget.taken += 1
                 if self.model.excess_bytes(self.chosen) <= 0:
                     left.least_s = min(left.least_s, phase_s)  # weights on their way may have made it slower
                     self._leaf()
@@ -239,9 +238,6 @@ class _Branches:
             if least_s.get(alike, 0.0) >= self.best.goal_s:
                 continue
             for length_s, one in group:
-                self.nodes += 1
-                if self.nodes % CHECK_EVERY == 0 and time.perf_counter() > self.deadline:
-                    self.expired = True
                 self.chosen[index] = one
                 self.bounds[phase] = max(saved[phase], length_s, self._phase_s(phase))
                 if self.streaming and index in self.model.trains:
@@ -256,7 +252,7 @@ class _Branches:
                     if one is group[0][1]:
                         least_s.setdefault(alike, bound_s)
                     break  # so are the slower candidates on this mesh
-                if self.expired:
+                if self.budget.is_spent:
                     self.open_s = min(self.open_s, bound_s)
                     break
                 self._go_on(depth, index)
@@ -271,6 +267,7 @@ class _Branches:
                 self.bounds[late] = max(self.bounds[late], self._phase_s(late))
             if self._bound_s() >= self.best.goal_s:
                 return
+        self.budget.taken += 1
         if self.model.excess_bytes(self.chosen) <= 0:
             self._visit(depth + 1)
 
@@ -315,6 +312,7 @@ class _Branches:
 
     def _phase_s(self, number: int) -> float:
         """A lower bound of a phase's seconds, whatever is chosen for its other calls."""
+        self.budget.taken += 1
         phase, size = self.phases[number], len(self.model.limits)
         if not phase:
             return 0.0

@@ -13,6 +13,7 @@ from operator import ge
 
 import numpy as np
 
+from rlhf_spmd.plan.search.budget import PRODUCTS, Budget
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.iteration_model import Assignment, CallModel
 
@@ -98,7 +99,7 @@ class LastPhase:
         self.slowest_s = 1 + sum(max(one.seconds + one.gather_s for one in of) for of in self.candidates)
 
     def combinations(
-        self, chosen: Assignment, left: Left, within_s: float
+        self, chosen: Assignment, left: Left, within_s: float, budget: Budget
     ) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
         """(seconds of the phase, candidates) of combinations that take less than within_s, quick ones first. It omits a
         combination that fits only if another one is no worse; some combinations do not fit."""
@@ -108,7 +109,7 @@ class LastPhase:
         if not all(one.candidates for one in options):
             return
         start = _Rows(np.zeros((1, 0), dtype=int), np.zeros((1, 0)), [])
-        parts = [(rows.end_RK.max(1), rows.at_RK) for rows in _extend(start, options, left.segments, within_s)]
+        parts = [(rows.end_RK.max(1), rows.at_RK) for rows in _extend(start, options, left.segments, within_s, budget)]
         if parts:
             seconds_R, at_RK = map(np.concatenate, zip(*parts, strict=True))
             for row in np.argsort(seconds_R, kind="stable").tolist():
@@ -156,7 +157,9 @@ def _unbeaten(options: _Options) -> _Options:
     return options.take(np.array(sorted(kept), dtype=int))
 
 
-def _extend(rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment], within_s: float) -> Iterator[_Rows]:
+def _extend(
+    rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment], within_s: float, budget: Budget
+) -> Iterator[_Rows]:
     """Combinations with a candidate of every call, in parts."""
     depth = rows.at_RK.shape[1]
     if depth == len(options):
@@ -167,9 +170,10 @@ def _extend(rows: _Rows, options: Sequence[_Options], segments: Sequence[Segment
     for start in range(0, len(rows.at_RK), size):
         part = slice(start, start + size)
         some = _Rows(rows.at_RK[part], rows.end_RK[part], [needs_4R[:, part] for needs_4R in rows.sets])
+        budget.taken += -(-len(some.at_RK) * len(one.candidates) // PRODUCTS)
         longer = _joined(some, one, segments, within_s, options[:depth])
         if len(longer.at_RK):
-            yield from _extend(longer, options, segments, within_s)
+            yield from _extend(longer, options, segments, within_s, budget)
 
 
 def _joined(

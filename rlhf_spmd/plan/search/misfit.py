@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from time import perf_counter
 
 from rlhf_spmd.plan.cluster import Cluster
+from rlhf_spmd.plan.search.budget import CANDIDATE, Budget
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
@@ -35,29 +35,29 @@ class Roomy:
         return self.excess_bytes <= 0
 
 
-def roomiest(space: Space, deadline: float = inf) -> Roomy | None:
+def roomiest(space: Space, budget: Budget) -> Roomy | None:
     """The first choice found that fits, else the one with the least memory; None if no meshes suit all calls."""
     model, best = space.model, None
     grids = [grid for prior in dict.fromkeys(priors(space)) if all(grid := grid_on(space, prior))]
     for key, grid in product((least_memory, least_static), grids):  # a frozen model alone gains little if offloaded
-        if best is not None and perf_counter() > deadline:
+        if best is not None and budget.is_spent:
             break
-        chosen, _ = least_full(model, tuple(min(of, key=key) for of in grid), grid, deadline)
+        chosen, _ = least_full(model, tuple(min(of, key=key) for of in grid), grid, budget)
         here = Roomy(chosen, model.excess_bytes(chosen))
         if here.fits:
             return here
         best = here if best is None or here.excess_bytes < best.excess_bytes else best
-    return best and _descend(space, best, deadline)
+    return best and _descend(space, best, budget)
 
 
-def _descend(space: Space, start: Roomy, deadline: float) -> Roomy:
+def _descend(space: Space, start: Roomy, budget: Budget) -> Roomy:
     """Changes one call, or all calls of a trained model together, until nothing lowers the memory."""
     model, chosen, before = space.model, start.chosen, None
-    while chosen != before and perf_counter() < deadline:
+    while chosen != before and not budget.is_spent:
         before = chosen
         near = [around(space, chosen, of) for of in space.candidates]
-        chosen, _ = least_full(model, chosen, near, deadline)
-        chosen = _together(model, chosen, near, deadline)
+        chosen, _ = least_full(model, chosen, near, budget)
+        chosen = _together(model, chosen, near, budget)
     chosen = _trimmed(space, chosen)
     excess = model.excess_bytes(chosen)
     return Roomy(chosen, excess) if excess <= start.excess_bytes else start
@@ -77,7 +77,7 @@ def _trimmed(space: Space, chosen: Choice) -> Choice:
     return tuple(current)
 
 
-def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidate]], deadline: float) -> Choice:
+def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidate]], budget: Budget) -> Choice:
     """The choice with the calls of each trained model split alike, so that they share its weights, if that helps."""
     kept, missing = list(chosen), model.overflow_bytes(chosen)
     for train, users in model.models:
@@ -88,8 +88,9 @@ def _together(model: CallModel, chosen: Choice, near: Sequence[Sequence[Candidat
             for one in sorted(near[user], key=least_memory):
                 smallest.setdefault(one.where, one)
         for training in near[train]:
-            if perf_counter() > deadline:
+            if budget.is_spent:
                 break
+            budget.taken += 1
             current = list(kept)
             current[train] = training
             for smallest, user in zip(small, users, strict=True):
@@ -131,7 +132,7 @@ def larger(cluster: Cluster) -> list[Cluster]:
     return [one for one in doubled if one.num_devices <= MOST_DEVICES]
 
 
-def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
+def helpful(space: Space, chosen: Choice, budget: Budget) -> list[str]:
     """Of each kind of option the smallest change with which something was found to fit, in words. Smaller options are
     tried with the placement at hand. If that is not enough, the first kind, which does not change what is trained, is
     tried with other placements as well."""
@@ -151,28 +152,33 @@ def helpful(space: Space, chosen: Choice, deadline: float) -> list[str]:
                 found.append(words)
                 break
     for words, other in kinds[0] if not found else []:
-        if perf_counter() > deadline:
-            break
-        if (trial := roomiest(Space.of(other), deadline)) and trial.fits:
+        if _may_fit(other, budget):
             found.append(words)
             break
     for cluster in larger(model.cluster):
-        if perf_counter() > deadline:
-            break
-        more = model.of(model.workload, cluster, model.evaluated_tokens)
-        if (trial := roomiest(Space.of(more), deadline)) and trial.fits:
+        if _may_fit(model.of(model.workload, cluster, model.evaluated_tokens), budget):
             found.append(f"--layout {cluster}")
             break
     return found
 
 
-def why_none(space: Space, best: Roomy | None, *, proved: bool, seconds: float, deadline: float) -> str:
-    """Why there is no plan, in words. best: the least memory that was found. proved: all placements were considered, in
-    so many seconds."""
+def _may_fit(model: CallModel, budget: Budget) -> bool:
+    """Whether a choice is found that fits before the budget is spent."""
+    if budget.is_spent:
+        return False
+    space = Space.of(model)
+    budget.taken += CANDIDATE * sum(map(len, space.candidates))
+    found = roomiest(space, budget)
+    return found is not None and found.fits
+
+
+def why_none(space: Space, best: Roomy | None, budget: Budget, *, proved: bool) -> str:
+    """Why there is no plan, in words. best: the least memory that was found. proved: all placements were considered.
+    budget: what is left may be spent on looking for options that help."""
     model, cluster = space.model, space.model.cluster
     text = f"no placement of this workload fits {cluster}: all were considered"
     if not proved:
-        text = f"no placement of this workload that fits {cluster} was found ({seconds:.0f} s)"
+        text = f"no placement of this workload that fits {cluster} was found (in {budget.taken:,} steps)"
     if best is None or best.excess_bytes == inf:
         return f"{text}. Its devices cannot be divided among the calls; use more devices"
     place = max(range(len(model.limits)), key=lambda at: model.bytes_at(best.chosen, at) - model.limits[at])
@@ -185,7 +191,7 @@ def why_none(space: Space, best: Roomy | None, *, proved: bool, seconds: float, 
         f". The least memory that was found is {_gib(model.bytes_at(best.chosen, place))} on rank {rank} ({sizes}), "
         f"{_gib(best.excess_bytes)} more than the {_gib(usable)} of {_gib(whole)} that it may use, with {layouts}. "
     )
-    words = helpful(space, best.chosen, deadline)
+    words = helpful(space, best.chosen, budget)
     if words:
         return f"{text}It would fit with {', or with '.join(words)}"
     return f"{text}Use more devices, devices with more memory, or smaller models"

@@ -21,6 +21,7 @@ from rlhf_spmd.plan.cost.simulate import Forecast
 from rlhf_spmd.plan.placement import Placement
 from rlhf_spmd.plan.program.compile import compile_program
 from rlhf_spmd.plan.program.instructions import Program
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Allowed, Candidate, anything
 from rlhf_spmd.plan.search.exact import Best, Choice, Space, exact
 from rlhf_spmd.plan.search.iteration_model import CallModel
@@ -31,7 +32,7 @@ from rlhf_spmd.plan.workload import Workload
 NUM_STREAMING = 2  # plans that stream for which the fields of STREAMS are chosen
 STREAMS = {"decode_mini_batches": (1, 2, 4), "in_flight": (1, 2, 4)}  # and as many as there are mini-batches
 METHODS = ("exact", "two_phase", "mcmc")
-BUDGET_S = 20.0  # of the exact search; then it reports the optimality gap
+BUDGET = 1_250_000  # steps of the exact search; then it reports the optimality gap
 REPORT_SHARE = 0.4  # of the budget for saying what would help, if it is not easy to find something that fits
 NUM_PRIORS = 5  # around which two_phase searches
 NUM_CHAINS, NUM_STEPS = 2, 60_000  # Markov chains, and the steps of each: one in eight ends 10% or more above the best
@@ -73,14 +74,14 @@ def search(
     method: str = "exact",
     seed: int = 0,
     keep: int = 20,
-    budget_s: float = BUDGET_S,
+    budget: int = BUDGET,
     allowed: Allowed = anything,
     evaluated_tokens: int = 0,
 ) -> SearchResult:
     """The best placements of a workload on a cluster. seed: of mcmc. keep: how many are compiled and simulated.
-    budget_s: seconds after which the exact search stops and reports a gap; if nothing fits, all ends by then. allowed:
-    the layouts that calls may have. evaluated_tokens: the most tokens of a response in evaluations, for which memory is
-    kept; 0: no evaluation.
+    budget: steps (budget.py) after which the exact search stops and reports a gap; if nothing fits, what would help is
+    looked for within them, too. allowed: the layouts that calls may have. evaluated_tokens: the most tokens of a
+    response in evaluations, for which memory is kept; 0: no evaluation.
 
     Raises UserError if no placement fits the devices or is allowed, the method is unknown, or the calibration lacks a
     device type.
@@ -94,30 +95,31 @@ def search(
     for call, candidates in zip(space.model.calls, space.candidates, strict=True):
         if not candidates:
             raise UserError(f"no layout of {call.name} is allowed; allow more, or use another number of devices")
-    roomy = roomiest(space, begin_s + REPORT_SHARE * budget_s)
-    report_s = 0.0 if roomy and roomy.fits else REPORT_SHARE * budget_s
-    best, gap = choose(space, method, seed, Best(keep), begin_s + budget_s - report_s - time.perf_counter())
+    work = Budget(REPORT_SHARE * budget)
+    roomy = roomiest(space, work)
+    work.steps = budget if roomy and roomy.fits else (1 - REPORT_SHARE) * budget
+    best, gap = choose(space, method, seed, Best(keep), work)
     if roomy and roomy.fits and not best.found:
         best.offer(space.model.score_s(roomy.chosen), roomy.chosen)
         refine(space, roomy.chosen, best)
     search_s, processor_s = time.perf_counter() - begin_s, time.process_time() - begin_processor_s
     if not best.found:
-        told = {"proved": gap == 0.0, "seconds": search_s, "deadline": max(begin_s + budget_s, begin_s + search_s)}
-        raise UserError(why_none(space, roomy, **told))
+        work.steps = budget
+        raise UserError(why_none(space, roomy, work, proved=gap == 0.0))
     plans = simulated(space, best, method, calibration)
     simulate_s = time.perf_counter() - begin_s - search_s
     return SearchResult(plans, gap, best.num_scored, search_s, processor_s, simulate_s)
 
 
-def choose(space: Space, method: str, seed: int, best: Best, budget_s: float) -> tuple[Best, float | None]:
-    """The best choices of a method, and the optimality gap."""
+def choose(space: Space, method: str, seed: int, best: Best, budget: Budget) -> tuple[Best, float | None]:
+    """The best choices of a method, and the optimality gap. budget: of the exact method."""
     if method == "mcmc":
         mcmc(space, best, seed)
         return best, None
     if method == "two_phase":
         two_phase(space, best)
         return best, None
-    least_s = exact(space, best, budget_s)
+    least_s = exact(space, best, budget)
     is_proved = least_s >= best.seconds
     for prior in dict.fromkeys(priors(space)):  # alternatives
         filled(space, prior, best)
@@ -237,7 +239,7 @@ def filled(space: Space, meshes: Meshes, best: Best) -> Choice | None:
     grid = grid_on(space, meshes)
     if not all(grid):
         return None
-    chosen, missing = least_full(space.model, tuple(min(of, key=least_memory) for of in grid), grid)
+    chosen, missing = least_full(space.model, tuple(min(of, key=least_memory) for of in grid), grid, Budget())
     if missing > 0:
         return None
     best.num_scored += 1

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from math import inf
-from time import perf_counter
 
+from rlhf_spmd.plan.search.budget import Budget
 from rlhf_spmd.plan.search.candidates import Candidate
 from rlhf_spmd.plan.search.exact import Choice, Space
 from rlhf_spmd.plan.search.iteration_model import CallModel
@@ -61,18 +60,19 @@ def grid_on(space: Space, meshes: Meshes) -> list[list[Candidate]]:
 
 
 def least_full(
-    model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candidate]], deadline: float = inf
+    model: CallModel, chosen: Choice, grid: Sequence[Sequence[Candidate]], budget: Budget
 ) -> tuple[Choice, float]:
-    """Changes one call after another until a choice fits, no change helps or the time is up; returns it and the bytes
-    that it misses."""
+    """Changes one call after another until a choice fits, no change helps or the budget is spent; returns it and the
+    bytes that it misses."""
     current, missing = list(chosen), model.overflow_bytes(chosen)
     improved = True
-    while missing > 0 and improved and perf_counter() < deadline:
+    while missing > 0 and improved and not budget.is_spent:
         improved = False
         for index, of in enumerate(grid):
             kept = current[index]
-            for one in of if perf_counter() < deadline else ():
+            for one in () if budget.is_spent else of:
                 current[index] = one
+                budget.taken += 1
                 other = model.overflow_bytes(current)
                 if other < missing:
                     missing, kept, improved = other, one, True

@@ -30,7 +30,7 @@ from rlhf_spmd.runtime.guard.user_code import guarded, pass_on_interrupt
 from rlhf_spmd.user_module import described, import_file
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are sent as float32
-SEARCH_S = 2.0  # how long to search for the prompt on which a reward function raises
+SEARCH_S = 10.0  # after which the search for the response on which a function raises stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,31 +128,34 @@ class RewardFunction:
         return value
 
     def _raised(self, error: BaseException, rows: Scored) -> str:
-        index = self._find_response(error, rows)
-        where = f"on a batch of {len(rows)} responses"
-        if index is not None:
-            where = f"on response {rows.first + index} {shortened(rows.responses[index])}"
-            where += f" (prompt {shortened(rows.prompts[index])})"
         return (
-            f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} {where}: "
-            "fix the function, or return a score for such a response"
+            f"reward function {self.name} raised {described(error, _code_of(self.bound.function))} "
+            f"{self._where(error, rows)}: fix the function, or return a score for such a response"
         )
 
-    def _find_response(self, error: BaseException, rows: Scored) -> int | None:
-        """The first response that alone raises the same type of error; None if none does within SEARCH_S."""
-        if len(rows) == 1:
-            return 0
-        deadline = time.perf_counter() + SEARCH_S
-        for index in range(len(rows)):
-            try:
-                self._call(rows.one(index))
-            except BaseException as again:
-                pass_on_interrupt(again)
-                if type(again) is type(error):
-                    return index
-            if time.perf_counter() > deadline:
-                break
-        return None
+    def _where(self, error: BaseException, rows: Scored) -> str:
+        """The first response that raises the same type of error, also alone, in words; else the batch. Halves of the
+        rows are tried, so the function is called for about as many responses as there are."""
+        first, stop, end_s = 0, len(rows), time.perf_counter() + SEARCH_S
+        batch = f"on a batch of {stop} responses"
+        while stop - first > 1:
+            if time.perf_counter() > end_s:
+                return f"{batch} (the search for the one stopped after {SEARCH_S:g} s)"
+            middle = (first + stop) // 2
+            first, stop = (first, middle) if self._raises(error, rows.part(first, middle)) else (middle, stop)
+        if len(rows) > 1 and not self._raises(error, rows.part(first, stop)):
+            return batch
+        where = f"on response {rows.first + first} {shortened(rows.responses[first])}"
+        return f"{where} (prompt {shortened(rows.prompts[first])})"
+
+    def _raises(self, error: BaseException, rows: Scored) -> bool:
+        """Whether the function raises the same type of error on these rows."""
+        try:
+            self._call(rows)
+        except BaseException as again:
+            pass_on_interrupt(again)
+            return type(again) is type(error)
+        return False
 
 
 def _code_of(function: Callable) -> Callable:

@@ -45,10 +45,9 @@ class Scored:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def one(self, index: int) -> Scored:
-        """The rows with only this one."""
-        part = slice(index, index + 1)
-        first = self.first + index
+    def part(self, start: int, stop: int) -> Scored:
+        """Some of the rows."""
+        part, first = slice(start, stop), self.first + start
         return Scored(self.prompts[part], self.responses[part], self.tokens[part], self.columns[part], first, self.key)
 
     @property

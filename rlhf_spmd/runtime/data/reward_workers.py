@@ -164,7 +164,7 @@ class RewardWorkers:
 
     def _hand_out(self, worker: Worker, now: Round) -> None:
         function, row = worker.task = now.todo.popleft()
-        one = now.rows.one(row)
+        one = now.rows.part(row, row + 1)
         message = {
             "function": function,
             "row": row,

@@ -14,18 +14,14 @@ from rlhf_spmd.runtime.observe.trace import Tracer
 from rlhf_spmd.runtime.run.job import make_iteration, prepare
 from rlhf_spmd.runtime.world.world import World
 
-LEAST, MOST = 2, 5  # iterations that are counted, after one that warms up
-BUDGET_S = 20.0  # when the counted iterations have taken so long, no more than LEAST are needed
+COUNTED = 3  # iterations, after one that warms up; the same for all plans, because responses differ in length
 
 
 def iteration_s(config: Config, program: Program, world: World) -> float:
     """Median seconds of an iteration, of the slowest rank; the same on every rank. The world must have the program's
     groups. Frees the models before it returns."""
-    run, seconds = iteration_runner(config, program, world), []
-    run(0)
-    # the seconds are the same on every rank, so all ranks stop together
-    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < BUDGET_S):
-        seconds.append(run(1 + len(seconds)))
+    run = iteration_runner(config, program, world)
+    seconds = [run(number) for number in range(1 + COUNTED)][1:]
     del run
     gc.collect()
     return statistics.median(seconds)
