@@ -151,7 +151,7 @@ time.sleep(300)
 
 
 def test_an_interrupted_rank_is_named():
-    status, _, err, seconds = run(
+    status, _, err = run(
         3,
         """
 if world.rank == 1:
@@ -160,7 +160,7 @@ if world.rank == 1:
 time.sleep(300)
 """,
     )
-    assert status == 130 and seconds < 10
+    assert status == 130
     assert the_message(err).startswith("interrupted by SIGINT (reported by rank 1 (host "), err
     assert "in iteration 3: train actor" in err
 
