@@ -129,7 +129,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         words = parsed.strategies + rest
         names = [word for word in words if not word.startswith("-") and ("=" not in word or word.endswith(".py"))]
         if not names and parsed.config is None:
-            raise UserError("the following arguments are required: STRATEGY (rlhf_spmd --help lists the options)")
+            raise UserError(
+                f"the following arguments are required: STRATEGY (rlhf_spmd {parsed.verb} --help lists the options)"
+            )
         if parsed.verb != "draw":
             names = names[:1]
             parsed.strategy = names[0] if names else None

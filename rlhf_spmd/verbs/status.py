@@ -29,7 +29,7 @@ def run(parsed: argparse.Namespace) -> int:
     pace_s, speed = _recent(metrics, "iteration_s"), _recent(metrics, "gen_tokens_per_s")
     slowest = slowest_rank(records)
     newest = newest_checkpoint(run)
-    state = run_status(records, now)
+    state, names = run_status(records, now), (*reported(run, config).headlines, "response_length")
     print(f"{run}: {state}")
     of = f" of {total}" if total else ""
     left = ""
@@ -38,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
     pace = f", {pace_s:.2f} s each{left}" if pace_s else ""
     print(f"  iterations  {len(metrics)}{of} done{pace}" + (f", {speed:,.0f} tokens/s generated" if speed else ""))
     if metrics:
-        shown = {name: metrics[-1].get(name) for name in (*reported(run, config).headlines, "response_length")}
+        shown = {name: metrics[-1].get(name) for name in names}
         numbers = {name: value for name, value in shown.items() if isinstance(value, int | float)}
         print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
     age_s = now - (newest / "manifest.json").stat().st_mtime if newest else 0.0
