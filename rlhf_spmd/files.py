@@ -88,11 +88,11 @@ def paths_in(folder: Path, pattern: str) -> list[Path]:
     return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
-def json_value(text: str | bytes) -> Any:
+def json_value(text: str | bytes, *, any_size: bool = False) -> Any:
     """What JSON says. Raises ValueError also where json has other errors, or where users of the value would: for what
-    is nested too deep, and for whole numbers beyond the largest float."""
+    is nested too deep, and for whole numbers beyond the largest float, unless they may have any size."""
     try:
-        return json.loads(text, parse_int=_whole)
+        return json.loads(text, parse_int=int if any_size else _whole)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

@@ -48,10 +48,11 @@ _DEFAULTS = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object."""
+def read_json(path: Path, *, any_size: bool = False) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError if the file is missing or does not hold a JSON object. any_size: of
+    whole numbers, see json_value."""
     try:
-        values = json_value(read_bytes(path))
+        values = json_value(read_bytes(path), any_size=any_size)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; {how_to_get(path.parent)}") from None
     except PermissionError:
@@ -107,7 +108,7 @@ def read_config_json(path: Path) -> "ModelConfig":
     folder with an adapter."""
     refuse_adapter(path.parent)
     refuse_pipes(path.parent)
-    values = read_json(path)
+    values = read_json(path, any_size=True)  # from_hf names the key of a wrong one
     with naming(path):
         return from_hf(values)
 
