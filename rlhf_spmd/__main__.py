@@ -31,7 +31,6 @@ CALIBRATION_HELP = "measured constants of the machine (default: those shipped fo
 USER_STATUS = 2
 ASCII_OUTPUT = "ascii:backslashreplace"
 PIPE_STATUS = 141  # the status that a shell reports for a program that SIGPIPE ended
-INTERRUPTED_STATUS = 130  # and for one that SIGINT ended
 ON_RANKS = ("train", "generate", "precompute", "profile")  # verbs that always run on the ranks of an MPI world
 
 
@@ -73,7 +72,7 @@ def _alone(arguments: list[str]) -> int:
     The variables of an interactive step of Slurm (srun -n 4 --pty bash) are those of the first of several processes. So
     under srun the first process works, and copies do nothing. Under mpirun the verb is refused.
     """
-    from rlhf_spmd.runtime.guard import launcher, streams
+    from rlhf_spmd.runtime.guard import launcher, signals, streams
     from rlhf_spmd.runtime.guard.failures import explain
     from rlhf_spmd.runtime.guard.surroundings import without_folder
 
@@ -97,7 +96,7 @@ def _alone(arguments: list[str]) -> int:
         return PIPE_STATUS
     except KeyboardInterrupt:
         streams.say("rlhf_spmd: error: interrupted by SIGINT")
-        return INTERRUPTED_STATUS
+        return signals.INTERRUPTED_STATUS
     except SystemExit:  # of --help
         streams.flush()
         raise

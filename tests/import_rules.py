@@ -53,6 +53,7 @@ SHARED = tuple(
     f"bench.{name}"
     for name in (
         "rows",
+        "busy",
         "cells",
         "plots",
         "options_page",

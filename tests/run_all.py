@@ -18,15 +18,15 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+from bench.busy import busy
 from tests import durations
-from tests.busy import busy
 from tests.run_mpi import REPOSITORY, with_bytecode
 
 PARTS = ("unit", "mpi")
 LONG = [f"tests/unit/test_{name}.py" for name in ("search", "sample_kernel", "scan", "kernels_compile", "support")]
 SLOW_LIMIT_S = 3600  # for one slow test
 MOST_MINUTES, MOST_PROCESSOR_S = 15, 1700  # of all parts without --slow, on two cores with nothing beside them
-MOST_BUSY_MINUTES = 10  # of all parts with --busy
+NUM_BUSY, MOST_BUSY_MINUTES = 6, 10  # processes beside all parts with --busy, and what these may take
 SEARCHES = "test_misfit or no_clock_decides"  # beside the mark: seconds once stopped these
 
 
@@ -73,7 +73,7 @@ def main() -> int:
         file = Path(folder) / "durations.jsonl"
         environment = {**with_bytecode(), durations.FILE: str(file)}
         failed = []
-        with busy() if options.busy else nullcontext():
+        with busy(NUM_BUSY) if options.busy else nullcontext():
             for part in parts:
                 own = {"OMP_NUM_THREADS": "1"} if part == "unit" else {}
                 words = command(part, slow=options.slow, busy=options.busy)

@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from bench.busy import busy
 from bench.rows import REPOSITORY, add
 from bench.tables import text_table
 
@@ -88,15 +87,3 @@ def launch(kind: str, num_ranks: int, late: int, folder: Path) -> tuple[int | No
     except subprocess.TimeoutExpired as expired:
         return None, (expired.stdout or b"").decode(errors="replace")
     return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
-
-
-@contextmanager
-def busy(num: int) -> Iterator[None]:
-    """A number of processes that only use the processor."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

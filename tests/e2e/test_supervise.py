@@ -48,7 +48,7 @@ def parent_of(process: int) -> int:
 
 FAMILY = """
 import subprocess, tempfile, threading
-from rlhf_spmd.runtime.observe import own_files
+from rlhf_spmd.runtime.observe import node_files
 program = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nif os.fork(): os._exit(0)\\ntime.sleep(600)"
 restarts = "trap '' TERM HUP INT; while :; do sleep 600 & sleep 600 & wait; done"
 commands = ["sleep", "600"], [sys.executable, "-S", "-c", program], ["sh", "-c", restarts]
@@ -56,8 +56,8 @@ for command in commands:
     subprocess.Popen(command, start_new_session=True)
     subprocess.Popen(command)
 threading.Thread(target=time.sleep, args=(600,)).start()
-file = tempfile.mkstemp(prefix=own_files.PREFIX, dir=own_files.SHARED_MEMORY)[1]
-folder = tempfile.mkdtemp(prefix=own_files.PREFIX)
+file = tempfile.mkstemp(prefix=node_files.PREFIX, dir=node_files.SHARED_MEMORY)[1]
+folder = tempfile.mkdtemp(prefix=node_files.PREFIX)
 print(file, folder, flush=True)
 time.sleep(0.3)
 """

@@ -17,7 +17,7 @@ from rlhf_spmd.runtime.data.reward_function import RewardFunction, load_reward_f
 from rlhf_spmd.runtime.data.reward_styles import bind
 from rlhf_spmd.runtime.guard import signals, streams, user_code
 from rlhf_spmd.runtime.guard.user_code import OF_PROCESS, OF_TORCH, guarded
-from rlhf_spmd.runtime.observe.node_file import new_file, open_file
+from rlhf_spmd.runtime.observe.node_files import new_file, open_file
 from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
 from rlhf_spmd.strategy import load_strategy
 from tests.run_mpi import environment_alone

@@ -6,8 +6,8 @@ It reads lines of JSON from a socket and answers each with one:
     {"function": 0, "row": 5, "prompt": ...}  a function by its place, and one row      {"score": 1.0, "logs": {...}}
 
 An error in the user's code is answered with {"error": message}. Each answer also has "notes": what the functions
-changed in the worker. The functions run in the main thread, so they may use
-SIGALRM. The process ends with its rank: by PR_SET_PDEATHSIG, and when the socket closes.
+changed in the worker. The functions run in the main thread, so they may use SIGALRM. The process ends with its rank:
+by PR_SET_PDEATHSIG, and when the socket closes.
 
 Cost: the start of Python and the import of the user's file. Command: reward_workers.py starts it.
 """

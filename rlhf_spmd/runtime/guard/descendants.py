@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 END_S = 5.0  # what does not end by then hangs in the kernel, or belongs to another user
@@ -38,14 +37,21 @@ def end_all() -> None:
 
 def below(process: int) -> list[int]:
     """The process ids of all descendants that a process has now, without those of a child that has ended."""
-    children = children_of(process)
-    return children + [other for child in children for other in below(child)]
+    parents, found = _parents(), [process]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 def children_of(process: int) -> list[int]:
     """The process ids of the children of a process, those that have ended and were not waited for included."""
-    found = []
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended
-            found += map(int, path.read_bytes().split())
+    return [child for child, parent in _parents().items() if parent == process]
+
+
+def _parents() -> dict[int, int]:
+    """Process id -> that of its parent. Not every kernel has /proc/PID/task/*/children."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it has ended
+            found[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
     return found

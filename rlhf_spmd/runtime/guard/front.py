@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import descendants, launcher, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
-from rlhf_spmd.runtime.observe import flight_recorder, own_files
+from rlhf_spmd.runtime.observe import flight_recorder, node_files
 from rlhf_spmd.runtime.observe.flight_recorder import Record, parse
 from rlhf_spmd.runtime.observe.position_board import take_claim
 
@@ -119,7 +119,7 @@ class Front:
         try:
             if is_lost:  # the supervisor was killed, and its rank with it
                 descendants.end_all()
-                own_files.remove()
+                node_files.remove()
                 if self.reporter.may_report():
                     message = lost_message(parse(self.reporter.memory))
                     if self.reporter.report(message, status):

@@ -23,7 +23,7 @@ from signal import (
 )
 from types import FrameType
 
-TERMINATED_STATUS = 128 + SIGTERM  # the status that a shell shows for a program ended by SIGTERM
+TERMINATED_STATUS, INTERRUPTED_STATUS = 128 + SIGTERM, 128 + SIGINT  # as a shell shows them
 CHECKPOINT, END = SIGUSR1, SIGTERM
 # whose handlers the program depends on; SIGCHLD and SIGPIPE: on those that Python starts with
 USED = tuple(Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "CHLD", "PIPE"))

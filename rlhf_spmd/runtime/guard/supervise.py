@@ -40,7 +40,7 @@ from rlhf_spmd.runtime.guard.front import (
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.signals import signal_name
 from rlhf_spmd.runtime.guard.surroundings import lack_of_shared_memory, lack_of_threads, shared_memory_bytes
-from rlhf_spmd.runtime.observe import flight_recorder, own_files
+from rlhf_spmd.runtime.observe import flight_recorder, node_files
 from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT, Flight, Record, parse
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -213,7 +213,7 @@ class Supervisor:
     def _clean_up(self) -> None:
         """Ends what the rank has started, and removes what it shared outside the run folder."""
         descendants.end_all()
-        own_files.remove()
+        node_files.remove()
 
     def _stack(self) -> str:
         """The Python stack at a fatal signal, from faulthandler."""

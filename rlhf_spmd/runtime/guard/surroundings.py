@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.runtime.observe.node_files import SHARED_MEMORY
 
 OPEN_FILES = 32  # of a rank beyond those it has when torch is started, without connections: 26 measured on 1-8 ranks
-SHARED_MEMORY = "/dev/shm"
 MPI_BYTES = 8 << 20  # of shared memory that MPI may need for a rank: 5.4 MB measured, MPICH 5.0 with 1-16 ranks
 MPI_LEAST = 24 << 20  # for any number of ranks: 2 used 10 MiB of 24, and ended by SIGSEGV with 17 and with 20
 THREADS = 16  # that a rank may need to start: 2 ranks ended by SIGABRT with 20 processes and threads, and ran with 24

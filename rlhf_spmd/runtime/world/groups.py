@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.runtime.guard.surroundings import check_answer, reach
-from rlhf_spmd.runtime.observe.node_file import share_file
+from rlhf_spmd.runtime.observe.node_files import share_file
 from rlhf_spmd.runtime.world.devices import BACKENDS, RankDevice
 from rlhf_spmd.runtime.world.network import (
     GLOO,

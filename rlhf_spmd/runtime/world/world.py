@@ -26,9 +26,10 @@ from rlhf_spmd.runtime.guard.failures import PREFIX, DeadlineError, PeerError, d
 from rlhf_spmd.runtime.guard.hang_watch import LONGEST_WAIT, Watch
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
 from rlhf_spmd.runtime.guard.launcher import SECOND_REPORT_S
+from rlhf_spmd.runtime.guard.signals import INTERRUPTED_STATUS
 from rlhf_spmd.runtime.guard.surroundings import check_answer, check_open_files
 from rlhf_spmd.runtime.observe.flight_recorder import NOWHERE, Flight, forget, keep_message
-from rlhf_spmd.runtime.observe.node_file import share_file
+from rlhf_spmd.runtime.observe.node_files import share_file
 from rlhf_spmd.runtime.observe.position_board import Board, board_bytes
 from rlhf_spmd.runtime.world import devices, network, visible_devices
 from rlhf_spmd.runtime.world import groups as torch_groups
@@ -37,7 +38,7 @@ from rlhf_spmd.runtime.world.control_messages import Control, Failed, Late
 if TYPE_CHECKING:
     from rlhf_spmd.plan.program.instructions import Program
 
-USER_STATUS, CRASH_STATUS, INTERRUPTED_STATUS = 2, 1, 130
+USER_STATUS, CRASH_STATUS = 2, 1
 LOST_S = 5.0  # a rank that lost a connection waits this long for a better explanation
 FORWARD_S = 0.5  # before an abort: mpiexec drops unread output (seen once in 60 launches on a busy machine)
 ABORT_S = 3  # time for MPI's abort before the process ends itself

@@ -1,13 +1,29 @@
-"""A file that only the ranks of one node share. It has a name only until all of them have opened it, so however a job
-ends, nothing is left behind; and no other user can ever open it. Never on a disk, which may be a network's.
+"""Files outside the run folder that only the ranks of one node share, in shared memory or where temporary files go.
+
+No other user can open them. Each has a name only until all ranks have opened it; if the rank that made it is killed
+before, its supervisor removes it (`remove`). So nothing is left behind, however a job ends.
 """
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
-from rlhf_spmd.runtime.observe.own_files import PREFIX, SHARED_MEMORY
+SHARED_MEMORY = "/dev/shm"
+PREFIX = f"rlhf_spmd_{os.urandom(16).hex()}_"  # of one rank and its supervisor, which is forked after this import
+
+
+def remove() -> None:
+    """Removes the files and folders that this rank has left."""
+    with suppress(OSError):
+        for folder in (SHARED_MEMORY, tempfile.gettempdir()):
+            for path in Path(folder).glob(f"{PREFIX}*"):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 def share_file(
@@ -16,8 +32,8 @@ def share_file(
     """Makes a file on one rank of a node and opens it on all of them -> this rank's descriptor, None if it does not see
     the file, as in a container of its own; and of every rank its creator and whether it sees the file. Collective.
 
-    creator: the rank that makes the file. gather: returns every rank's value. is_empty: there is room for the bytes,
-    but the file has none yet.
+    The file is never on a disk, which may be a network's. creator: the rank that makes it. gather: returns every rank's
+    value. is_empty: there is room for the bytes, but the file has none yet.
     """
     path, inode = new_file(num_bytes, is_empty=is_empty) if rank == creator else ("", 0)
     try:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NUM_BUSY = 6
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(100_000))"
 
 
 @contextmanager
-def busy(number: int = NUM_BUSY) -> Iterator[None]:
-    """`with busy(): ...` beside so many processes."""
+def busy(number: int) -> Iterator[None]:
+    """Runs the block beside so many processes that compute for nothing."""
     command = [sys.executable, "-S", "-c", SPIN, str(os.getpid())]
     processes = [subprocess.Popen(command) for _ in range(number)]
     try:
