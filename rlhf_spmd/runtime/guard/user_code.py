@@ -152,6 +152,10 @@ OF_TORCH = (
 )
 
 
+READ_PROCESS, READ_TORCH = ([setting.read for setting in settings] for settings in (OF_PROCESS, OF_TORCH))
+FIRST = [setting.first for setting in OF_TORCH]
+
+
 class Notes:
     """What has been said about user code in this process. tell: says it. A worker hands it to its rank, and of the
     ranks of a node one says it."""
@@ -183,12 +187,22 @@ class Children:
 
     def __init__(self) -> None:
         self.pipe: tuple[int, int] | None = None
+        self.has_forked = False  # this process, since the pipe was made
         self.dead: set[int] = set()
 
+    def expect(self) -> None:
+        """From now on children can tell."""
+        with suppress(OSError):
+            self.pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            os.register_at_fork(after_in_parent=lambda: setattr(self, "has_forked", True))
+
     def bury(self) -> None:
-        """Takes notice of those that have come back by now. Makes the pipe, at first."""
+        """Takes notice of those that have come back by now."""
+        if self.pipe is None:
+            self.expect()
+        if not self.has_forked:
+            return
         with suppress(OSError):  # none has, or a function has closed the pipe
-            self.pipe = self.pipe or os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             for line in os.read(self.pipe[0], 2**16).decode().split("\n")[:-1]:
                 child, _, who = line.partition(" ")
                 self.dead.add(int(child))
@@ -225,10 +239,10 @@ def guarded(who: str) -> Iterator[None]:
     """Runs the block, one call of user code, and changes back what it changed, with a note. who: for the note, e.g.
     `reward function r.py:f`. Raises UserError if something can't be changed back."""
     children.bury()
-    process, before = os.getpid(), [setting.read() for setting in OF_PROCESS]
+    process, before = os.getpid(), [read() for read in READ_PROCESS]
     torch = _torch()
     had_alarm, descriptors = _has_alarm(), streams.kept()
-    of_torch = [setting.first if torch is None else setting.read(torch) for setting in OF_TORCH]
+    of_torch = FIRST if torch is None else [read(torch) for read in READ_TORCH]
     try:
         yield
     finally:
@@ -238,8 +252,10 @@ def guarded(who: str) -> Iterator[None]:
         if _has_alarm() and not had_alarm:
             signal.alarm(0)
             changed.append("the alarm of SIGALRM")
-        lost = _restore(OF_PROCESS, before, changed)
-        if (torch := _torch()) is not None:
+        lost = []
+        if before != [read() for read in READ_PROCESS]:  # of all at once, which takes a third of the time
+            lost = _restore(OF_PROCESS, before, changed)
+        if (torch := _torch()) is not None and of_torch != [read(torch) for read in READ_TORCH]:
             lost += _restore(OF_TORCH, of_torch, changed, torch)
         notes.changed(who, changed)
         if lost:
