@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 MIN_TOKENS = 64  # a program takes at least this many tokens, if the row has them
@@ -118,6 +119,8 @@ def decode_attention(
     assert keys_nKsd.shape[2] == step.block_size, (keys_nKsd.shape, step.block_size)
     if q_BHd.is_cuda:
         return decode_attention_triton(q_BHd, keys_nKsd, values_nKsd, step.tables_BM, step.lengths_B, window=window)
+    if cpu.used_for(q_BHd) and q_BHd.shape[2] % cpu.LANES == 0:
+        return cpu.decode_attention(q_BHd, keys_nKsd, values_nKsd, step.tables_BM, step.lengths_B, window)
     return _on_cpu(q_BHd, step.gather(keys_nKsd), step.gather(values_nKsd), step.mask(window), step.empty_B)
 
 

@@ -11,6 +11,7 @@ Legend: T new tokens, K key-value heads, d head dim, n blocks, s slots of a bloc
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 
@@ -34,6 +35,10 @@ def kv_write(
     """slots_T int64: the slot of each token; -1: not written (padding). heads_TK: `heads_of` the slots (CPU only)."""
     if keys_TKd.is_cuda:
         kv_write_triton(keys_TKd, values_TKd, cache_keys_nKsd, cache_values_nKsd, slots_T)
+        return
+    if cpu.used_for(keys_TKd):
+        cpu.kv_write(keys_TKd, cache_keys_nKsd, slots_T)
+        cpu.kv_write(values_TKd, cache_values_nKsd, slots_T)
         return
     if heads_TK is not None:
         for new_TKd, cache_nKsd in ((keys_TKd, cache_keys_nKsd), (values_TKd, cache_values_nKsd)):

@@ -11,6 +11,7 @@ Legend: N rows, H heads (rows may be [T, H]: norms of queries and keys), D size 
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 TILE = 2048  # numbers that a program holds, if a row is shorter than that
@@ -24,6 +25,8 @@ def rmsnorm(x_ND: Tensor, weight_D: Tensor, eps: float, residual_ND: Tensor | No
     assert not (torch.is_grad_enabled() and x_ND.requires_grad), "rmsnorm has no backward pass"
     if x_ND.is_cuda:
         return rmsnorm_triton(x_ND, weight_D, eps, residual_ND)
+    if cpu.used_for(x_ND):
+        return cpu.rmsnorm(x_ND, weight_D, eps, residual_ND)
     s_ND = x_ND if residual_ND is None else residual_ND + x_ND  # this order gives the memory layout of the residual
     wide_ND = s_ND.to(torch.promote_types(s_ND.dtype, torch.float32))
     scale_N1 = wide_ND.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()  # fewer operations than F.rms_norm

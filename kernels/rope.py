@@ -11,6 +11,7 @@ Legend: T tokens, H query heads, K key-value heads, d head dim, f pairs of a hea
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 
@@ -22,6 +23,8 @@ def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[
         grads = q_THd.requires_grad or k_TKd.requires_grad
         assert not (torch.is_grad_enabled() and grads), "rope has no backward pass"
         return rope_triton(q_THd, k_TKd, cos_Tf, sin_Tf)
+    if cpu.used_for(q_THd):
+        return cpu.rotate(q_THd, cos_Tf, sin_Tf), cpu.rotate(k_TKd, cos_Tf, sin_Tf)
     cos_T1d, sin_T1d = doubled(cos_Tf, sin_Tf) if cos_Tf.dim() == 2 else (cos_Tf, sin_Tf)
     x_THd, pairs, num_heads = _together(q_THd, k_TKd), q_THd.shape[2] // 2, q_THd.shape[1]
     turned_THd = torch.cat((x_THd[..., pairs:], x_THd[..., :pairs]), dim=-1).mul_(sin_T1d).add_(x_THd * cos_T1d)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.cdf_tree import BLOCK, LEVELS_INSIDE, descend, descend_listed, level_numbers, levels_over
 from rlhf_spmd.kernels.support import (
     Rules,
@@ -61,6 +62,8 @@ def block_masses(
     offset: of the first logit in its block. Only tokens with z >= least_B count.
     """
     num_rows, width = logits_BV.shape
+    if cpu.used_for(logits_BV) and width:
+        return cpu.block_masses(logits_BV, temperature_B, BLOCK, offset=offset, least_B=least_B)
     num_blocks = -(-(offset + width) // BLOCK)
     if not width:  # a slice of the vocabulary without known tokens
         return torch.full_like(temperature_B, -torch.inf), temperature_B.new_zeros(num_rows, num_blocks).double()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 TILE = 1024  # numbers of a row that a program takes
@@ -26,6 +27,8 @@ def silu_mul(gate_NI: Tensor, up_NI: Tensor | None = None) -> Tensor:
     assert not (torch.is_grad_enabled() and gate_NI.requires_grad), "silu_mul has no backward pass"
     if gate_NI.is_cuda:
         return silu_mul_triton(gate_NI, up_NI)
+    if cpu.used_for(gate_NI):
+        return cpu.silu_mul(gate_NI, up_NI)
     return F.silu(gate_NI).mul_(up_NI)
 
 

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.rope import doubled, rope_ref
 from rlhf_spmd.kernels.rope import rope as kernel
 from rlhf_spmd.model.config import ModelConfig
@@ -45,7 +46,9 @@ def cos_sin(
     rotate_both(fast=True), so `doubled` on a CPU."""
     angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
     cos_BTf, sin_BTf = (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
-    return doubled(cos_BTf, sin_BTf) if fast and not cos_BTf.is_cuda else (cos_BTf, sin_BTf)
+    if fast and not cos_BTf.is_cuda and not cpu.used_for(cos_BTf):
+        return doubled(cos_BTf, sin_BTf)
+    return cos_BTf, sin_BTf
 
 
 def rotate_both(

@@ -1,0 +1,191 @@
+// y = x W^T + b for the weights W of a layer, float32 or bfloat16, computed in float32.
+//
+// Each number of y is the sum, in order, of chains of DEPTH fused multiply-adds over the inputs in their order. So its bits
+// depend neither on the other rows nor on threads, on whether the weights are packed, or on the instruction set.
+//
+// A panel is COLUMNS columns of y. A chunk of it, DEPTH inputs, is held in the first-level cache while all rows pass.
+// Packed weights have the order [panel][input][column of the panel], so that memory is read once, from its start to its
+// end; plain ones are transposed chunk by chunk (a third more time at 32 rows, nothing at hundreds).
+
+#pragma once
+#include "vector.hpp"
+
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+namespace {
+
+constexpr int COLUMNS = 3 * LANES, ROWS = LANES == 16 ? 8 : 4, DEPTH = 96, BLOCK = 512;
+
+inline long panels_of(long num_out) { return (num_out + COLUMNS - 1) / COLUMNS; }
+
+// sums[R][COLUMNS] (0 if first) += x[R][depth] chunk[depth][COLUMNS]. ahead, next: the weights and rows read after that.
+template <int R>
+inline void multiply(const float* x, long stride, const float* chunk, long depth, float* sums, bool first,
+                     const char* ahead, long lines, const float* next) {
+    vec acc[R][3];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 3; v++) acc[r][v] = every(0.0f);
+    for (long k = 0; k < depth; k++) {
+        const float* w = chunk + k * COLUMNS;
+        vec w0 = load(w), w1 = load(w + LANES), w2 = load(w + 2 * LANES);
+        if ((k & 3) == 0 && k / 4 < lines) _mm_prefetch(ahead + 64 * (k / 4), _MM_HINT_T1);
+        if ((k & 3) == 2) _mm_prefetch((const char*)(next + (k / 4 & 3) * stride + k / 16 * 16), _MM_HINT_T0);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            vec a = every(x[r * stride + k]);
+            acc[r][0] = fma(a, w0, acc[r][0]);
+            acc[r][1] = fma(a, w1, acc[r][1]);
+            acc[r][2] = fma(a, w2, acc[r][2]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 3; v++) {
+            float* to = sums + r * COLUMNS + v * LANES;
+            store(to, first ? acc[r][v] : load(to) + acc[r][v]);
+        }
+}
+
+inline __m256 eight(const float* p) { return _mm256_loadu_ps(p); }
+inline __m256 eight(const bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+
+// to[k][c] = from[c][k] for 8 x 8 numbers.
+template <class W>
+inline void transposed_8x8(const W* from, long num_in, float* to) {
+    __m256 r[8], s[8];
+    for (int i = 0; i < 8; i++) r[i] = eight(from + i * num_in);
+    for (int i = 0; i < 8; i += 2) {
+        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(to + i * COLUMNS, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps(to + (i + 4) * COLUMNS, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+}
+
+// A chunk of plain weights [columns, num_in], transposed; missing columns are 0.
+template <class W>
+inline void transposed(const W* weight, long num_in, long columns, long depth, float* chunk) {
+    for (long c = 0; c < COLUMNS; c += 8) {
+        long k = 0;
+        if (c + 8 <= columns)
+            for (; k + 8 <= depth; k += 8) transposed_8x8(weight + c * num_in + k, num_in, chunk + k * COLUMNS + c);
+        for (; k < depth; k++)
+            for (long i = c; i < c + 8; i++) chunk[k * COLUMNS + i] = i < columns ? wide(weight[i * num_in + k]) : 0.0f;
+    }
+}
+template <class W>
+inline void widened(const W* packed, long count, float* chunk) {
+    for (long i = 0; i < count; i += LANES) store(chunk + i, load(packed + i));
+}
+
+inline void narrowed(const float* chunk, long count, float* packed) { memcpy(packed, chunk, count * sizeof(float)); }
+inline void narrowed(const float* chunk, long count, bf16* packed) {
+    for (long i = 0; i < count; i++) put(packed + i, chunk[i]);
+}
+
+template <class W>
+void pack(const W* weight, long num_out, long num_in, W* packed) {
+    long num_panels = panels_of(num_out);
+#pragma omp parallel for schedule(static)
+    for (long panel = 0; panel < num_panels; panel++) {
+        float chunk[DEPTH * COLUMNS];
+        long first = panel * COLUMNS, columns = num_out - first < COLUMNS ? num_out - first : COLUMNS;
+        for (long start = 0; start < num_in; start += DEPTH) {
+            long depth = num_in - start < DEPTH ? num_in - start : DEPTH;
+            transposed(weight + first * num_in + start, num_in, columns, depth, chunk);
+            narrowed(chunk, depth * COLUMNS, packed + first * num_in + start * COLUMNS);
+        }
+    }
+}
+
+template <class T>
+struct Product {
+    const T *x, *weight, *bias;
+    T* y;
+    long num_rows, num_in, num_out, stride_x, stride_y;
+    bool is_packed;
+};
+
+template <class T>
+void panel_of(const Product<T>& p, long panel, long row, long rows, const float* x, float* chunk, float* sums) {
+    long first = panel * COLUMNS, columns = p.num_out - first < COLUMNS ? p.num_out - first : COLUMNS;
+    for (long start = 0; start < p.num_in; start += DEPTH) {
+        long depth = p.num_in - start < DEPTH ? p.num_in - start : DEPTH, lines = 0;
+        const float* w = chunk;
+        const char* ahead = 0;
+        if (p.is_packed) {
+            const T* from = p.weight + first * p.num_in + start * COLUMNS;
+            if (sizeof(T) == 4) w = (const float*)from;
+            else widened(from, depth * COLUMNS, chunk);
+            ahead = (const char*)(from + depth * COLUMNS);
+            lines = depth * COLUMNS * sizeof(T) / 64;
+        } else
+            transposed(p.weight + first * p.num_in + start, p.num_in, columns, depth, chunk);
+        for (long r = 0; r < rows; r += ROWS) {
+            const float* from = x + r * p.num_in + start;
+            float* to = sums + r * COLUMNS;
+            long done = r / ROWS * (depth / 4), left = lines - done < 0 ? 0 : lines - done;
+            const float* next = x + (r + 2 * ROWS <= rows ? r + ROWS : 0) * p.num_in + start;
+            switch (rows - r < ROWS ? rows - r : ROWS) {
+#define CASE(R) case R: multiply<R>(from, p.num_in, w, depth, to, start == 0, ahead + 64 * done, left, next); break;
+                CASE(1) CASE(2) CASE(3) CASE(4)
+#if LANES == 16
+                CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+#undef CASE
+            }
+        }
+    }
+    for (long r = 0; r < rows; r++) {
+        T* to = p.y + (row + r) * p.stride_y + first;
+        const float* from = sums + r * COLUMNS;
+        if (columns == COLUMNS && !p.bias)
+            for (int c = 0; c < COLUMNS; c += 1) put(to + c, from[c]);
+        else
+            for (long c = 0; c < columns; c++) put(to + c, p.bias ? from[c] + wide(p.bias[first + c]) : from[c]);
+    }
+}
+
+template <class T>
+void product(const Product<T>& p) {
+    long num_panels = panels_of(p.num_out), num_blocks = (p.num_rows + BLOCK - 1) / BLOCK;
+    long size = BLOCK < p.num_rows ? BLOCK : p.num_rows;
+    const float* x = (const float*)p.x;
+    float* widened_x = 0;
+    if (sizeof(T) != 4 || p.stride_x != p.num_in) {
+        widened_x = (float*)aligned_alloc(64, (p.num_rows * p.num_in * 4 + 63) / 64 * 64);
+        x = widened_x;
+    }
+#pragma omp parallel
+    {
+        if (widened_x) {
+#pragma omp for schedule(static)
+            for (long r = 0; r < p.num_rows; r++)
+                for (long k = 0; k < p.num_in; k++) widened_x[r * p.num_in + k] = wide(p.x[r * p.stride_x + k]);
+        }
+        float* chunk = (float*)aligned_alloc(64, DEPTH * COLUMNS * 4);
+        float* sums = (float*)aligned_alloc(64, size * COLUMNS * 4 + 64 - size * COLUMNS * 4 % 64);
+#pragma omp for schedule(static)
+        for (long task = 0; task < num_panels * num_blocks; task++) {
+            long panel = task / num_blocks, row = task % num_blocks * BLOCK;
+            long rows = p.num_rows - row < BLOCK ? p.num_rows - row : BLOCK;
+            panel_of(p, panel, row, rows, x + row * p.num_in, chunk, sums);
+        }
+        free(chunk);
+        free(sums);
+    }
+    free(widened_x);
+}
+
+}  // namespace
