@@ -1,5 +1,6 @@
-"""Compiles kernels/native, if there is a compiler; everything else is in setup.cfg. Without one the install goes on, and
-products and decode steps on a CPU take torch's operations."""
+"""Compiles kernels/native, if there is a compiler; everything else is in setup.cfg.
+
+Without one the install goes on, and a CPU uses torch's operations."""
 
 import platform
 
