@@ -9,7 +9,7 @@ touch this process's connections. Loads neither torch nor MPI.
 import os
 import signal
 import sys
-from _signal import getsignal  # that of signal makes an enum of the result, which takes 3 us where it is a function
+from _signal import getsignal, pthread_sigmask  # those of signal make enums of the results, which takes 3 us
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -66,6 +66,11 @@ OF_PROCESS = (
     Setting("sys.stdout", lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
     Setting("sys.stderr", lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
     Setting("the umask", _umask, os.umask),
+    Setting(
+        "the blocked signals",
+        lambda: pthread_sigmask(signal.SIG_BLOCK, ()),
+        lambda blocked: pthread_sigmask(signal.SIG_SETMASK, blocked),
+    ),
     *map(_handler, signals.USED),
 )
 
@@ -90,6 +95,7 @@ def _flag(path: str, first: bool) -> Setting:
     return Setting(f"torch.{path}", attrgetter(path), lambda torch, value: setattr(owner(torch), name, value), first)
 
 
+SMALLEST = 5e-324  # 0 where the processor takes denormal numbers for 0
 modes: list[Any] = []  # whoever drops such an object leaves its mode
 # Each is written before the next is read, since inference mode sets the mode of gradients, too.
 OF_TORCH = (
@@ -145,6 +151,12 @@ OF_TORCH = (
         lambda torch: torch.get_float32_matmul_precision(),
         lambda torch, name: torch.set_float32_matmul_precision(name),
         "highest",
+    ),
+    Setting(
+        "torch's treatment of denormal numbers",
+        lambda torch: SMALLEST == 0,
+        lambda torch, is_on: torch.set_flush_denormal(is_on),
+        False,
     ),
     _flag("backends.cudnn.benchmark", False),
     _flag("backends.cudnn.deterministic", False),
