@@ -94,7 +94,7 @@ def _end_with(parent: int, number: int, libc: ctypes.CDLL) -> None:
 
 def _mark_exit(flight: Flight) -> None:
     if not flight.memory[flight_recorder.LEFT_AT]:  # otherwise the status of its work stands there
-        flight.leave()
+        flight.leave(1)  # if something keeps the rank; its own status counts if it ends
 
 
 def leave(status: int) -> NoReturn:

@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.guard import signals, streams
 
 NOTE = "rlhf_spmd: note: "
 FORKED = "came back in a child of os.fork, too, which was ended: end a child by os._exit in the function"
+DEPTH = sys.getrecursionlimit()  # a function may raise the limit
 NOT_KNOWN = object()  # the first value of something that depends on the machine
 
 
@@ -71,6 +72,7 @@ OF_PROCESS = (
         lambda: pthread_sigmask(signal.SIG_BLOCK, ()),
         lambda blocked: pthread_sigmask(signal.SIG_SETMASK, blocked),
     ),
+    Setting("the recursion limit", lambda: min(sys.getrecursionlimit(), DEPTH), sys.setrecursionlimit),
     *map(_handler, signals.USED),
 )
 
