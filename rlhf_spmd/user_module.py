@@ -64,7 +64,7 @@ def load_module(kind: str, name: str, package: str, known: list[str]) -> tuple[M
             module = import_file(path, f"_{kind}_{path.stem}")
         except BaseException as error:
             pass_on_interrupt(error)
-            raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {error}") from error
+            raise UserError(f"{kind} file {name} cannot be imported: {type(error).__name__}: {_text(error)}") from error
     elif name in known:
         module = importlib.import_module(f"{package}.{name}")
     else:
@@ -95,9 +95,16 @@ def calling(who: str, function: Callable, fix: str, *, lets: tuple[type[Exceptio
         raise UserError(f"{who} raised {described(error, function)}; {fix}") from error
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:  # of the user's own class
+        return ""
+
+
 def described(error: BaseException, function: Callable | None) -> str:
     """`KeyError: 'x' (reward.py, line 7: return table[x])`, with the deepest line in the user's own file if any."""
-    message = " ".join(str(error).split())[:300]
+    message = " ".join(_text(error).split())[:300]
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"

@@ -35,6 +35,17 @@ def may_unshare(*options: str) -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
+def test_no_thread_for_the_watch():
+    """The ranks have met MPI, but not each other."""
+    program = """
+import threading
+def start(thread): raise RuntimeError("Resource temporarily unavailable")
+threading.Thread.start = start
+"""
+    text = refusal(f"{' '.join(mpi_command(2))} {sys.executable} -c '{program}{PROGRAM}'")
+    assert "may not start another thread" in text and "(reported by rank 0 of 2)" in text
+
+
 def test_too_few_open_files():
     assert refusal(f"ulimit -n 40; {RANKS}").startswith("the limit of open files on ")
 

@@ -131,12 +131,23 @@ def test_a_thread_that_is_left_keeps_no_rank_alive():
     assert (found.returncode, found.stdout, found.stderr) == (5, "handled\n", "")
 
 
+@pytest.mark.parametrize("task", ["int", "time.sleep, 600"], ids=["idle", "busy"])
+def test_a_pool_of_processes_that_is_left_keeps_no_rank_alive(task):
+    found = run(
+        "import concurrent.futures\nfrom rlhf_spmd.runtime.guard.supervise import leave\n"
+        f"pool = concurrent.futures.ProcessPoolExecutor(1)\npool.submit({task})\nleave(5)"
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (5, "", "")
+
+
 def test_a_rank_that_is_done_has_to_end():
     """Perhaps MPI_Finalize waits for ever. The status is that of the work."""
     program = PROGRAM.replace(
         "flight =", "from rlhf_spmd.runtime.guard import supervise\nsupervise.LEAVE_S = 0.3\nflight ="
     )
-    command = [sys.executable, "-c", program + "flight.describe(host='a-host')\nflight.leave(4)\ntime.sleep(600)"]
+    body = "from rlhf_spmd.runtime.guard.supervise import _mark_exit\nflight.describe(host='a-host')\n"
+    body += "flight.leave(4)\n_mark_exit(flight)\ntime.sleep(600)"  # as at the exit, before a handler of a library
+    command = [sys.executable, "-c", program + body]
     found = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LIMIT_S, env=environment_alone())
     assert found.returncode == 4 and found.stderr.count("\n") == 1, found.stderr
     assert "note: rank 0 of 1 (host a-host, process " in found.stderr and "it was killed" in found.stderr

@@ -46,6 +46,8 @@ CHANGES = {
     "sys.stdout": lambda: setattr(sys, "stdout", None),
     "sys.stderr": lambda: setattr(sys, "stderr", open(os.devnull, "w", encoding="utf-8")),  # noqa: SIM115
     "the umask": lambda: os.umask(0o123),
+    "the recursion limit": lambda: sys.setrecursionlimit(500),
+    "the blocked signals": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
     "the handler of SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "the handler of SIGPIPE": lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL),
     "the alarm of SIGALRM": lambda: signal.alarm(100),
@@ -58,6 +60,7 @@ CHANGES = {
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "torch's deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "torch's precision of products": lambda: torch.set_float32_matmul_precision("medium"),
+    "torch's treatment of denormal numbers": lambda: torch.set_flush_denormal(True),
     "torch.backends.cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
 }
 
@@ -200,6 +203,18 @@ def test_whatever_a_function_raises_is_one_message(kind, monkeypatch):
                 function(["p", "q"], ["a", "b"])
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_exception_that_cannot_print_itself():
+    class Mute(Exception):
+        def __str__(self):
+            raise Mine
+
+    def score(prompts, responses):
+        raise Mute
+
+    with pytest.raises(UserError, match=r"r.py:score raised Mute \(.*test_user_code.py, line \d+: raise Mute\)"):
+        RewardFunction("r.py:score", bind(score))(["p"], ["a"])
 
 
 @pytest.mark.parametrize("kind", ["GeneratorExit", "Mine"])

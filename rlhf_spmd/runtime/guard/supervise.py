@@ -16,6 +16,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections import deque
@@ -80,7 +81,7 @@ def supervised() -> Flight:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
     flight = Flight(memory)
-    atexit.register(flight.leave)
+    atexit.register(_mark_exit, flight)
     return flight
 
 
@@ -91,8 +92,17 @@ def _end_with(parent: int, number: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
+def _mark_exit(flight: Flight) -> None:
+    if not flight.memory[flight_recorder.LEFT_AT]:  # otherwise the status of its work stands there
+        flight.leave(1)  # if something keeps the rank; its own status counts if it ends
+
+
 def leave(status: int) -> NoReturn:
-    """Ends the rank after its work, whatever threads it has left. What must happen at an exit happens."""
+    """Ends the rank after its work, whatever threads and processes of multiprocessing it has left. What must happen at
+    an exit happens."""
+    if (processes := sys.modules.get("multiprocessing.process")) is not None:
+        for child in processes.active_children():
+            child._config["daemon"] = True  # these are ended at an exit; for others Python waits for ever
     atexit._run_exitfuncs()  # threads that are no daemons are not waited for: Python would wait for ever
     streams.flush()
     ctypes.PyDLL(None).exit(status)  # and not _exit: MPICH takes leave of its launcher in a handler of libc's exit

@@ -9,7 +9,7 @@ touch this process's connections. Loads neither torch nor MPI.
 import os
 import signal
 import sys
-from _signal import getsignal  # that of signal makes an enum of the result, which takes 3 us where it is a function
+from _signal import getsignal, pthread_sigmask  # those of signal make enums of the results, which takes 3 us
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from rlhf_spmd.runtime.guard import signals, streams
 
 NOTE = "rlhf_spmd: note: "
 FORKED = "came back in a child of os.fork, too, which was ended: end a child by os._exit in the function"
+DEPTH = sys.getrecursionlimit()  # a function may raise the limit
 NOT_KNOWN = object()  # the first value of something that depends on the machine
 
 
@@ -66,6 +67,12 @@ OF_PROCESS = (
     Setting("sys.stdout", lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
     Setting("sys.stderr", lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
     Setting("the umask", _umask, os.umask),
+    Setting(
+        "the blocked signals",
+        lambda: pthread_sigmask(signal.SIG_BLOCK, ()),
+        lambda blocked: pthread_sigmask(signal.SIG_SETMASK, blocked),
+    ),
+    Setting("the recursion limit", lambda: min(sys.getrecursionlimit(), DEPTH), sys.setrecursionlimit),
     *map(_handler, signals.USED),
 )
 
@@ -90,6 +97,7 @@ def _flag(path: str, first: bool) -> Setting:
     return Setting(f"torch.{path}", attrgetter(path), lambda torch, value: setattr(owner(torch), name, value), first)
 
 
+SMALLEST = 5e-324  # 0 where the processor takes denormal numbers for 0
 modes: list[Any] = []  # whoever drops such an object leaves its mode
 # Each is written before the next is read, since inference mode sets the mode of gradients, too.
 OF_TORCH = (
@@ -145,6 +153,12 @@ OF_TORCH = (
         lambda torch: torch.get_float32_matmul_precision(),
         lambda torch, name: torch.set_float32_matmul_precision(name),
         "highest",
+    ),
+    Setting(
+        "torch's treatment of denormal numbers",
+        lambda torch: SMALLEST == 0,
+        lambda torch, is_on: torch.set_flush_denormal(is_on),
+        False,
     ),
     _flag("backends.cudnn.benchmark", False),
     _flag("backends.cudnn.deterministic", False),

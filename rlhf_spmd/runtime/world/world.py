@@ -77,23 +77,26 @@ class World:
     @classmethod
     def discover(cls, deadline_s: float = 300.0, flight: Flight | None = None) -> "World":
         """Meets the other ranks over MPI; without mpiexec, a world of one rank. flight: shared with a supervisor."""
-        mpi = _load_mpi()
-        comm = mpi.COMM_WORLD
-        launcher.check_world_size(comm.size, os.environ)
-        first = Control(comm, deadline_s=deadline_s)
-        facts = {
-            "host": socket.gethostname(),
-            "network": torch_groups.network_stack(),
-            "cores": sorted(os.sched_getaffinity(0)),
-        }
+        mpi, flight = _load_mpi(), flight or Flight()
+        rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
+        launcher.check_world_size(size, os.environ)
         try:
-            everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
-            first.settle()  # COMM_WORLD is not used for anything else
-        except Late as late:  # nothing can be agreed yet, and a normal exit would hang in MPI_Finalize
-            if first.rank != min(set(range(comm.size)) - set(late.ranks)):
-                time.sleep(SECOND_REPORT_S)
-            streams.say(f"{PREFIX}{deadline_error(late, first.rank, (), {})}")
-            _end_job(USER_STATUS, flight or Flight())
+            return cls._meet(mpi, deadline_s, flight)
+        except Exception as error:  # nothing can be agreed yet, and a normal exit would hang in MPI_Finalize
+            late = error.ranks if isinstance(error, Late) else ()
+            time.sleep(0 if rank == min(set(range(size)) - set(late)) else SECOND_REPORT_S)
+            found = deadline_error(error, rank, (), {}) if late else error
+            known = isinstance(found, UserError) or failures.explain(found)
+            streams.say(failures.report(found, f"rank {rank} of {size}", "", ""))
+            _end_job(USER_STATUS if known else CRASH_STATUS, flight)
+
+    @classmethod
+    def _meet(cls, mpi: Any, deadline_s: float, flight: Flight) -> "World":
+        comm, host = mpi.COMM_WORLD, socket.gethostname()
+        first = Control(comm, deadline_s=deadline_s)
+        facts = {"host": host, "network": torch_groups.network_stack(), "cores": sorted(os.sched_getaffinity(0))}
+        everyone = [json.loads(text) for text in first.exchange("the start", json.dumps(facts).encode())]
+        first.settle()  # COMM_WORLD is not used for anything else
         control = Control(comm.Dup(), deadline_s=deadline_s) if comm.size > 1 else first
         # all ranks are here, so MPI's own collectives, which have no deadline, are safe
         node_comm = comm.Split_type(mpi.COMM_TYPE_SHARED)
@@ -112,8 +115,6 @@ class World:
             launcher.unlink_shared_memory()
         of_node = [[everyone[rank] for rank in range(comm.size) if nodes[rank] == index] for index in range(len(order))]
         cores = len({core for facts in of_node[node] for core in facts["cores"]})
-        flight = flight or Flight()
-        host = everyone[comm.rank]["host"]
         flight.describe(rank=comm.rank, size=comm.size, host=host, board=board.descriptor)
         world = cls(
             rank=comm.rank,
@@ -391,7 +392,8 @@ def _end_job(status: int, flight: Flight) -> NoReturn:
         time.sleep(FORWARD_S)
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), 2)
-            faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+            with suppress(RuntimeError):  # no further thread may start
+                faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
             _load_mpi().COMM_WORLD.Abort(status)
     finally:  # even if memory or a descriptor for any of this is missing
         os._exit(status)
