@@ -20,6 +20,7 @@ ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 NO_RIGHT = "can't be read: Permission denied: ask its owner for the rights (chmod g+rX)"
 NO_FILE = "is a pipe, a socket or a device, not a file"
+LARGEST = 4 << 30  # bytes of a file that is read as a whole: more, e.g. a hole of a terabyte, may not fit in memory
 OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # a pipe with one of these names has its writer
 
 
@@ -53,12 +54,20 @@ def why_no_file(path: str | Path) -> str:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a file. Raises OSError, and UserError for a pipe or the like, which would be waited for."""
-    mode = os.stat(path).st_mode
+    """The content of a file. Raises OSError, which names the file, and UserError for a pipe or the like, which would be
+    waited for, and for what is too large."""
+    found = os.stat(path)
+    mode = found.st_mode
     is_open = stat.S_ISFIFO(mode) and str(path).startswith(OPEN_FILES)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_open):
         raise UserError(f"{path} {NO_FILE}: put a file there, or name another one")
-    return Path(path).read_bytes()
+    if found.st_size > LARGEST:
+        raise UserError(f"{path} has {found.st_size / 2**30:,.1f} GiB, and at most {LARGEST >> 30} are read")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a failed read names none
+        raise
 
 
 def refuse_pipes(folder: Path) -> None:

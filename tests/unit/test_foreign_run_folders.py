@@ -1,6 +1,7 @@
 """Run folders of somebody else: the verbs that read them run no code of theirs, print no orders to the terminal, end
 with one message for what may not be read, and never with a traceback. 8 s."""
 
+import errno
 import json
 import os
 import struct
@@ -266,6 +267,37 @@ def test_a_pipe_is_refused_at_once(name, run, capsys):
     statuses = [main(words(verb, run)) for verb in (*READING, "check")]
     said = capsys.readouterr().err
     assert 2 in statuses and f"{run / name} is a pipe, a socket or a device, not a file" in said
+
+
+@pytest.mark.parametrize("kind", ["folder", "loop", "hole"])
+def test_what_is_no_file_or_too_large_is_named(kind, run, capsys):
+    for name in (*FILES[:6], "flight/rank-0000.bin", "flight/failure.txt"):
+        path = run / name
+        before = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "loop":
+            path.symlink_to(path.name)
+        else:
+            path.touch()
+            os.truncate(path, 1 << 40)
+        statuses = [main(words(verb, run)) for verb in READING]
+        said = capsys.readouterr().err
+        assert 2 in statuses and {*statuses} <= {0, 2} and str(path) in said, name
+        path.rmdir() if kind == "folder" else path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def test_a_file_that_fails_while_it_is_read_is_named(run, capsys, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert main(words("status", run)) == 2
+    said = capsys.readouterr().err
+    assert "Input/output error when reading or writing" in said and str(run / "flight" / "rank-0000.bin") in said
 
 
 def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):

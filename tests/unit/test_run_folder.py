@@ -189,7 +189,7 @@ def test_events_that_cannot_be_written(tmp_path):
     threads = threading.active_count()
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-        with pytest.raises(UserError, match="can't be written: File too large; make room there"):
+        with pytest.raises(UserError, match="can't be written: File too large; raise the limit .*ulimit -f"):
             folder.write_metrics(2, {"reward": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -14,6 +14,7 @@ SHORT_TEXT = 60  # texts up to this length are quoted when ranks differ
 PREFIX = "rlhf_spmd: error: "  # of every message for a user
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
+NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # Python's RuntimeError; C++'s and gloo's
 NO_DESCRIPTOR = ("Too many open files", "File table overflow")
@@ -88,7 +89,10 @@ def explain(error: BaseException) -> str | None:
         return f"gloo can't open a network device ({first}); check GLOO_DEVICE_TRANSPORT and GLOO_SOCKET_IFNAME"
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
-        return f"{error.strerror} when writing{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"
+        when = "when writing" if error.errno in (*NO_ROOM, errno.EROFS) else "when reading or writing"
+        return f"{error.strerror} {when}{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"
+    if isinstance(error, OSError) and error.errno in NO_FILE and error.filename:
+        return f"{error.filename} can't be opened: {error.strerror}; put a file there, or name another one"
     if isinstance(error, PermissionError) and error.filename:
         return no_right(error)
     if is_peer_error(error):
@@ -108,6 +112,8 @@ def advice(error: OSError) -> str:
     """What makes it possible to write a file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (`ulimit -n`)"
+    if error.errno == errno.EFBIG:
+        return "raise the limit of the size of a file (`ulimit -f`)"
     return "make room there" if error.errno in NO_ROOM else "check the disk and the rights"
 
 
