@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from bench import evidence
 from bench.against_trl.steps import Worker
 from bench.against_vllm import against_vllm
 from bench.columns import COLUMNS
@@ -51,6 +52,15 @@ def test_rows_of_both_kinds_of_requests(mine, tmp_path):
         assert row["ok"] == (row["ratio"] >= row["promised"] == 1.1) and row["peer_load_s"] == 1.5
         row["processor"] = against_vllm.processor()
         assert all(isinstance(cell(row), str) for cell in COLUMNS["against_vllm"].values())
+
+
+def test_the_line_of_evidence(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    assert evidence._against_vllm() == []
+    rows = [{"dtype": dtype, "ratio": ratio} for dtype in ("float32", "bfloat16") for ratio in (1.2, 1.14)]
+    (tmp_path / "against_vllm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (line,) = evidence._against_vllm()
+    assert line["number"] == "1.20 and 1.14; 1.20 and 1.14" and "in float32 and bfloat16" in line["statement"]
 
 
 def test_responses_of_other_lengths_are_an_error(tmp_path):
