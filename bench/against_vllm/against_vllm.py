@@ -8,7 +8,7 @@ turns, and while one works the other waits. The first pass of each is not counte
 loads and compiles the model, are in the rows. Without the package, or where it does not load, the bench says why and
 measures nothing.
 
-Cost on two idle cores: twenty minutes, and a few more for vLLM's first compilation.
+Cost on two idle cores: twenty minutes, and a few more for vLLM's compilations.
 Command: python -m bench against-vllm [--quick] [--precision float32|bfloat16]
 """
 
@@ -31,7 +31,6 @@ from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.profile.machine import cpu_info, details
 
 PEER = REPOSITORY / ".venv-peers-vllm" / "bin" / "python"
-CACHE = REPOSITORY / ".cache" / "vllm"  # what it has compiled
 LEAST = {"float32": 1.1, "bfloat16": 1.0}  # promised ratios
 FULL, QUICK = {"limit": 256, "num": 128}, {"limit": 32, "num": 64}
 VERSIONS = "import vllm, torch; print(vllm.__version__, torch.__version__)"
@@ -78,7 +77,7 @@ def measured(dtype: torch.dtype, folder: Path, sizes: dict[str, int], repeats: i
     theirs = peers.without_ends(peers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=dtype).eval())
     mine = peers.same_weights(theirs, dtype)
     works = peers.works(theirs.config.vocab_size, places=PLACES, **sizes)
-    job = {"model": str(SMOLLM2), "dtype": precision_of(dtype), "places": PLACES, "cache": str(CACHE)}
+    job = {"model": str(SMOLLM2), "dtype": precision_of(dtype), "places": PLACES, "cache": str(folder)}
     job |= {"longest": peers.PROMPT + FULL["limit"], "cores": sorted(os.sched_getaffinity(0))[:THREADS]}
     worker = Worker([str(PEER), "-m", "bench.against_vllm.vllm_worker", json.dumps(job)], folder / "vllm.log")
     try:
