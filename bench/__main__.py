@@ -45,6 +45,9 @@ ROOMS = {
     "against_trl": {
         "against-trl": "TRL's trainers on the same rows: losses, gradients, a step of SGD; needs `make peers`",
     },
+    "against_vllm": {
+        "against-vllm": "generation against vLLM's CPU backend on the same weights; needs `make peers-vllm`",
+    },
     "embedded": {
         "demo-pipeline": "SFT, a reward model, PPO and DPO on the embedded models, and their curves on one page",
         "rank-pairs": "pairs of a file of samples, ranked by the grammar, for reward_model and dpo",

@@ -231,6 +231,19 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "promised": lambda row: f"{row['promised']:g}",
         "share of the floor": lambda row: percent(row.get("share_of_floor")),
     },
+    "against_vllm": {
+        "model": lambda row: row["model"],
+        "precision": lambda row: row["dtype"],
+        "responses": lambda row: f"{row['requests']}, {row['work']}",
+        "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
+        "vLLM": lambda row: f"{row['peers_tokens_per_s']['vllm']:,.0f}",
+        "times faster": lambda row: f"{row['ratio']:.2f}",
+        "promised": lambda row: f"{row['promised']:g}",
+        "not counted, s: first pass; vLLM loads, first pass": lambda row: (
+            f"{row['ours_first_s']:.0f}; {row['peer_load_s']:.0f}, {row['peer_first_s']:.0f}"
+        ),
+        "processor": lambda row: ", ".join(row["processor"]),
+    },
     "kernels": {
         "kernel": lambda row: f"`{row['kernel']}`",
         "shape": lambda row: row["shape"],

@@ -1,4 +1,4 @@
-"""The five numbers of README.md's section on evidence, each from the rows of a bench, with the kind of number."""
+"""The numbers of README.md's section on evidence, each from the rows of a bench, with the kind of number."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ SCAN_PLACE = ("llama-13b", "2x8")  # the forecast that is quoted
 
 def table() -> tuple[dict, list[dict[str, str]]]:
     """Its columns, and a row for each number."""
-    return COLUMNS, [_same_tokens(), _kills(), _generation(), _published(), _planner()]
+    return COLUMNS, [_same_tokens(), _kills(), _generation(), *_against_vllm(), _published(), _planner()]
 
 
 def _row(statement: str, number: str, kind: str, section: str) -> dict[str, str]:
@@ -66,6 +66,26 @@ def _generation() -> dict[str, str]:
         "measured, CPU",
         "generation",
     )
+
+
+def _against_vllm() -> list[dict[str, str]]:
+    """Nothing before `bench against-vllm` has run."""
+    if not (RESULTS / "against_vllm.jsonl").exists():
+        return []
+    rows = _of("against_vllm")
+    found = {
+        dtype: " and ".join(f"{row['ratio']:.2f}" for row in rows if row["dtype"] == dtype)
+        for dtype in dict.fromkeys(row["dtype"] for row in rows)
+    }
+    return [
+        _row(
+            "Tokens per second of generation with SmolLM2-135M, relative to vLLM's CPU backend, in "
+            f"{_listed(tuple(found))}, each with all responses as long as allowed and with spread lengths",
+            "; ".join(found.values()),
+            "measured, CPU",
+            "generation-against-vllm",
+        )
+    ]
 
 
 def _published() -> dict[str, str]:

@@ -67,7 +67,7 @@ SHARED = tuple(
     )
 )  # each those before it
 BENCH: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("speed", "forecast", "numbers", "faults", "first_light", "embedded", "against_trl"), SHARED
+    ("speed", "forecast", "numbers", "faults", "first_light", "embedded", "against_trl", "against_vllm"), SHARED
 )
 
 

@@ -46,8 +46,14 @@ class Worker:
 
     def step(self, lengths: Sequence[int] = (), *, checkpointing: bool = False) -> dict[str, float]:
         """What the worker measured in a step. Raises if the process has ended."""
-        told = {"lengths": list(lengths), "checkpointing": checkpointing}
+        self.tell(lengths=list(lengths), checkpointing=checkpointing)
+        return self.answer()
+
+    def tell(self, **told) -> None:
         self._process.stdin.write(json.dumps(told) + "\n")
+
+    def answer(self) -> dict:
+        """The worker's next line. Raises if the process has ended."""
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(self._process.args[:3])} has ended:\n{self.log.read_text(encoding='utf-8')}")

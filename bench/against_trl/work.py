@@ -10,9 +10,9 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 PROMPTS, SAMPLES = 4, 8
 MICRO_BATCH = 8  # responses
@@ -44,11 +44,11 @@ def reward(text: str) -> float:
     return text.count("e") / 10
 
 
-def commands() -> tuple[Iterator[Told], TextIO]:
+def commands(kind: Callable[..., Any] = Told) -> tuple[Iterator[Any], TextIO]:
     """A worker's commands, and where its answers go; whatever else the process prints goes to its stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
-    return (Told(**json.loads(line)) for line in sys.stdin), answers
+    return (kind(**json.loads(line)) for line in sys.stdin), answers
 
 
 def answer(to: TextIO, **found) -> None:

@@ -82,10 +82,7 @@ def on_cpu(
             theirs = peers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         theirs = peers.without_ends(theirs)
         mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
-        works = {
-            "limit": peers.to_the_limit(vocab_size, num=PLACES, new=limit),
-            "spread": peers.spread(vocab_size, num=num, places=PLACES, limit=limit),
-        }
+        works = peers.works(vocab_size, num=num, places=PLACES, limit=limit)
         for kind, work in ((kind, work) for kind, work in works.items() if only in (None, kind)):
             row = compare(work, theirs, mine, repeats=repeats, options={"transformers": {}})
             row |= {"model": "SmolLM2-135M" if folder else "Llama 28 M", "promised": LEAST[kind]}
@@ -102,10 +99,7 @@ def ours_only() -> None:
     for dtype in DTYPES:
         theirs = peers.without_ends(peers.random_model(peers.SMALL, dtype, torch.device("cpu")))
         mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
-        for work in (
-            peers.to_the_limit(vocab_size, num=PLACES, new=64),
-            peers.spread(vocab_size, num=64, places=PLACES, limit=64),
-        ):
+        for work in peers.works(vocab_size, num=64, places=PLACES, limit=64).values():
             taken_s = _seconds(lambda work=work, mine=mine: peers.by_ours(mine, work))
             print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)
 

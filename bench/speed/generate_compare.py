@@ -31,11 +31,15 @@ def compare(work: peers.Workload, theirs, mine: Transformer, *, repeats: int, op
     peers.by_ours(mine, brief)
     for more in options.values():
         peers.by_transformers(theirs, work if more else brief, **more)  # a static cache compiles for its own length
-    found = take_turns(calls, repeats)
+    return row_of(work, mine.dtype, take_turns(calls, repeats))
+
+
+def row_of(work: peers.Workload, dtype: torch.dtype, found: dict[str, tuple[float, float]]) -> dict:
+    """The row of one workload. found: from take_turns, ours among it."""
     ours_s, tokens = found.pop("ours")
     assert tokens == work.num_tokens and all(count == tokens for _, count in found.values()), (work.name, tokens)
     return {
-        "dtype": precision_of(mine.dtype),
+        "dtype": precision_of(dtype),
         "work": work.name,
         "requests": len(work.lengths),
         "places": work.places,

@@ -72,6 +72,14 @@ def spread(vocab_size: int, *, num: int, places: int, limit: int, median: float 
     return Workload(f"spread, 1-{limit}", _prompts(num, PROMPT, vocab_size), tuple(lengths.tolist()), places)
 
 
+def works(vocab_size: int, *, num: int, places: int, limit: int) -> dict[str, Workload]:
+    """Both kinds of requests, by name."""
+    return {
+        "limit": to_the_limit(vocab_size, num=places, new=limit),
+        "spread": spread(vocab_size, num=num, places=places, limit=limit),
+    }
+
+
 def _prompts(num: int, length: int, vocab_size: int) -> Tensor:
     return torch.randint(3, vocab_size, (num, length), generator=torch.Generator().manual_seed(0))
 

@@ -1,0 +1,1 @@
+"""The comparison with vLLM: tokens per second of generation on a CPU."""

@@ -1,0 +1,55 @@
+"""vLLM's worker: `.venv-peers-vllm/bin/python -m bench.against_vllm.vllm_worker JOB`, a JSON object.
+
+It loads the model, says how long that took, and generates the requests of each line of JSON that it reads. It runs in
+an environment of its own, without torch of ours.
+"""
+
+import json
+import os
+import sys
+import time
+
+from bench.against_trl import work
+
+
+def main(job: str) -> None:
+    told, answers = work.commands(dict)
+    started = time.perf_counter()
+    engine, params_of = loaded(**json.loads(job))
+    work.answer(answers, load_s=time.perf_counter() - started)
+    for one in told:
+        prompts = [{"prompt_token_ids": tokens} for tokens in one["prompts"]]
+        params = [params_of(max_tokens=length) for length in one["lengths"]]
+        found = engine.generate(prompts, params, use_tqdm=False)
+        work.answer(answers, tokens=[len(done.outputs[0].token_ids) for done in found])
+
+
+def loaded(*, model: str, dtype: str, longest: int, places: int, cores: list[int], cache: str):
+    """vLLM's engine as it is by default, but for one core a thread, no end tokens, and prompts read anew each time."""
+    os.environ |= {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_CACHE_ROOT": cache,  # of compiled code
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from functools import partial
+
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=model,
+        dtype=dtype,
+        max_model_len=longest,
+        max_num_seqs=places,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    return engine, partial(SamplingParams, temperature=1.0, ignore_eos=True, detokenize=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

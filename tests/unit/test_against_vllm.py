@@ -1,0 +1,89 @@
+"""The comparison with vLLM, without vLLM: turns, requests, rows, and why it is skipped."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from bench import evidence
+from bench.against_trl.steps import Worker
+from bench.against_vllm import against_vllm
+from bench.columns import COLUMNS
+from bench.speed import generate_peers as peers
+from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.transformer import Transformer
+
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
+SIZES |= {"num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
+PEER = """
+import json, sys
+print(json.dumps({"load_s": 1.5}), flush=True)
+for line in sys.stdin:
+    told = json.loads(line)
+    assert len(told["prompts"]) == len(told["lengths"]) and all(len(one) == 32 for one in told["prompts"])
+    print(json.dumps({"tokens": told["lengths"][:SLICE]}), flush=True)
+"""
+
+
+@pytest.fixture
+def mine():
+    model = Transformer(ModelConfig(model_type="llama", **SIZES), head="lm", dtype=torch.float32)
+    model.init_weights(0)
+    return model.requires_grad_(False)
+
+
+def worker_of(text: str, folder) -> Worker:
+    return Worker([sys.executable, "-c", text], folder / "log")
+
+
+def test_rows_of_both_kinds_of_requests(mine, tmp_path):
+    worker = worker_of(PEER.replace("[:SLICE]", ""), tmp_path)
+    load_s = worker.answer()["load_s"]
+    works = peers.works(64, num=6, places=4, limit=8)
+    rows = list(against_vllm.rows_of(works, mine, worker, 1, load_s))
+    worker.end()
+    assert [(row["work"], row["requests"], row["places"]) for row in rows] == [
+        ("all 8 tokens", 4, 4),
+        ("spread, 1-8", 6, 4),
+    ]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["peers_s"]["vllm"] / row["ours_s"])
+        assert row["ok"] == (row["ratio"] >= row["promised"] == 1.1) and row["peer_load_s"] == 1.5
+        row["processor"] = against_vllm.processor()
+        assert all(isinstance(cell(row), str) for cell in COLUMNS["against_vllm"].values())
+
+
+def test_the_line_of_evidence(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    assert evidence._against_vllm() == []
+    rows = [{"dtype": dtype, "ratio": ratio} for dtype in ("float32", "bfloat16") for ratio in (1.2, 1.14)]
+    (tmp_path / "against_vllm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (line,) = evidence._against_vllm()
+    assert line["number"] == "1.20 and 1.14; 1.20 and 1.14" and "in float32 and bfloat16" in line["statement"]
+
+
+def test_responses_of_other_lengths_are_an_error(tmp_path):
+    worker = worker_of(PEER.replace("[:SLICE]", "[1:]"), tmp_path)
+    worker.answer()
+    with pytest.raises(AssertionError, match="of other lengths"):
+        against_vllm.by_vllm(worker, peers.to_the_limit(64, num=2, new=4))
+    worker.end()
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [(None, "`make peers-vllm` makes it"), ("#!/bin/sh\necho 'No module named vllm' >&2\nexit 1\n", "No module named")],
+)
+def test_why_it_is_skipped(peer, reason, tmp_path, monkeypatch, capsys):
+    python = tmp_path / "environment" / "bin" / "python"
+    if peer:
+        python.parent.mkdir(parents=True)
+        python.write_text(peer, encoding="utf-8")
+        python.chmod(0o755)
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(against_vllm, "PEER", python)
+    monkeypatch.setattr(against_vllm, "SMOLLM2", tmp_path)
+    assert against_vllm.main([]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert reason in json.loads(line)["skipped"]
