@@ -141,7 +141,7 @@ void attention(const Attention<T>& p) {
     long width = (longest + 15) / 16 * 16;
 #pragma omp parallel if (tokens * p.num_heads * p.head_dim > 65536)
     {
-        float* scores = (float*)aligned_alloc(64, (group * (width + 2 * p.head_dim) * 4 + 63) / 64 * 64);
+        float* scores = (float*)scratch(group * (width + 2 * p.head_dim) * 4);
         float *q = scores + group * width, *out = q + group * p.head_dim;
 #pragma omp for schedule(dynamic, 1)
         for (long task = 0; task < p.num_rows * p.num_kv_heads; task++)

@@ -5,7 +5,7 @@
 //
 // A panel is COLUMNS columns of y. A chunk of it, DEPTH inputs, is held in the first-level cache while all rows pass.
 // Packed weights have the order [panel][input][column of the panel], so that memory is read once, from its start to its
-// end; plain ones are transposed chunk by chunk (a third more time at 32 rows, nothing at hundreds).
+// end; plain ones are transposed chunk by chunk, or packed for this product.
 
 #pragma once
 #include "vector.hpp"
@@ -16,8 +16,11 @@
 
 namespace {
 
-constexpr int COLUMNS = 3 * LANES, ROWS = LANES == 16 ? 8 : 4, DEPTH = 96, BLOCK = 512;
+constexpr int COLUMNS = 3 * LANES, ROWS = LANES == 16 ? 8 : 4, DEPTH = 96;
+constexpr long HELD = 1 << 18;  // bytes of the rows that pass through all panels: half of a second-level cache
+constexpr long FEW_ROWS = 64;   // with more of them plain weights are packed first
 
+inline void* scratch(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 inline long panels_of(long num_out) { return (num_out + COLUMNS - 1) / COLUMNS; }
 
 // sums[R][COLUMNS] (0 if first) += x[R][depth] chunk[depth][COLUMNS]. ahead, next: the weights and rows read after that.
@@ -158,34 +161,41 @@ void panel_of(const Product<T>& p, long panel, long row, long rows, const float*
 }
 
 template <class T>
-void product(const Product<T>& p) {
-    long num_panels = panels_of(p.num_out), num_blocks = (p.num_rows + BLOCK - 1) / BLOCK;
-    long size = BLOCK < p.num_rows ? BLOCK : p.num_rows;
+void product(Product<T> p) {
+    long num_panels = panels_of(p.num_out), size = HELD / 4 / p.num_in / ROWS * ROWS;
+    size = size < 4 * ROWS ? 4 * ROWS : size;
+    size = size < p.num_rows ? size : p.num_rows;
+    long num_blocks = (p.num_rows + size - 1) / size;
     const float* x = (const float*)p.x;
-    float* widened_x = 0;
-    if (sizeof(T) != 4 || p.stride_x != p.num_in) {
-        widened_x = (float*)aligned_alloc(64, (p.num_rows * p.num_in * 4 + 63) / 64 * 64);
-        x = widened_x;
+    float* rows = 0;
+    if (sizeof(T) != 4 || p.stride_x != p.num_in) x = rows = (float*)scratch(p.num_rows * p.num_in * 4);
+    long grain = num_panels * num_blocks / (8 * omp_get_max_threads());  // small: a thread that has to wait does less
+    grain = grain > 0 ? grain : 1;
+    T* packed = 0;
+    if (!p.is_packed && p.num_rows > FEW_ROWS) {
+        packed = (T*)scratch(num_panels * COLUMNS * p.num_in * sizeof(T));
+        pack(p.weight, p.num_out, p.num_in, packed);
+        p.weight = packed, p.is_packed = true;
     }
 #pragma omp parallel
     {
-        if (widened_x) {
+        if (rows) {
 #pragma omp for schedule(static)
             for (long r = 0; r < p.num_rows; r++)
-                for (long k = 0; k < p.num_in; k++) widened_x[r * p.num_in + k] = wide(p.x[r * p.stride_x + k]);
+                for (long k = 0; k < p.num_in; k++) rows[r * p.num_in + k] = wide(p.x[r * p.stride_x + k]);
         }
-        float* chunk = (float*)aligned_alloc(64, DEPTH * COLUMNS * 4);
-        float* sums = (float*)aligned_alloc(64, size * COLUMNS * 4 + 64 - size * COLUMNS * 4 % 64);
-#pragma omp for schedule(static)
+        float* chunk = (float*)scratch(DEPTH * COLUMNS * 4);
+        float* sums = (float*)scratch(size * COLUMNS * 4);
+#pragma omp for schedule(dynamic, grain)
         for (long task = 0; task < num_panels * num_blocks; task++) {
-            long panel = task / num_blocks, row = task % num_blocks * BLOCK;
-            long rows = p.num_rows - row < BLOCK ? p.num_rows - row : BLOCK;
-            panel_of(p, panel, row, rows, x + row * p.num_in, chunk, sums);
+            long row = task / num_panels * size, count = p.num_rows - row < size ? p.num_rows - row : size;
+            panel_of(p, task % num_panels, row, count, x + row * p.num_in, chunk, sums);
         }
         free(chunk);
         free(sums);
     }
-    free(widened_x);
+    free(rows);
+    free(packed);
 }
 
 }  // namespace
