@@ -346,8 +346,10 @@ def test_the_time_of_the_first_start(tmp_path):
     folder = write_run(tmp_path, iteration=None)
     assert read_run(str(folder), [], other_strategy=False).started == ""
     first, second = "2026-02-03T00:00:00+01:00", "2026-02-04T00:00:00+01:00"
-    (folder / "program.json").write_text(json.dumps({"started": first}), encoding="utf-8")
-    assert read_run(str(folder), [], other_strategy=False).started == first
+    about, path = {"started": first, "products": {"library": "onednn"}}, folder / "program.json"
+    path.write_text(json.dumps(about), encoding="utf-8")
+    run = read_run(str(folder), [], other_strategy=False)
+    assert run.started == first and run.products == (about["products"], str(path))
     of_checkpoint = SimpleNamespace(
         folder=folder / "c", files={"program.json": None}, text=lambda _: json.dumps({"started": second})
     )
