@@ -44,9 +44,6 @@ class Library(Protocol):
     def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
         """A copy of the weights in the library's order, made for num_rows rows; `multiply` takes it with any number."""
 
-    def packed_bytes(self, num_out: int, num_in: int, itemsize: int) -> int:
-        """Bytes of a packed copy."""
-
 
 class Linear:
     """F.linear."""
@@ -61,9 +58,6 @@ class Linear:
 
     def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
         return weight_OI
-
-    def packed_bytes(self, num_out: int, num_in: int, itemsize: int) -> int:
-        return 0
 
 
 class OneDNN:
@@ -81,9 +75,6 @@ class OneDNN:
 
     def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight_OI, max(num_rows, 2))
-
-    def packed_bytes(self, num_out: int, num_in: int, itemsize: int) -> int:
-        return -(-num_out // 64) * 64 * num_in * itemsize
 
 
 LINEAR = Linear()

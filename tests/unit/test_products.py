@@ -1,6 +1,10 @@
 """Products of every library: bits, gradients, and the weights of a model that learns."""
 
+import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +17,9 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
+from rlhf_spmd.plan.cost.memory import copied_bytes
+from rlhf_spmd.plan.layout import Layout
+from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import Rollout
 from tests.import_rules import ROOT, modules_of
 
@@ -136,6 +143,34 @@ def test_what_packing_must_earn():
     assert Copies(model.double(), num_rows=2, num_steps=50).joined is None
     use({})
     assert Copies(model.float(), num_rows=2, num_steps=50).joined is None
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_copies_take_the_bytes_of_the_forecast(name, dtype):
+    """As this process grows."""
+    use({dtype: Choice(name)})
+    sizes = {"hidden_size": 768, "intermediate_size": 1600, "vocab_size": 8000, "head_dim": 96, "num_kv_heads": 4}
+    config = ModelConfig("llama", num_layers=2, num_heads=8, max_position_embeddings=64, **sizes)
+    model = Transformer(config, head="lm", dtype=DTYPES[dtype], device="meta")
+    weights = {key: torch.ones(one.shape, dtype=one.dtype) for key, one in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    shape = ModelShape(2, 768, 1600, 8, 4, 96, 8000)
+    call = SimpleNamespace(name="generate", model="actor")
+    workload = SimpleNamespace(
+        workflow=SimpleNamespace(generate_calls=[call]), models={"actor": shape}, param_bytes=DTYPES[dtype].itemsize
+    )
+    layouts = {"generate": Layout((0,), dp=1)}
+    program = SimpleNamespace(workload=workload, placement=SimpleNamespace(layouts=layouts))
+    wanted, before = copied_bytes(program, 0, packs=LIBRARIES[name].packs), resident_bytes()
+    copies = Copies(model, num_rows=8, num_steps=1e6, num_logits=8000)
+    stacked = 2 * 1600 * 768 * DTYPES[dtype].itemsize  # gate and up before packing, which malloc may keep
+    assert -0.05 * wanted - 2**21 < resident_bytes() - before - wanted < 0.05 * wanted + stacked + 2**21
+    assert (copies.joined is None) == (wanted == 0)
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_what_cannot_be_had_does_not_exist(monkeypatch):

@@ -27,7 +27,6 @@ from rlhf_spmd.runtime.profile.machine import kind_of_machine
 from rlhf_spmd.runtime.world.world import World
 
 RULES = 1  # to be raised when something else is measured or chosen than before
-LEAST_WEIGHTS = 2**16  # of the largest matrix of a layer; products of smaller ones are bound by their launches
 MARGIN = 1.1  # a library this many times faster is another choice; within it, speed does not count
 REPETITIONS = 7  # of which the fewest seconds count
 LAYER = ((960, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))  # matrices [O, I] of a layer that is timed
@@ -81,8 +80,8 @@ def choose(
     because the job computes on GPUs or its matrices are small. wanted: the option `products`. recorded: by the run that
     is resumed. Collective; raises UserError."""
     use({})
-    largest = max((_largest(shape) for shape in shapes if shape), default=0)
-    if wanted == LINEAR.name or largest < LEAST_WEIGHTS or world.computes.index is not None or dtype not in DTYPES:
+    matters = any(shape.has_large_matrices for shape in shapes if shape) and world.computes.index is None
+    if not matters or wanted == LINEAR.name or dtype not in DTYPES:
         return None, ""
     values, resumed = None, None
     with world.together("choosing the library of products"):
@@ -109,11 +108,6 @@ def choose(
     use({dtype: table.choice})
     world.agree("the start", {"the library of products": json.dumps(asdict(table))})
     return table, note
-
-
-def _largest(shape: ModelShape) -> int:
-    """Weights of the largest matrix of a layer."""
-    return shape.hidden_size * max(shape.intermediate_size, shape.num_heads * shape.head_dim)
 
 
 def _fixed(library: str, dtype: str) -> Table:
