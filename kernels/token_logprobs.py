@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_spmd.kernels.known_tokens import TILE, KnownTokens
+from rlhf_spmd.kernels.products import product_in
 from rlhf_spmd.kernels.softmax_chunk import (
     HIGHEST,
     TOKEN,
@@ -115,9 +116,10 @@ class _Settings:
         return [range(start, min(start + columns, width)) for start in range(0, width, columns)]
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, columns: range, out_NC: Tensor) -> Tensor:
-        """The logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are -inf."""
-        torch.mm(hidden_ND, weight_VD[columns.start : columns.stop].T, out=out_NC)
-        return self.ban(out_NC, columns, -math.inf)
+        """The logits of a chunk before temperature, in the model's dtype as in generation; banned tokens are -inf.
+        They lie in out_NC, or in memory of their own."""
+        logits_NC = product_in(out_NC, hidden_ND, weight_VD[columns.start : columns.stop])
+        return self.ban(logits_NC, columns, -math.inf)
 
     def ban(self, x_NC: Tensor, columns: range, value: float) -> Tensor:
         if self.known is not None:
@@ -240,8 +242,9 @@ class _TokenLogprobs(torch.autograd.Function):
         for columns in chunks:
             out_NC = _view(buffer, num_rows, columns)
             if support_NK is None:
-                logits_NC = how.logits(hidden_ND, weight_VD, columns, out_NC) if saved_NC is None else saved_NC
-                token_N = local_N - columns.start
+                logits_NC, token_N = saved_NC, local_N - columns.start
+                if saved_NC is None:
+                    out_NC = logits_NC = how.logits(hidden_ND, weight_VD, columns, out_NC)
                 how.gradients(logits_NC, token_N, log_total_N, *grads, temperature=how.temperature, out=out_NC)
             else:
                 inside_NK = (support_NK >= columns.start) & (support_NK < columns.stop)

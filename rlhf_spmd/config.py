@@ -25,6 +25,7 @@ from rlhf_spmd.role_shapes import shapes_by_role
 Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Products = Literal["auto", "linear", "onednn"]  # as in kernels/products.py
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Passes = Annotated[float, Field(ge=0, le=10**6, allow_inf_nan=False)]
 LR = "_lr"  # optimizer.ROLE_lr
@@ -131,6 +132,7 @@ class Config:
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the order of prompts, of tokens and of permutations
     iterations: PositiveInt = 10  # number of iterations: generate, score, train
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision while computing; master weights are float32
+    products: Products = "auto"  # library of matrix products on a CPU; auto: the fastest here, measured once
     rollout_batch: PositiveInt = 128  # prompts per iteration, over all ranks
     samples_per_prompt: PositiveInt = 1  # responses to each prompt
     mini_batch: PositiveInt = 32  # sequences per optimizer step, over all ranks

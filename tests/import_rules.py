@@ -34,7 +34,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     "weights": ("config", "kernels", "model_folders", "model", "plan"),
     "execute": ("algorithm", "algorithms", "config", "kernels", "model", "plan", "user_module"),
     "checkpoint": ("algorithm", "config", "files", "model", "option_checks", "plan"),
-    "profile": ("config", "model", "plan"),
+    "profile": ("config", "files", "kernels", "model", "plan"),
     "run": (
         *("algorithm", "algorithms", "config", "data_epochs", "evaluation_metrics"),
         *("files", "kernels", "metric_aliases", "model", "plan"),

@@ -1,101 +1,65 @@
-"""Linear layers, with faster products for the few rows of a decode step on a CPU.
+"""Linear layers, and the copies of their weights that generation multiplies with."""
 
-- The product of weight and transposed input is up to twice as fast as F.linear (bench `generate`, bench/LOG.md): the
-  libraries split the large dim among threads and vector registers instead of the small one. The result is a transposed
-  view, which the next such product takes as it is.
-- In half precision a product takes little longer than its launch, so matrices that read the same input are joined, and
-  the residual stream has the memory layout of the results.
-- In float32 MKL reorders a matrix at every product; reordering it once saves a tenth of a step.
-"""
-
-# N rows, I inputs, O outputs, D hidden, V vocabulary
+# D hidden, I inputs, O outputs, V vocabulary
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEWEST_ROWS, MOST_ROWS = 8, 64  # rows for which transposing is faster, in float32 and bfloat16, with 1 and 2 threads
-FEWEST_TO_ORDER = 2**16  # weights; smaller matrices gain nothing from reordering
-FEWEST_LOGITS, MOST_LOGITS = 2**17, 2**19  # logits for which it is faster including the transposition back
+from rlhf_spmd.kernels.products import Packed, earns_packing, packed, product
 
-
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, fast: bool = False) -> Tensor:
-    """x [..., I] -> [..., O]; fast: allows the transposed product."""
-    if fast and _is_transposed(x):
-        y_NO = torch.mm(weight_OI, x.t()).t()
-        return y_NO if bias_O is None else y_NO + bias_O
-    return F.linear(x, weight_OI, bias_O)
-
-
-def _is_transposed(x: Tensor) -> bool:
-    return x.device.type == "cpu" and FEWEST_ROWS <= len(x) <= MOST_ROWS
-
-
-def logits_of(x_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """-> logits_NV of decode rows, contiguous, as sampling reads them."""
-    fast = FEWEST_LOGITS <= len(x_ND) * len(weight_VD) < MOST_LOGITS
-    return linear(x_ND, weight_VD, fast=fast).contiguous()
-
-
-def like_results(x_ND: Tensor) -> Tensor:
-    """The same numbers in the memory layout of the results of `linear`, if that makes sums with them faster."""
-    return x_ND.t().contiguous().t() if _is_transposed(x_ND) and x_ND.dtype.itemsize == 2 else x_ND
+Weight = Tensor | Packed
+Copy = Callable[[Tensor], Weight]  # a stacked weight -> itself, or its packed copy
 
 
 class Linear(nn.Linear):
-    """nn.Linear, computed by `linear`."""
+    """nn.Linear, computed by `product`."""
 
-    def forward(self, x: Tensor, *, fast: bool = False) -> Tensor:
-        return linear(x, self.weight, self.bias, fast=fast)
+    def forward(self, x: Tensor, *, weight: Packed | None = None) -> Tensor:
+        """weight: a copy to use in the weight's place."""
+        return product(x, self.weight if weight is None else weight, self.bias)
 
 
 class Joined:
     """Stacked copies of each layer's matrices that read the same input: (weight_OI, bias_O) of q, k and v, and of gate
-    and up. Drop it before the weights change."""
+    and up."""
 
-    def __init__(self, layers: Iterable[nn.Module]):
-        self.qkv: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.gate_up: dict[int, tuple[Tensor, Tensor | None]] = {}
+    def __init__(self, layers: Iterable[nn.Module], copy: Copy = lambda weight_OI: weight_OI):
+        self.qkv: dict[int, tuple[Weight, Tensor | None]] = {}
+        self.gate_up: dict[int, tuple[Weight, Tensor | None]] = {}
         for layer in layers:
             attention, mlp = layer.self_attn, layer.mlp
-            self.qkv[attention.layer] = _stack(attention.q_proj, attention.k_proj, attention.v_proj)
-            self.gate_up[mlp.layer] = _stack(mlp.gate_proj, mlp.up_proj)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Joined | None":
-        """For a transformer's layers in half precision on a CPU (saves 5% of a step; nothing in float32), else None."""
-        weight = next(model.parameters())
-        return cls(model.layers.values()) if weight.device.type == "cpu" and weight.dtype.itemsize == 2 else None
+            self.qkv[attention.layer] = _stacked(copy, attention.q_proj, attention.k_proj, attention.v_proj)
+            self.gate_up[mlp.layer] = _stacked(copy, mlp.gate_proj, mlp.up_proj)
 
 
-@torch.no_grad()
-def in_mkl_order(model: nn.Module, num_rows: int) -> dict[nn.Module, Callable[..., Tensor]]:
-    """Forwards of a transformer's linear layers for inputs [num_rows, I] in float32 on a CPU with MKL; else empty. Each
-    holds a copy of the weights in MKL's order; inputs of other sizes use the layer's own. Drop them before the weights
-    change. Layers whose product is summed over ranks keep their forwards."""
-    weight = next(model.parameters())
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkl.is_available():
-        return {}
-    modules = [module for layer in model.layers.values() for module in layer.modules() if isinstance(module, nn.Linear)]
-    alone = [module for module in modules if getattr(module, "group", None) is None]
-    return {module: _in_mkl_order(module, num_rows) for module in alone if module.weight.numel() >= FEWEST_TO_ORDER}
+class Copies:
+    """Copies of a transformer's weights for decode steps on a CPU. Drop them before the weights change.
 
+    Packed, if the library in use has an order of its own and num_steps steps earn it; those of matrices that read the
+    same input are joined. In half precision these are joined at any rate, because a product takes little longer than
+    its launch (5% of a step; nothing in float32)."""
 
-def _in_mkl_order(layer: nn.Linear, num_rows: int) -> Callable[..., Tensor]:
-    weight_OI, bias_O, multiply = layer.weight, layer.bias, torch.ops.mkl._mkl_linear
-    ordered = torch.ops.mkl._mkl_reorder_linear_weight(weight_OI, num_rows)
-
-    def forward(x: Tensor, *, packed: bool = False, fast: bool = False) -> Tensor:
-        if fast and len(x) == num_rows:
-            return multiply(x.contiguous(), ordered, weight_OI, bias_O, num_rows)
-        return linear(x, weight_OI, bias_O, fast=fast)
-
-    return forward
+    def __init__(self, model: nn.Module, *, num_rows: int = 1, num_steps: float = 0.0, num_logits: int = 0):
+        """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none."""
+        self.joined: Joined | None = None
+        self.forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # replacements for those of modules in the layers
+        self.head_VD: Packed | None = None
+        like, layers = next(model.parameters()), model.layers.values()
+        pack = partial(packed, num_rows=num_rows)
+        if not earns_packing(like, num_steps):
+            self.joined = Joined(layers) if like.is_cpu and like.dtype.itemsize == 2 else None
+            return
+        self.joined = Joined(layers, pack)
+        rest = [module for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+        self.forwards = {module: partial(module.forward, weight=pack(module.weight)) for module in rest}
+        if num_logits:
+            self.head_VD = model.logits(like, head=lambda _, weight_VD: pack(weight_VD[:num_logits]))
 
 
 @torch.no_grad()
-def _stack(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _stacked(copy: Copy, *parts: nn.Linear) -> tuple[Weight, Tensor | None]:
     bias_O = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    return torch.cat([part.weight for part in parts]), bias_O
+    return copy(torch.cat([part.weight for part in parts])), bias_O

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import user_cache
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.tokenizer_files import BACKEND, CONFIG, files_hash
 
@@ -57,18 +58,8 @@ def _of_embedded() -> set[str]:
     return {files_hash(path.parent) for path in EMBEDDED.glob(f"*/*/{BACKEND}")}
 
 
-def _memory() -> Path | None:
-    """The folder of what is known; None without a home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "rlhf_spmd" / "tokenizers"
-
-
 def _remembered(name: str) -> str | None:
-    memory = _memory()
+    memory = user_cache("tokenizers")
     with suppress(OSError, ValueError, UserError):
         note = read_json(memory / name).get("note") if memory else None
         return note if isinstance(note, str) else None
@@ -77,7 +68,7 @@ def _remembered(name: str) -> str | None:
 
 def _remember(name: str, note: str) -> None:
     """Keeps a note, if the folder can be written; several processes may do so at once."""
-    memory = _memory()
+    memory = user_cache("tokenizers")
     with suppress(OSError):
         if memory is not None:
             memory.mkdir(parents=True, exist_ok=True)

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels.products import Packed, product
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Linear, like_results, linear
+from rlhf_spmd.model.linear import Linear
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -94,11 +95,12 @@ class RowLinear(nn.Linear):
         super().__init__(num_in, num_out, bias=bias)
         self.group = group
 
-    def forward(self, x: Tensor, *, packed: bool, fast: bool = False) -> Tensor:
-        """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens)."""
+    def forward(self, x: Tensor, *, packed: bool, weight: Packed | None = None) -> Tensor:
+        """x [..., this rank's inputs] -> [..., D] (packed: this rank's share of the tokens). weight: see `Linear`."""
+        weight = self.weight if weight is None else weight
         if self.group is None:
-            return linear(x, self.weight, self.bias, fast=fast)
-        part = linear(x, self.weight, fast=fast)
+            return product(x, weight, self.bias)
+        part = product(x, weight)
         y = scatter_tokens(part, group=self.group) if packed else sum_over(part, group=self.group)
         return y if self.bias is None else y + self.bias
 
@@ -125,14 +127,14 @@ class Attention(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is None:
-            parts = self.q_proj(x, fast=fast), self.k_proj(x, fast=fast), self.v_proj(x, fast=fast)
+            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         else:
-            parts = linear(x, *context.joined.qkv[self.layer], fast=fast).contiguous().split(self.sizes, dim=-1)
+            parts = product(x, *context.joined.qkv[self.layer]).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate_both(q, k, cos, sin, fast=fast)
         mixed = context.attend(self.layer, q, k, v, self.window)
-        return self.o_proj(mixed.flatten(-2), packed=context.packed, fast=fast)
+        return self.o_proj(mixed.flatten(-2), packed=context.packed)
 
 
 class MLP(nn.Module):
@@ -151,12 +153,12 @@ class MLP(nn.Module):
         if context.packed:
             x = gather_tokens(x, group=self.group)
         if context.joined is not None:
-            inner = silu_mul(linear(x, *context.joined.gate_up[self.layer], fast=context.cached))
+            inner = silu_mul(product(x, *context.joined.gate_up[self.layer]))
         elif context.cached:
-            inner = silu_mul(self.gate_proj(x, fast=True), self.up_proj(x, fast=True))
+            inner = silu_mul(self.gate_proj(x), self.up_proj(x))
         else:
             inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(inner, packed=context.packed, fast=context.cached)
+        return self.down_proj(inner, packed=context.packed)
 
 
 class Layer(nn.Module):
@@ -266,7 +268,6 @@ class Transformer(nn.Module):
         assert context.packed or self.parallel.group is None or not torch.is_grad_enabled(), "train packed sequences"
         x = self.embedded(tokens, context, hidden)
         cos, sin = self.rotations(context, x.dtype)
-        x = like_results(x) if context.cached else x
         for layer in self.layers.values():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, cos, sin, context, use_reentrant=False, preserve_rng_state=False)
@@ -309,7 +310,7 @@ class Transformer(nn.Module):
             dist.send(hidden.contiguous(), dst=parallel.next, group=parallel.stages)
         return hidden
 
-    def logits(self, hidden: Tensor, *, head: Callable = F.linear) -> Tensor:
+    def logits(self, hidden: Tensor, *, head: Callable = product) -> Tensor:
         """hidden [..., D] -> logits [..., V] of the next token, over this rank's slice of the vocabulary; or the result
         of another head(hidden, weight_VD), such as token_logprobs, which never holds all logits.
 

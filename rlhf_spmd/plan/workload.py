@@ -10,6 +10,8 @@ from rlhf_spmd.plan.layout import exact_div
 from rlhf_spmd.plan.shard import split
 from rlhf_spmd.plan.workflow import Call, Workflow
 
+LARGE_MATRIX = 2**16  # weights; products of smaller ones are bound by their launches
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -35,6 +37,11 @@ class ModelShape:
         kv_heads = len(split(self.num_kv_heads, tp, index))
         heads = kv_heads * (self.num_heads // self.num_kv_heads)
         return heads, kv_heads, len(split(self.intermediate_size, tp, index))
+
+    @property
+    def has_large_matrices(self) -> bool:
+        """Whether products of a layer take long enough that the library that computes them matters."""
+        return self.hidden_size * max(self.intermediate_size, self.num_heads * self.head_dim) >= LARGE_MATRIX
 
     @property
     def num_params(self) -> int:

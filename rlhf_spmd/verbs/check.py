@@ -22,7 +22,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_program
+from rlhf_spmd.plan.text.program_listing import show_copies, show_evaluation, show_findings, show_program
 from rlhf_spmd.strategy import load_strategy
 
 DEFAULT_STRATEGY = "flattening"
@@ -42,7 +42,13 @@ def run(parsed: argparse.Namespace) -> int:
     evaluate = evaluate_of(config)
     findings = check_both(program, evaluate(program)) + check_rewards(config, parsed.file) + tokenizer_findings(config)
     text = config_text(parsed, config, parsed.strategy)
-    return print_report(program, findings, strategy.name, title, text, parsed.rank, evaluate)
+    return print_report(program, findings, strategy.name, title, text, packs(config, program), parsed.rank, evaluate)
+
+
+def packs(config: Config, program: Program) -> bool:
+    """Whether a library of products may pack weights for generation."""
+    shapes = [shape for shape in program.workload.models.values() if shape]
+    return config.products != "linear" and any(shape.has_large_matrices for shape in shapes)
 
 
 def tokenizer_findings(config: Config) -> list[Finding]:
@@ -245,12 +251,16 @@ def print_report(
     name: str,
     title: str,
     config: str,
+    may_pack: bool,
     rank: int = 0,
     evaluate: Evaluate = no_evaluation,
 ) -> int:
-    """Prints a program, the findings about it, its configuration and, last, a line of JSON -> the exit status. rank:
-    whose instructions are printed. evaluate: makes the program of the run's evaluations."""
+    """Prints a program, the findings about it, its configuration and, last, a line of JSON -> the exit status.
+    may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the run's
+    evaluations."""
     print(show_program(program, title=title, rank=rank))
+    if copies := show_copies(program, packs=may_pack):
+        print(copies)
     if evaluation := evaluate(program):
         print(show_evaluation(evaluation))
     print(show_findings(findings))

@@ -30,6 +30,7 @@ from rlhf_spmd.verbs.check import (
     config_words,
     evaluate_of,
     load_config,
+    packs,
     print_report,
 )
 from rlhf_spmd.verbs.plan import auto
@@ -77,7 +78,7 @@ def run(world: Any, parsed: argparse.Namespace, asked: Asked) -> int:
             stored = str(resumed.folder / "strategy.py") if resumed else ""
             named = strategy.name if strategy.comes_with_package or not resumed else stored
             text = config_text(parsed, config, parsed.strategy or named)
-            print_report(program, findings, strategy.name, title, text, evaluate=evaluate)
+            print_report(program, findings, strategy.name, title, text, packs(config, program), evaluate=evaluate)
         with world.together("comparing program and devices"):
             check_program(world.computes, program)
         return 1 if any(finding.severity == "error" for finding in findings) else 0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_spmd.kernels import token_logprobs
+from rlhf_spmd.kernels import products, token_logprobs
 from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.parallel import WHOLE, Parallel, is_split, slice_of
@@ -149,7 +149,7 @@ def back(team: Team, hidden: Tensor | None, output: Tensor, loss: Tensor | None)
         dist.send(hidden.grad, dst=team.parallel.previous)
 
 
-def check_gradients(team: Team, whole: Transformer, mine: Transformer) -> None:
+def check_gradients(team: Team, whole: Transformer, mine: Transformer, close: dict = CLOSE) -> None:
     """After a train engine's sums: partial gradients over tp, tied embeddings over the first and the last stage."""
     shard = team.parallel.shard
     expected = dict(whole.named_parameters())
@@ -165,7 +165,7 @@ def check_gradients(team: Team, whole: Transformer, mine: Transformer) -> None:
         wanted = expected[name].grad
         assert wanted is not None and (wanted.abs().sum() > 0 or name.endswith("k_proj.bias")), name
         part = wanted[slice_of(name, whole.config, shard)]
-        torch.testing.assert_close(gradient, part, msg=lambda m: name + m, **CLOSE)  # noqa: B023
+        torch.testing.assert_close(gradient.to(part.dtype), part, msg=lambda m: name + m, **close)  # noqa: B023
 
 
 PLAIN = {"temperature": 1.0, "eos_ids": EOS, "min_new_tokens": 0}
@@ -255,10 +255,15 @@ def test_a_batch_without_data(team):
     assert all(weight.grad is not None and not weight.grad.any() for weight in mine.parameters())
 
 
-def test_half_precision_stays_near(team):
+@pytest.mark.parametrize(("library", "dtype"), [("linear", "bfloat16"), ("onednn", "float32")])
+def test_lower_precision_stays_near(team, library, dtype):
+    """With each library of products, whatever the other ranks use."""
     if not team.inside:
         return
-    whole, mine = whole_and_shard(team, "biases", "lm", torch.bfloat16)
+    if not products.LIBRARIES[library].exists(products.DTYPES[dtype]):
+        pytest.skip(f"no products by {library} in {dtype} here")
+    products.use({dtype: products.Choice(library)} if team.parallel.shard.tp_index % 2 else {})
+    whole, mine = whole_and_shard(team, "biases", "lm", products.DTYPES[dtype])
     batch, _ = make_batch()
     exact = Transformer(whole.config, head="lm", dtype=torch.float64)
     exact.load_state_dict(whole.state_dict())
@@ -268,9 +273,13 @@ def test_half_precision_stays_near(team):
         expected_BG = response_logprobs(exact, batch, forward(exact, batch), **PLAIN)
         found_BG = response_logprobs(mine, batch, output, **PLAIN)
         assert found_BG.dtype == torch.float32
-        assert (found_BG.double() - expected_BG).abs().max() < 0.2
+        assert (found_BG.double() - expected_BG).abs().max() < (0.2 if dtype == "bfloat16" else 1e-4)
         loss = found_BG.sum()
     back(team, hidden, output, loss)
+    products.use({})
+    if dtype == "float32":
+        response_logprobs(exact, batch, forward(exact, batch), **PLAIN).sum().backward()
+        check_gradients(team, exact, mine, {"rtol": 1e-3, "atol": 1e-3})
 
 
 @pytest.mark.parametrize("name", SHAPES)

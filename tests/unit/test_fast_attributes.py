@@ -5,7 +5,6 @@ import torch
 
 from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.fast_attributes import fast_attributes
-from rlhf_spmd.model.linear import FEWEST_TO_ORDER, in_mkl_order
 from rlhf_spmd.model.transformer import Transformer
 
 
@@ -60,36 +59,9 @@ def test_new_weights_count_afterwards():
         assert torch.equal(model(tokens_BT), other(tokens_BT))
 
 
-MKL = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
-
-
-@MKL
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 32])
-def test_products_in_mkl_order_are_the_layers_own(bias, num_rows):
-    """For the number of rows that they are made for, for others, and laid out either way."""
-    biases = {"mlp_bias": bias, "attention_bias": bias, "attention_output_bias": bias}
-    model = small(hidden_size=256, intermediate_size=320, num_heads=8, head_dim=32, **biases).requires_grad_(False)
-    forwards = in_mkl_order(model, num_rows)
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module in forwards}
-    assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # keys and values are too few
-    for module, forward in forwards.items():
-        assert module.weight.numel() >= FEWEST_TO_ORDER
-        for rows in (num_rows, num_rows + 1):
-            x = torch.randn(rows, module.in_features)
-            y = torch.nn.functional.linear(x, module.weight, module.bias)
-            torch.testing.assert_close(forward(x, fast=True, packed=False), y)
-            torch.testing.assert_close(forward(x.t().contiguous().t(), fast=True), y)
-
-
-@MKL
 def test_bound_layers_use_given_forwards():
     model = small(hidden_size=256, intermediate_size=320)
     layer, called = model.layers["0"].mlp.down_proj, []
     with fast_attributes(model, {layer: lambda x, **_: called.append(x) or torch.zeros(*x.shape[:-1], 256)}):
         changed = model(torch.arange(6)[None])
     assert called and not torch.equal(changed, model(torch.arange(6)[None]))
-
-
-def test_half_precision_keeps_its_own():
-    assert in_mkl_order(small(hidden_size=256).bfloat16(), 8) == {}

@@ -6,7 +6,7 @@ import torch
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
-from rlhf_spmd.model.linear import Joined
+from rlhf_spmd.model.linear import Copies, Joined
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
 from tests.unit.test_transformer import ours, some_tokens, theirs
 
@@ -55,11 +55,11 @@ def decode(model, cache, tables, tokens_B, cached_B, joined):
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2 window", "qwen3 window"])
-def test_half_precision_joins_and_lays_out_anew(case):
+def test_half_precision_joins(case):
     """What a CPU does in bfloat16 with the rows of a decode step is as close to float64 as the training pass is."""
     model = ours(theirs(case), dtype=torch.bfloat16)
-    joined, prompts_BT = Joined.of(model), some_tokens(3, 8, model.config.vocab_size)
-    assert joined is not None and Joined.of(ours(theirs(case))) is None
+    joined, prompts_BT = Copies(model).joined, some_tokens(3, 8, model.config.vocab_size)
+    assert joined is not None and Copies(ours(theirs(case))).joined is None
     cache = KVCache(model, 3, 32)
     slots_N = slots_of([[0], [1], [2]], [8, 8, 8], 32)
     with torch.no_grad():

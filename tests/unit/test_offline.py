@@ -85,7 +85,13 @@ def test_words_set_options():
 
 @pytest.mark.parametrize("key", options.types())
 def test_every_key_can_be_set(key):
-    words = {"dtype": "bfloat16", "device": "shared", "data.key": "text", "data.long_prompts": "drop"}
+    words = {
+        "dtype": "bfloat16",
+        "products": "onednn",
+        "device": "shared",
+        "data.key": "text",
+        "data.long_prompts": "drop",
+    }
     if key == "data.chat_template_kwargs":
         assert load_options([f'{key}={{"a": [1]}}']).data.chat_template_kwargs == {"a": [1]}
         return

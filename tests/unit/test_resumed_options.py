@@ -19,7 +19,7 @@ from rlhf_spmd.presets import PRESETS
 from rlhf_spmd.runtime.checkpoint import checkpoint_files
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import Checkpoint
 from rlhf_spmd.runtime.checkpoint.resume import (
-    _started,
+    _recorded,
     config_of,
     not_compared,
     read_run,
@@ -346,14 +346,16 @@ def test_the_time_of_the_first_start(tmp_path):
     folder = write_run(tmp_path, iteration=None)
     assert read_run(str(folder), [], other_strategy=False).started == ""
     first, second = "2026-02-03T00:00:00+01:00", "2026-02-04T00:00:00+01:00"
-    (folder / "program.json").write_text(json.dumps({"started": first}), encoding="utf-8")
-    assert read_run(str(folder), [], other_strategy=False).started == first
+    about, path = {"started": first, "products": {"library": "onednn"}}, folder / "program.json"
+    path.write_text(json.dumps(about), encoding="utf-8")
+    run = read_run(str(folder), [], other_strategy=False)
+    assert run.started == first and run.products == (about["products"], str(path))
     of_checkpoint = SimpleNamespace(
         folder=folder / "c", files={"program.json": None}, text=lambda _: json.dumps({"started": second})
     )
-    assert _started(folder, {"started": first}, of_checkpoint) == second
+    assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == second
     of_checkpoint.text = lambda _: "{}"
-    assert _started(folder, {"started": first}, of_checkpoint) == first
+    assert _recorded(folder, {"started": first}, of_checkpoint, "started")[0] == first
     (folder / "program.json").write_text(json.dumps({"started": 3}), encoding="utf-8")
     with pytest.raises(UserError, match=r"program.json: 3 is no time of a start, such as '20.*; restore it"):
         read_run(str(folder), [], other_strategy=False)

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rlhf_spmd.plan.cost.memory import STATIC, WORKING, num_params, peak_bytes, static_bytes, working_bytes
+from rlhf_spmd.plan.cost.memory import (
+    STATIC,
+    WORKING,
+    copied_bytes,
+    num_params,
+    peak_bytes,
+    static_bytes,
+    working_bytes,
+)
 from rlhf_spmd.plan.layout import Layout, format_ranks, group_name
 from rlhf_spmd.plan.placement import group_of
 from rlhf_spmd.plan.program.instructions import Program, Run
@@ -138,6 +146,15 @@ def memory_table(program: Program) -> str:
     for values, ranks in ranks_of.items():
         rows.append((format_ranks(tuple(ranks)), *(format_bytes(value) if value else "-" for value in values)))
     return table([(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows])
+
+
+def show_copies(program: Program, *, packs: bool) -> str:
+    """How many bytes the copies of weights take with which ranks generate on CPUs; empty: there are none."""
+    most = 0
+    if set(program.cluster.device_types) == {"cpu"}:
+        most = max(copied_bytes(program, rank, packs=packs) for rank in program.cluster.ranks)
+    how = "if a library of products packs them" if packs else "of q, k, v and of gate, up"
+    return f"\nWhile a rank generates, copies of weights take up to {format_bytes(most)} more, {how}" if most else ""
 
 
 def _instructions(program: Program, rank: int) -> str:

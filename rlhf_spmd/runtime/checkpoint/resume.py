@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "strategy.",
 )
 CLUSTER, STRATEGY, PROGRAM, CONFIG = "cluster.toml", "strategy.py", "program.json", "config.json"
+PRODUCTS = "products"  # in PROGRAM: the library of matrix products of the run
 STARTED = "started"  # in PROGRAM: the time of the first start of the run, which chat templates write
 ALGORITHM = "algorithm.py"  # the page, unless it is one of the package's
 # Beginnings of the names of inputs that checkpoints of earlier versions do not have.
@@ -60,6 +61,7 @@ class Resumed:
     state: Mapping[str, Any]
     notes: tuple[str, ...]
     started: str = ""  # the time of the first start; empty: an earlier version did not keep it
+    products: tuple[Any, str] | None = None  # the library of products as a file has it, and the file
 
     @property
     def iteration(self) -> int:
@@ -112,17 +114,19 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     if code:
         notes.append(f"code that {folder} holds or names is run: {', '.join(code)}")
     name = str(about.get("strategy", path.name))
-    return Resumed(path, config, name, checkpoint, state, tuple(notes), _started(path, about, checkpoint))
+    found = _recorded(path, about, checkpoint, STARTED)
+    started = "" if found is None else checked_time(*found)
+    products = _recorded(path, about, checkpoint, PRODUCTS)
+    return Resumed(path, config, name, checkpoint, state, tuple(notes), started, products)
 
 
-def _started(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None) -> str:
-    """The time of the first start of a run, from its checkpoint or else from its folder; empty if neither has it.
+def _recorded(path: Path, about: Mapping[str, Any], checkpoint: Checkpoint | None, name: str) -> tuple[Any, str] | None:
+    """A value that PROGRAM holds, and the file: of a run's checkpoint or else of its folder; None if neither has it.
     about: PROGRAM of the folder. Raises UserError."""
-    found = {str(path / PROGRAM): about.get(STARTED)}
+    found = {str(path / PROGRAM): about.get(name)}
     if checkpoint is not None and PROGRAM in checkpoint.files:
-        of_checkpoint = _object(checkpoint, PROGRAM)
-        found = {str(checkpoint.folder / PROGRAM): of_checkpoint.get(STARTED)} | found
-    return next((checked_time(text, source) for source, text in found.items() if text is not None), "")
+        found = {str(checkpoint.folder / PROGRAM): _object(checkpoint, PROGRAM).get(name)} | found
+    return next(((value, source) for source, value in found.items() if value is not None), None)
 
 
 def _object(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -223,7 +227,8 @@ def config_of(values: Mapping[str, Any], source: str, page: str | None = None) -
         what = "strategy is not an object" if isinstance(name, str) else "algorithm is not a name"
         raise UserError(f"{source}: {what}; restore the file")
     options = {option: text for option, text in strategy.items() if option != "name"}  # the name is for --config
-    config = Config(preset=str(values["preset"]), algorithm=load_algorithm(page or name, name), strategy=options)
+    own = {"algorithm": load_algorithm(page or name, name), "strategy": options}
+    config = Config(preset=str(values["preset"]), products="linear", **own)  # earlier versions had no other products
     known = configs.options_of(config)
     groups = {key.partition(".")[0] for key in known if "." in key}
     for key, value in _flat(values).items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf_spmd.kernels.decode_attention import Decode
 from rlhf_spmd.model.kv_attention import DecodeStep, Prefill, Round
-from rlhf_spmd.model.linear import Joined, in_mkl_order
+from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import cuda_graphs
 from rlhf_spmd.runtime.generation.kv_cache import KVCache, slots_of
@@ -17,9 +17,9 @@ from rlhf_spmd.runtime.generation.scheduler import Scheduler
 
 
 class Decoder:
-    """Runs a model over a cache. scheduler: assigns blocks to rows."""
+    """Runs a model over a cache. scheduler: assigns blocks to rows. copies: of the model's weights."""
 
-    def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler):
+    def __init__(self, model: Transformer, cache: KVCache, scheduler: Scheduler, copies: Copies):
         self.model, self.cache, self.scheduler = model, cache, scheduler
         self.device = cache.keys_LnKsd.device
         shape, can_capture = scheduler.tables_BM.shape, cuda_graphs.can_capture(model, self.device)
@@ -35,8 +35,7 @@ class Decoder:
             self._tables_BM = self._graphs.tables_BM
         elif self._has_copy:
             self._tables_BM = self._written_BM.to(self.device)
-        self._joined = Joined.of(model)
-        self.forwards = in_mkl_order(model, scheduler.max_rows)  # replacements for the forwards of some layers
+        self.copies = copies
 
     def round(
         self, tokens_B: Tensor, cached_B: Tensor, prompts: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]]
@@ -57,7 +56,7 @@ class Decoder:
             prefill = Prefill(lengths, self.cache, slots_N)
             new_N = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
             tokens_B = torch.cat((tokens_B, new_N))
-        hidden = self.model.through_stages(tokens_B, Round(step, prefill, self._joined))
+        hidden = self.model.through_stages(tokens_B, Round(step, prefill, self.copies.joined))
         if not self.model.parallel.is_last or not prompts:
             return hidden if self.model.parallel.is_last else None
         last_A = torch.tensor(lengths, device=self.device).cumsum(0) - 1 + num_rows

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_spmd.kernels.known_tokens import KnownTokens
+from rlhf_spmd.kernels.products import product
 from rlhf_spmd.kernels.sample import Sampled, sample
 from rlhf_spmd.kernels.sample_shard import sample_shard
 from rlhf_spmd.model.fast_attributes import fast_attributes
-from rlhf_spmd.model.linear import logits_of
+from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.parallel import Parallel, vocabulary_of
 from rlhf_spmd.model.tokenizer import has_stop
 from rlhf_spmd.model.transformer import Transformer
@@ -54,12 +55,14 @@ class Engine:
         num_blocks: int = 0,
         free_bytes: float = math.inf,
         num_stored: int = 0,
+        num_steps: float = math.inf,
         decode: Callable[..., str] | None = None,
     ):
         """longest: limit of prompt + response, in tokens. known: the tokens that may be drawn; None: all.
         max_sequences: decoded at the same time. block_size: tokens per block; 0: `longest` on a CPU, so that a batch is
         a slice of the cache, else GPU_BLOCK. num_blocks: 0: enough for all rows, limited by free_bytes. num_stored:
-        largest sampling support to store for replay; 0: none. decode: of a Tokenizer, for stop texts.
+        largest sampling support to store for replay; 0: none. num_steps: expected, which must earn the packing of
+        weights. decode: of a Tokenizer, for stop texts.
         """
         self.model, self.parallel, self.decode = model, model.parallel, decode
         self.device = next(model.parameters()).device
@@ -72,7 +75,6 @@ class Engine:
         blocks_per_row, one_block = -(-longest // block_size), block_size >= longest
         blocks = Blocks(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, max_sequences, PREFILL_TOKENS, blocks_per_row, one_block=one_block)
-        self.decoder = Decoder(model, self.cache, self.scheduler)
         self.requests, self.longest, self.num_preempted = Requests(self.device, num_stored), longest, 0
         self._batch = Batch(torch.zeros(6, 0, dtype=torch.int64, device=self.device))
         self._last_hidden: dict[int, tuple[Tensor, int]] = {}  # prompt key -> where the hidden_D of its last token is
@@ -83,6 +85,9 @@ class Engine:
         self._slices = [known.within(one) for one in slices]
         mine = self._slices[shard.tp_index]
         self._width = known.width(slices[shard.tp_index])
+        num_logits = self._width if self.parallel.is_last else 0
+        self._copies = Copies(model, num_rows=max_sequences, num_steps=num_steps, num_logits=num_logits)
+        self.decoder = Decoder(model, self.cache, self.scheduler, self._copies)
         self._holes_H = known.columns_of_holes(mine, self.device)
         self._banned = torch.tensor(
             [token - mine.start for token in eos_ids if token in mine], dtype=torch.int64, device=self.device
@@ -117,7 +122,7 @@ class Engine:
         """Runs until these requests (None: all) have ended. progress: called after each round with the numbers of
         requests that ended and of tokens drawn."""
         missing = {number for number in until or () if not self.requests.is_ended(number)}
-        with fast_attributes(self.model, self.decoder.forwards):
+        with fast_attributes(self.model, self._copies.forwards):
             while missing or (until is None and not self.is_idle):
                 ended, num_tokens = self._round()
                 missing.difference_update(ended)
@@ -201,7 +206,7 @@ class Engine:
 
     def _logits(self, hidden_BD: Tensor, weight_VD: Tensor) -> Tensor:
         """The logits of the known tokens of this rank's slice, -inf for holes between them."""
-        logits_BV = logits_of(hidden_BD, weight_VD[: self._width])
+        logits_BV = product(hidden_BD, self._copies.head_VD or weight_VD[: self._width])
         logits_BV = logits_BV[:, : len(self._slices[self.parallel.shard.tp_index])]
         return logits_BV if self._holes_H is None else logits_BV.index_fill_(1, self._holes_H, -math.inf)
 

@@ -19,8 +19,9 @@ class Rollout:
         self.num_rows, max_response = bits_MBG.shape[1:]
         own = {name: options[name] for name in SAMPLING_KEYS if name in options}
         sampling, settings = Sampling(max_response, **own), {name: options[name] for name in options if name not in own}
-        longest = prompts_MBP.shape[2] + max_response
-        self.engine = Engine(model, longest=longest, num_stored=sampling.top_k, **settings)
+        longest, num_requests = prompts_MBP.shape[2] + max_response, len(bits_MBG.flatten(0, 1))
+        num_steps = max_response * -(-num_requests // settings.get("max_sequences", num_requests))
+        self.engine = Engine(model, longest=longest, num_stored=sampling.top_k, num_steps=num_steps, **settings)
         prompts = [[token for token in row if token >= 0] for row in prompts_MBP.flatten(0, 1).tolist()]
         self.engine.submit(prompts, bits_MBG.flatten(0, 1), sampling)
 

@@ -31,7 +31,7 @@ from rlhf_spmd.model.hf import ChatTemplate, load_model, load_tokenizer, read_co
 from rlhf_spmd.model.parallel import Parallel
 from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer, has_stop
-from rlhf_spmd.model_folders import same_tokenizer
+from rlhf_spmd.model_folders import same_tokenizer, shape_of_folder
 from rlhf_spmd.plan.layout import Layout, group_name
 from rlhf_spmd.runtime.data.input_checks import tokenizer_notes
 from rlhf_spmd.runtime.generation import random_streams
@@ -40,6 +40,7 @@ from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
 from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
+from rlhf_spmd.runtime.profile.products import choose
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
@@ -260,6 +261,10 @@ def generate_file(
         asked = read_offline_prompts(prompts, tokenizer, read_config(model), options, world, template)
     columns = json_text([prompt.columns for prompt in asked])  # that a reward function of best_of reads
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
+    with world.together("reading the model's sizes"):
+        shapes = [shape_of_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
+    _, note = choose(world, options.products, options.dtype, shapes)
+    notes += filter(None, [note])
     replica = make_replica(model, asked, tokenizer, layout, world, options, started)
     if has_judge and not same_tokenizer(options.best_of, model):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")

@@ -41,6 +41,7 @@ class GenerateOptions:
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # seed of the random numbers
     dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the weights
+    products: configs.Products = "auto"  # library of matrix products on a CPU; auto: the fastest here, measured once
     device: configs.DeviceChoice = "auto"  # where ranks compute; shared: ranks share GPUs through host memory
     tp: PositiveInt = 1  # tensor-parallel ranks of one copy of the model
     samples_per_prompt: PositiveInt = 1  # responses to each prompt

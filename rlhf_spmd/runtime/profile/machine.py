@@ -19,12 +19,10 @@ def machines(world: "World") -> list[Machine]:
     """The machine of every rank, with the cores of all ranks of its node. Collective; call it after start_torch."""
     import torch
 
-    parts, index = [*details(cpu_info()), torch.backends.cpu.get_cpu_capability()], world.computes.index
-    if index is not None:
-        parts.insert(0, processor())
+    index = world.computes.index
     mine = {
         "processor": processor() if index is None else torch.cuda.get_device_name(index),
-        "details": ", ".join(parts),
+        "details": kind_of_machine(name=index is not None),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
@@ -36,6 +34,14 @@ def machines(world: "World") -> list[Machine]:
         most = min(quota for _, _, quota in others)
         of_rank.append(Machine(**facts, cores=round(float(min(len(cores), most)), 2)))  # rounded as in a file
     return of_rank
+
+
+def kind_of_machine(*, name: bool = True) -> str:
+    """What machines with equal calibrations have in common. name: with the processor's. Imports torch."""
+    import torch
+
+    parts = [*details(cpu_info()), torch.backends.cpu.get_cpu_capability()]
+    return ", ".join([processor(), *parts] if name else parts)
 
 
 def processor() -> str:

@@ -35,6 +35,7 @@ from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.guard.failures import name_ranks
+from rlhf_spmd.runtime.profile.products import Recorded, Table, choose
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
@@ -54,6 +55,7 @@ class Job:
     known: KnownTokens  # that may be drawn
     columns: Mapping[str, tuple[range, ...]]  # data key -> the columns on this rank
     started: str = ""  # the time that chat templates write
+    products: Table | None = None  # the library of products, if it was chosen
     steps: StepOrder | None = None  # the rows of optimizer steps with a budget of tokens
     notes: Sequence[str] = ()  # for the user, on rank 0 and the first rank of every other node
     evaluation: "Job | None" = None  # with the options, program and prompts of the run's evaluations
@@ -65,11 +67,17 @@ class Job:
 
 
 def prepare(
-    config: Config, program: Program, world: World, evaluation: Program | None = None, *, started: str = ""
+    config: Config,
+    program: Program,
+    world: World,
+    evaluation: Program | None = None,
+    *,
+    started: str = "",
+    products: Recorded | None = None,
 ) -> Job:
     """Loads prompts, tokenizer and models. evaluation: the program of the run's evaluations, if there are any.
-    started: the time of the first start of the run (template_time.py); empty: it is now.
-    Collective; an error on one rank ends all ranks together."""
+    started: the time of the first start of the run (template_time.py); empty: it is now. products: the library of the
+    run that is resumed; None: it is chosen. Collective; an error on one rank ends all ranks together."""
     of_evaluation = evaluated(config)
     started = world.bcast(started or time_of_start(), what="the time of the start")
     with world.together("reading tokenizer and prompts"):
@@ -101,6 +109,9 @@ def prepare(
                     "(conversations without an answer, pairs that are equal once they are cut); remove them"
                 )
             check_best(config, held_out, evaluation.workload.rollout_batch)
+    shapes = program.workload.models.values()
+    table, note = choose(world, config.products, config.dtype, shapes, products)
+    notes += filter(None, [note])
     with world.together("loading models"):
         models = RankModels(program, config, world)
         scorer = _scorer(config, program, world, tokenizer, prompts, started)
@@ -115,7 +126,8 @@ def prepare(
     models.start()
     context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
-    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, started, steps, notes)
+    own = started, table, steps, notes
+    job = Job(config, program, world, tokenizer, prompts, models, calls, eos_ids, known, columns, *own)
     if evaluation is not None:
         own = {"program": evaluation, "config": of_evaluation, "scorer": scorer_of_evaluation}
         calls = Calls(replace(context, **own, stream=random_streams.EVALUATION))

@@ -115,6 +115,7 @@ def facts(job: Job, folder: RunFolder) -> dict[str, str]:
         **judged,
         **({"names": notes} if (notes := _names_of_functions(job)) else {}),
         "device": describe_device(job.world.computes, job.world.size),
+        **({"products": f"by {job.products.library}, in {config.dtype}"} if job.products else {}),
         "rows" if config.algorithm.responses else "prompts": f"{len(job.prompts)} from {config.data.prompts}"
         + _lost(job.prompts),
         **({"time": f"{_minute(job.written_at)}, which the chat template writes"} if job.written_at else {}),

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from rlhf_spmd.algorithms.page import Metric
 from rlhf_spmd.config import Config, function_labels, function_names, resolved
@@ -15,6 +15,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.runtime_words import PLACES_USED
 from rlhf_spmd.runtime.checkpoint.checkpoint_files import DIRECTORY_MODE, remove_drafts
 from rlhf_spmd.runtime.checkpoint.resume import (
+    PRODUCTS,
     PROGRAM,
     STARTED,
     Resumed,
@@ -84,18 +85,20 @@ def train(
     calibration: of these devices, to compare the run with a forecast; asked: receives signals.
     """
     started = time.perf_counter()
-    job = prepare(config, program, world, evaluation, started=origin.resumed.started if origin.resumed else "")
+    resumed = origin.resumed
+    before = {"started": resumed.started, "products": resumed.products} if resumed else {}
+    job = prepare(config, program, world, evaluation, **before)
     config = job.config  # with the iterations that data.epochs are
-    if origin.resumed:
+    if resumed:
         with world.together("counting the iterations"):
-            refuse_fewer(config, origin.resumed.iteration, origin.resumed.folder)
+            refuse_fewer(config, resumed.iteration, resumed.folder)
     folder = open_folder(job, origin)
     known = metrics_of(config.algorithm, program.workload.workflow, function_labels(config))
     named = config.logging.aliases, config.algorithm.name, config.options, function_names(config)
     aliases = aliases_of(*named)
     console = Console(known, enabled=world.rank == 0)
     title = f"{origin.strategy} on " + ("1 rank" if world.size == 1 else f"{world.size} ranks")
-    facts, resumed = report.facts(job, folder), origin.resumed
+    facts = report.facts(job, folder)
     if resumed:
         facts["resumed"] = f"after {resumed.iteration} of {config.iterations} iterations"
     console.heading(f"rlhf_spmd: {config.algorithm.title} by {title}", facts)
@@ -308,6 +311,7 @@ def describe(job: Job, folder: RunFolder, origin: Origin, summary: str, history:
         about = {"strategy": origin.strategy, "fingerprint": job.program.fingerprint, "summary": summary.split("\n")}
         algorithm = job.config.algorithm  # for who reads the run without loading its page
         about |= {"algorithm": algorithm.title, "headlines": headlines_of(algorithm.metrics)}
+        about |= {PRODUCTS: asdict(job.products)} if job.products else {}
         folder.write_values(PROGRAM, about | {STARTED: job.started})
         if origin.cluster:
             folder.write("cluster.toml", origin.cluster)

@@ -1,0 +1,210 @@
+"""Products of inputs and weights by the library that this process uses for their dtype.
+
+    y_no = sum_i x_ni W_oi + b_o
+
+Which library is fastest depends on the machine, so it is chosen by measuring (runtime/profile/products.py). A process
+uses one library per dtype for all passes, because libraries differ in the order of their sums. What may differ between
+passes is the order in which weights lie in memory: a library gives the same bits for plain weights, for weights packed
+in its own order, and for several matrices joined (tests/unit/test_products.py).
+
+- linear: F.linear. It has no packed weights.
+- onednn: private operators of torch without a derivative, called inside `_Product` and where no gradient is needed. A
+  row has the same bits beside any other rows, at any place, on any number of threads; alone it would not, so a single
+  row is computed twice.
+
+GPUs, float64, float16 and mixed dtypes use F.linear. Backward products are torch.mm's.
+
+Legend: N rows, I inputs, O outputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # for which a library is chosen
+
+
+class Library(Protocol):
+    """A way to compute products on a CPU."""
+
+    name: str
+    packs: bool  # whether it has an order of its own for weights
+
+    def exists(self, dtype: torch.dtype) -> bool:
+        """Whether this machine has it: its operators run, and agree with F.linear on a small product."""
+
+    def multiply(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """-> y_NO, without a derivative. weight_OI: plain, or as `pack` made it. N >= 1."""
+
+    def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
+        """A copy of the weights in the library's order, made for num_rows rows; `multiply` takes it with any number."""
+
+
+class Linear:
+    """F.linear."""
+
+    name, packs = "linear", False
+
+    def exists(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def multiply(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        return F.linear(x_NI, weight_OI, bias_O)
+
+    def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
+        return weight_OI
+
+
+class OneDNN:
+    """oneDNN's inner product."""
+
+    name, packs = "onednn", True
+
+    def exists(self, dtype: torch.dtype) -> bool:
+        return _agrees(self, dtype)
+
+    def multiply(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        if len(x_NI) == 1:
+            return self.multiply(torch.cat((x_NI, x_NI)), weight_OI, bias_O)[:1]
+        return torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
+
+    def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight_OI, max(num_rows, 2))
+
+
+LINEAR = Linear()
+LIBRARIES: dict[str, Library] = {one.name: one for one in (LINEAR, OneDNN())}
+
+
+def _agrees(library: Library, dtype: torch.dtype) -> bool:
+    """Whether a library multiplies as F.linear does, with plain and packed weights, up to rounding."""
+    x_NI, weight_OI, bias_O = (torch.arange(1.0, 1 + n * m).view(n, m).sin().to(dtype) for n, m in _SMALL)
+    with torch.no_grad():
+        wanted_NO = F.linear(x_NI.double(), weight_OI.double(), bias_O[0].double())
+        try:
+            weights = (weight_OI, library.pack(weight_OI, len(x_NI)))
+            found = [library.multiply(x_NI, one, bias_O[0]) for one in weights]
+        except (AttributeError, RuntimeError):  # no such operator, or not for this dtype on this processor
+            return False
+    far = 64 * torch.finfo(dtype).eps
+    return all(y.dtype == dtype and (y.double() - wanted_NO).abs().max() <= far for y in found)
+
+
+_SMALL = ((3, 48), (40, 48), (1, 40))  # the shapes of x, weight and bias
+
+
+# ---- the libraries of this process -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The library of a dtype, and its seconds per byte of weights: of a decode step with plain and with packed weights,
+    and of packing. By default those of two cores of an AMD EPYC."""
+
+    library: str = "linear"
+    plain_s: float = 2.0e-10
+    packed_s: float = 1.6e-10
+    pack_s: float = 1.0e-9
+
+    def packs(self, num_steps: float) -> bool:
+        """Whether packing is earned by this number of decode steps."""
+        return self.pack_s < num_steps * (self.plain_s - self.packed_s)
+
+
+_chosen: dict[torch.dtype, tuple[Library, Choice]] = {}
+
+
+def use(table: Mapping[str, Choice]) -> None:
+    """Sets the libraries of this process by the names of dtypes; F.linear for those that are missing."""
+    _chosen.clear()
+    _chosen.update({DTYPES[name]: (LIBRARIES[one.library], one) for name, one in table.items()})
+
+
+def in_use(dtype: torch.dtype) -> Library:
+    """The library for products of CPU tensors of this dtype."""
+    return _chosen[dtype][0] if dtype in _chosen else LINEAR
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A copy of a weight in the order of its library, to be given to `product` in its place. Drop it before the weight
+    changes."""
+
+    library: Library
+    weight: Tensor
+    num_out: int
+
+
+def earns_packing(weight_OI: Tensor, num_steps: float) -> bool:
+    """Whether weights like this one should be packed for this number of decode steps."""
+    if not weight_OI.is_cpu or weight_OI.dtype not in _chosen:
+        return False
+    library, choice = _chosen[weight_OI.dtype]
+    return library.packs and choice.packs(num_steps)
+
+
+@torch.no_grad()
+def packed(weight_OI: Tensor, num_rows: int) -> Packed:
+    """A packed copy, for products of about num_rows rows."""
+    library = in_use(weight_OI.dtype)
+    return Packed(library, library.pack(weight_OI, num_rows), len(weight_OI))
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
+
+
+def product(x: Tensor, weight_OI: Tensor | Packed, bias_O: Tensor | None = None) -> Tensor:
+    """x [..., I] -> [..., O], differentiable once if the weight is not packed."""
+    if isinstance(weight_OI, Packed):
+        return _multiply(weight_OI.library, x, weight_OI.weight, bias_O, weight_OI.num_out)
+    library = _library(x, weight_OI)
+    if library is LINEAR:
+        return F.linear(x, weight_OI, bias_O)
+    if torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad or _learns(bias_O)):
+        return _Product.apply(x, weight_OI, bias_O, library)
+    return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
+
+
+def product_in(out_NO: Tensor, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """The product, without a derivative; it lies in out_NO if the library can write there."""
+    library = _library(x_NI, weight_OI)
+    if library is LINEAR:
+        return torch.mm(x_NI, weight_OI.T, out=out_NO)
+    return _multiply(library, x_NI, weight_OI, None, len(weight_OI))
+
+
+def _library(x: Tensor, weight_OI: Tensor) -> Library:
+    is_chosen = x.dtype in _chosen and x.dtype == weight_OI.dtype and x.is_cpu
+    return _chosen[x.dtype][0] if is_chosen else LINEAR
+
+
+def _learns(bias_O: Tensor | None) -> bool:
+    return bias_O is not None and bias_O.requires_grad
+
+
+def _multiply(library: Library, x: Tensor, weight: Tensor, bias_O: Tensor | None, num_out: int) -> Tensor:
+    x_NI = x.reshape(-1, x.shape[-1])
+    if not len(x_NI):
+        return x.new_empty(*x.shape[:-1], num_out)
+    return library.multiply(x_NI.contiguous(), weight, bias_O).view(*x.shape[:-1], num_out)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_OI, bias_O, library):
+        ctx.save_for_backward(x, weight_OI)
+        return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x, weight_OI), (wants_x, wants_weight, wants_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        x_grad = torch.mm(grad_NO, weight_OI).view_as(x) if wants_x else None
+        weight_grad_OI = torch.mm(grad_NO.T, x_NI) if wants_weight else None
+        return x_grad, weight_grad_OI, grad_NO.sum(0) if wants_bias else None, None

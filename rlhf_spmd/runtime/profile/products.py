@@ -1,0 +1,243 @@
+"""Chooses the library of matrix products (kernels/products.py) of a job by measuring, once for a kind of machine.
+
+The first run on a kind of machine measures and keeps the result in the user's cache folder,
+`$XDG_CACHE_HOME/rlhf_spmd/products/` or `~/.cache/rlhf_spmd/products/`; all others read it, so that two starts of one
+command give the same bits. The library of rank 0 holds for the job, and a resumed run keeps its own.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_spmd.errors import UserError
+from rlhf_spmd.files import json_text, json_value, user_cache
+from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, LINEAR, Choice, Library, use
+from rlhf_spmd.plan.workload import ModelShape
+from rlhf_spmd.runtime.guard.failures import name_ranks
+from rlhf_spmd.runtime.profile.machine import kind_of_machine
+from rlhf_spmd.runtime.world.world import World
+
+RULES = 1  # to be raised when something else is measured or chosen than before
+MARGIN = 1.1  # a library this many times faster is another choice; within it, speed does not count
+REPETITIONS = 7  # of which the fewest seconds count
+LAYER = ((960, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))  # matrices [O, I] of a layer that is timed
+TIMED_BYTES = 2**27  # of all of them, more than caches hold
+STEP_ROWS, PASS_ROWS = 32, 256  # of a decode step and of a pass over given tokens
+Recorded = tuple[Any, str]  # the table of a run as its file has it, and the file
+PASSES = 2  # over each token that is drawn: to score and to train
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The library for a dtype and where it was chosen; seconds per byte of weights as in kernels.products.Choice."""
+
+    dtype: str
+    library: str
+    plain_s: float
+    packed_s: float
+    pack_s: float
+    machine: str
+    torch: str
+    threads: int
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.library, self.plain_s, self.packed_s, self.pack_s)
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """What may change the bits of a library."""
+        return self.machine, self.torch
+
+
+def table_of(values: Any, source: str) -> Table:
+    """The table that a file holds. Raises UserError naming `source`."""
+    names = {part.name: part.type for part in fields(Table)}
+    kinds = {float: (int, float), int: int, str: str}
+    is_table = isinstance(values, Mapping) and values.keys() == names.keys()
+    is_table = is_table and all(isinstance(values[name], kinds[kind]) for name, kind in names.items())
+    if not is_table or values["library"] not in LIBRARIES or values["dtype"] not in DTYPES:
+        raise UserError(f"{source} names no library of products that this version knows; restore the file")
+    return Table(**values)
+
+
+# ---- choosing for a job ---------------------------------------------------------------------------------------------
+
+
+def choose(
+    world: World, wanted: str, dtype: str, shapes: Iterable[ModelShape | None], recorded: Recorded | None = None
+) -> tuple[Table | None, str]:
+    """Makes all ranks use one library -> the table to record, and a note for the user (empty: none). None: F.linear,
+    because the job computes on GPUs or its matrices are small. wanted: the option `products`. recorded: by the run that
+    is resumed. Collective; raises UserError."""
+    use({})
+    matters = any(shape.has_large_matrices for shape in shapes if shape) and world.computes.index is None
+    if not matters or wanted == LINEAR.name or dtype not in DTYPES:
+        return None, ""
+    values, resumed = None, None
+    with world.together("choosing the library of products"):
+        resumed = table_of(*recorded) if recorded else None
+        if world.rank == 0:
+            values = asdict(resumed or (of_this_machine(dtype) if wanted == "auto" else _fixed(wanted, dtype)))
+    table = Table(**world.bcast(values, what="the library of products"))
+    mine = [LIBRARIES[table.library].exists(DTYPES[dtype]), kind_of_machine(), torch.__version__]
+    every = world.allgather(mine, "who has the library of products")
+    lacking = [rank for rank, (has, *_) in enumerate(every) if not has]
+    others = [rank for rank, (_, *where) in enumerate(every) if resumed and tuple(where) != resumed.where]
+    note, where = "", name_ranks(lacking or others, world.hosts)
+    if lacking:
+        if not resumed and wanted != "auto":
+            raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
+        note = f"{where} cannot compute products by {table.library}: F.linear is used"
+        note += ", and numbers differ in their last digits" if resumed else ""
+        table = Table(dtype, LINEAR.name, 0.0, 0.0, 0.0, *every[0][1:], torch.get_num_threads())
+    elif others:
+        note = (
+            f"the run was started on {resumed.machine} with torch {resumed.torch}; it keeps its products by "
+            f"{table.library}, but on {where} numbers may differ in their last digits"
+        )
+    use({dtype: table.choice})
+    world.agree("the start", {"the library of products": json.dumps(asdict(table))})
+    return table, note
+
+
+def _fixed(library: str, dtype: str) -> Table:
+    """A library that the user names, as if it took the default seconds."""
+    one = Choice(library)
+    seconds = one.plain_s, one.packed_s, one.pack_s
+    return Table(dtype, library, *seconds, kind_of_machine(), torch.__version__, torch.get_num_threads())
+
+
+# ---- what is known of this kind of machine --------------------------------------------------------------------------
+
+
+def of_this_machine(dtype: str) -> Table:
+    """The fastest library here: as it was measured before, else measured now, and kept for the next time."""
+    kind = kind_of_machine(), torch.__version__, torch.get_num_threads()
+    name = hashlib.sha256(repr([RULES, dtype, *kind]).encode()).hexdigest()
+    folder = user_cache("products")
+    path = folder / name if folder else None
+    if path and (known := _read(path)):
+        return known
+    measured = measure(DTYPES[dtype])
+    library = fastest(measured)
+    best = measured[library]
+    table = Table(dtype, library, best.plain_s, best.packed_s, best.pack_s, *kind)
+    if path:
+        with suppress(OSError):
+            _keep(path, table)
+            return _read(path) or table
+    return table
+
+
+def _read(path: Path) -> Table | None:
+    with suppress(OSError, ValueError, UserError):
+        return table_of(json_value(path.read_text(encoding="utf-8")), str(path))
+    return None
+
+
+def _keep(path: Path, table: Table) -> None:
+    """Writes a table, unless another process has done so meanwhile: the first one counts. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    part.write_text(json_text(asdict(table)), encoding="utf-8")
+    try:
+        os.link(part, path)
+    except FileExistsError:
+        if _read(path) is None:  # it can't be read, so it does not count
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of a library per byte of weights. depends: whether the bits of a row depend on the rows beside it."""
+
+    plain_s: float  # a decode step with plain weights
+    packed_s: float  # and with packed ones
+    pack_s: float  # packing
+    pass_s: float  # a pass over given tokens
+    depends: bool
+
+    @property
+    def token_s(self) -> float:
+        """Of a token: it is drawn, and read by passes."""
+        return min(self.plain_s, self.packed_s) / STEP_ROWS + PASSES * self.pass_s / PASS_ROWS
+
+
+def fastest(measured: Mapping[str, Seconds]) -> str:
+    """The library with the fewest seconds of a token, F.linear unless another one is faster by MARGIN. Of those that
+    are as fast within MARGIN, one whose rows do not depend on each other."""
+    linear_s = measured[LINEAR.name].token_s
+    faster = {name: one for name, one in measured.items() if one.token_s * MARGIN < linear_s}
+    least = min((one.token_s for one in faster.values()), default=0.0)
+    near = [name for name, one in faster.items() if one.token_s <= MARGIN * least]
+    return min(near, key=lambda name: (faster[name].depends, faster[name].token_s), default=LINEAR.name)
+
+
+@torch.inference_mode()
+def measure(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, Seconds]:
+    """The seconds of all libraries that this machine has: the fewest of some repetitions, in which they take turns.
+    Nothing is timed if F.linear is the only one."""
+    libraries = [one for one in LIBRARIES.values() if one.exists(dtype)]
+    if libraries == [LINEAR]:
+        return {LINEAR.name: Seconds(0.0, 0.0, 0.0, 0.0, depends=True)}
+    weights = _weights(dtype)
+    copies = {one.name: [one.pack(weight, STEP_ROWS) for weight in weights] for one in libraries if one.packs}
+    few, many = ({num: torch.ones(rows, num, dtype=dtype) for _, num in LAYER} for rows in (STEP_ROWS, PASS_ROWS))
+    some = weights[: max(len(weights) // 8, 1)]
+    fewest: dict[tuple[str, str], float] = {}
+
+    def timed(library: Library, what: str, rows: Mapping[int, Tensor], own: Iterable[Tensor]) -> None:
+        began = clock()
+        for weight, plain in zip(own, weights, strict=False):
+            library.multiply(rows[plain.shape[1]], weight, None)
+        key = library.name, what
+        fewest[key] = min(fewest.get(key, float("inf")), clock() - began)
+
+    for _ in range(REPETITIONS):
+        for library in libraries:
+            timed(library, "plain", few, weights)
+            timed(library, "packed", few, copies.get(library.name, weights))
+            timed(library, "pass", many, some)
+    num_bytes, of_some = (sum(weight.nbytes for weight in part) for part in (weights, some))
+    found = {}
+    for library in libraries:
+        plain_s, packed_s, pass_s = (fewest[library.name, what] for what in ("plain", "packed", "pass"))
+        began = clock()
+        for weight in some if library.packs else ():
+            library.pack(weight, STEP_ROWS)
+        pack_s = clock() - began
+        depends = _depends(library, weights[0])
+        found[library.name] = Seconds(
+            plain_s / num_bytes, packed_s / num_bytes, pack_s / of_some, pass_s / of_some, depends
+        )
+    return found
+
+
+def _weights(dtype: torch.dtype) -> list[Tensor]:
+    """Matrices of equal layers, as they lie in memory one after the other."""
+    generator = torch.Generator().manual_seed(1)
+    layer = [torch.randn(shape, generator=generator).to(dtype) for shape in LAYER]
+    num_layers = -(-TIMED_BYTES // sum(weight.nbytes for weight in layer))
+    return [weight.clone() for _ in range(num_layers) for weight in layer]
+
+
+def _depends(library: Library, weight_OI: Tensor) -> bool:
+    """Whether the bits of a row depend on the rows beside it."""
+    x_NI = torch.randn(PASS_ROWS, weight_OI.shape[1], generator=torch.Generator().manual_seed(2)).to(weight_OI.dtype)
+    wanted_O = library.multiply(x_NI, weight_OI, None)[0]
+    return any(not library.multiply(x_NI[:num], weight_OI, None)[0].equal(wanted_O) for num in (2, STEP_ROWS))
