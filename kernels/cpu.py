@@ -1,14 +1,16 @@
 """Kernels of our own for CPUs with AVX2 or AVX-512, written in C++ (kernels/native/), in float32 and bfloat16.
 
-A rank uses them once `use` was called with a dtype, so that all ranks of a job do or none. Every result depends on its
-own row only: not on the other rows, threads, the order in memory of the weights, or the instruction set.
+They are used for the dtypes whose products they compute (kernels/products.py), by all ranks of a job or none. Every
+result depends on its own row only: not on other rows, threads, the order in memory of weights, or the instruction set.
 
 Legend: N rows or tokens, I inputs, O outputs, B sequences, H heads, K key-value heads, d head dim, f pairs of a head,
 n blocks of s slots, M blocks of a row's table, V vocabulary, D size of a normalised row.
 """
 
 import importlib
+import importlib.util
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,26 +54,34 @@ def used_for(x: Tensor) -> bool:
     return x.dtype in _used and x.device.type == "cpu"
 
 
-def pack(weight_OI: Tensor) -> Tensor:
-    """The weights in the order in which `product` reads them, [O padded to whole panels, I]."""
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Weights [O, I] in the order in which `product` reads them: panels of COLUMNS outputs, the last one padded."""
+
+    numbers: Tensor
+    num_out: int
+
+
+def pack(weight_OI: Tensor) -> Panels:
+    weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
-    assert weight_OI.is_contiguous()
     packed = weight_OI.new_empty(-(-num_out // COLUMNS) * COLUMNS, num_in)
     _native.pack(weight_OI.itemsize, weight_OI.data_ptr(), num_out, num_in, packed.data_ptr())
-    return packed
+    return Panels(packed, num_out)
 
 
-def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_out: int = 0) -> Tensor:
-    """x W^T + b -> y_NO, without a backward pass. num_out: O, if the weights are packed."""
+def product(x_NI: Tensor, weight_OI: Tensor | Panels, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b -> y_NO, without a backward pass."""
+    is_packed = isinstance(weight_OI, Panels)
+    numbers, num_out = (weight_OI.numbers, weight_OI.num_out) if is_packed else (weight_OI, len(weight_OI))
     num_rows, num_in = x_NI.shape
-    if x_NI.stride(1) != 1:
-        x_NI = x_NI.contiguous()
-    out = num_out or weight_OI.shape[0]
-    assert weight_OI.dtype == x_NI.dtype and weight_OI.shape[1] == num_in and weight_OI.is_contiguous()
-    y_NO = x_NI.new_empty(num_rows, out)
+    assert numbers.dtype == x_NI.dtype and numbers.shape[1] == num_in, (numbers.shape, x_NI.shape)
+    x_NI = x_NI if x_NI.stride(1) == 1 else x_NI.contiguous()
+    numbers = numbers if is_packed else numbers.contiguous()
+    y_NO = x_NI.new_empty(num_rows, num_out)
     bias = 0 if bias_O is None else bias_O.data_ptr()
-    addresses = x_NI.data_ptr(), weight_OI.data_ptr(), bias, y_NO.data_ptr()
-    _native.product(x_NI.itemsize, *addresses, num_rows, num_in, out, x_NI.stride(0), out, num_out > 0)
+    addresses = x_NI.data_ptr(), numbers.data_ptr(), bias, y_NO.data_ptr()
+    _native.product(x_NI.itemsize, *addresses, num_rows, num_in, num_out, x_NI.stride(0), num_out, is_packed)
     return y_NO
 
 

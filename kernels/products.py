@@ -12,7 +12,10 @@ in its own order, and for several matrices joined (tests/unit/test_products.py).
   row has the same bits beside any other rows, at any place, on any number of threads; alone it would not, so a single
   row is computed twice.
 
-GPUs, float64, float16 and mixed dtypes use F.linear. Backward products are torch.mm's.
+- native: kernels of our own (cpu.py), which then compute the other operations of a decode step, too. A row has the same
+  bits beside any other rows, and alone. In bfloat16 backward products are theirs, too.
+
+GPUs, float64, float16 and mixed dtypes use F.linear. Backward products are else torch.mm's.
 
 Legend: N rows, I inputs, O outputs.
 """
@@ -26,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlhf_spmd.kernels import cpu
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # for which a library is chosen
 
 
@@ -38,10 +43,10 @@ class Library(Protocol):
     def exists(self, dtype: torch.dtype) -> bool:
         """Whether this machine has it: its operators run, and agree with F.linear on a small product."""
 
-    def multiply(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def multiply(self, x_NI: Tensor, weight_OI: Tensor | cpu.Panels, bias_O: Tensor | None) -> Tensor:
         """-> y_NO, without a derivative. weight_OI: plain, or as `pack` made it. N >= 1."""
 
-    def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
+    def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor | cpu.Panels:
         """A copy of the weights in the library's order, made for num_rows rows; `multiply` takes it with any number."""
 
 
@@ -77,8 +82,23 @@ class OneDNN:
         return torch.ops.mkldnn._reorder_linear_weight(weight_OI, max(num_rows, 2))
 
 
-LINEAR = Linear()
-LIBRARIES: dict[str, Library] = {one.name: one for one in (LINEAR, OneDNN())}
+class Native:
+    """Kernels of our own."""
+
+    name, packs = "native", True
+
+    def exists(self, dtype: torch.dtype) -> bool:
+        return dtype in cpu.DTYPES and not cpu.problem() and _agrees(self, dtype)
+
+    def multiply(self, x_NI: Tensor, weight_OI: Tensor | cpu.Panels, bias_O: Tensor | None) -> Tensor:
+        return cpu.product(x_NI, weight_OI, bias_O)
+
+    def pack(self, weight_OI: Tensor, num_rows: int) -> cpu.Panels:
+        return cpu.pack(weight_OI)
+
+
+LINEAR, NATIVE = Linear(), Native()
+LIBRARIES: dict[str, Library] = {one.name: one for one in (LINEAR, OneDNN(), NATIVE)}
 
 
 def _agrees(library: Library, dtype: torch.dtype) -> bool:
@@ -123,6 +143,7 @@ def use(table: Mapping[str, Choice]) -> None:
     """Sets the libraries of this process by the names of dtypes; F.linear for those that are missing."""
     _chosen.clear()
     _chosen.update({DTYPES[name]: (LIBRARIES[one.library], one) for name, one in table.items()})
+    cpu.use([dtype for dtype, (library, _) in _chosen.items() if library is NATIVE])
 
 
 def in_use(dtype: torch.dtype) -> Library:
@@ -136,7 +157,7 @@ class Packed:
     changes."""
 
     library: Library
-    weight: Tensor
+    weight: Tensor | cpu.Panels
     num_out: int
 
 
@@ -187,7 +208,7 @@ def _learns(bias_O: Tensor | None) -> bool:
     return bias_O is not None and bias_O.requires_grad
 
 
-def _multiply(library: Library, x: Tensor, weight: Tensor, bias_O: Tensor | None, num_out: int) -> Tensor:
+def _multiply(library: Library, x: Tensor, weight: Tensor | cpu.Panels, bias_O: Tensor | None, num_out: int) -> Tensor:
     x_NI = x.reshape(-1, x.shape[-1])
     if not len(x_NI):
         return x.new_empty(*x.shape[:-1], num_out)
@@ -198,6 +219,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, bias_O, library):
         ctx.save_for_backward(x, weight_OI)
+        ctx.mm = _native_mm if library is NATIVE and x.dtype == torch.bfloat16 else torch.mm
         return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
 
     @staticmethod
@@ -205,6 +227,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx, grad):
         (x, weight_OI), (wants_x, wants_weight, wants_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        x_grad = torch.mm(grad_NO, weight_OI).view_as(x) if wants_x else None
-        weight_grad_OI = torch.mm(grad_NO.T, x_NI) if wants_weight else None
+        x_grad = ctx.mm(grad_NO, weight_OI).view_as(x) if wants_x else None
+        weight_grad_OI = ctx.mm(grad_NO.T, x_NI) if wants_weight else None
         return x_grad, weight_grad_OI, grad_NO.sum(0) if wants_bias else None, None
+
+
+def _native_mm(a_NM: Tensor, b_MK: Tensor) -> Tensor:
+    return cpu.product(a_NM.contiguous(), b_MK.T.contiguous())

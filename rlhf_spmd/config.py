@@ -25,7 +25,7 @@ from rlhf_spmd.role_shapes import shapes_by_role
 Decaying = Literal["all", "matrices", "linear"]
 DeviceChoice = Literal["auto", "cpu", "cuda", "shared"]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Products = Literal["auto", "linear", "onednn"]  # as in kernels/products.py
+Products = Literal["auto", "linear", "onednn", "native"]  # as in kernels/products.py
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Passes = Annotated[float, Field(ge=0, le=10**6, allow_inf_nan=False)]
 LR = "_lr"  # optimizer.ROLE_lr

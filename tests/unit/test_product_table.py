@@ -81,6 +81,7 @@ def test_measuring(monkeypatch):
     """By a clock that counts the bytes of the weights that each call reads, on few of them."""
     monkeypatch.setattr(products, "TIMED_BYTES", 1)
     monkeypatch.setattr(products, "LAYER", ((64, 96), (96, 64)))
+    monkeypatch.setattr(products, "LIBRARIES", {"linear": LINEAR, "onednn": OneDNN()})
     counted = [0]
 
     def multiply(self, x_NI, weight, bias):

@@ -1,5 +1,6 @@
 """Products of every library: bits, gradients, and the weights of a model that learns."""
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -56,9 +57,9 @@ def test_plain_packed_and_joined_weights_give_the_same_bits(name, dtype):
         assert product(x[:0], weight, bias).shape == (0, num_out)
 
 
-@pytest.mark.parametrize("dtype", [dtype for name, dtype in CASES if name == "onednn"])
-def test_a_row_of_onednn_does_not_depend_on_the_rows_beside_it(dtype):
-    use({dtype: Choice("onednn")})
+@pytest.mark.parametrize(("name", "dtype"), [case for case in CASES if case[0] != "linear"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(name, dtype):
+    use({dtype: Choice(name)})
     for num_out, num_in in SHAPES:
         x, weight = tensors(DTYPES[dtype], (513, num_in), (num_out, num_in))
         whole = product(x, weight)
@@ -170,6 +171,7 @@ def test_copies_take_the_bytes_of_the_forecast(name, dtype):
 
 def resident_bytes() -> int:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would be taken again
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
