@@ -9,6 +9,7 @@ import torch
 
 from bench.against_trl import given_work, work
 from bench.against_trl.given_work import WORKS, GivenWork
+from bench.speed.generate_peers import use_fastest
 from rlhf_spmd import presets
 from rlhf_spmd.config import Config
 from tests.runs import RunOf
@@ -16,6 +17,7 @@ from tests.runs import RunOf
 
 def main(model: str, folder: str, name: str) -> None:
     torch.set_num_threads(1)
+    use_fastest(torch.float32)
     run = RunOf(config_of(WORKS[name], model, Path(folder)))
     told, answers = work.commands()
     for _ in told:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from bench.against_trl import work
+from bench.speed.generate_peers import use_fastest
 from rlhf_spmd import presets
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.observe.trace import Tracer
@@ -27,6 +28,7 @@ REWARD += "    return [reward(response) for response in responses]\n"
 
 def main(model: str, folder: str, *prompts: str) -> None:
     torch.set_num_threads(1)
+    use_fastest(torch.float32)
     run = RunOf(config_of(model, Path(folder), prompts))
     run.executor.recorder = ProcessorTracer()
     told, answers = work.commands()

@@ -75,14 +75,14 @@ def versions_of_peer() -> tuple[dict[str, str], str]:
 def measured(dtype: torch.dtype, folder: Path, sizes: dict[str, int], repeats: int) -> list[dict]:
     """A row for each kind of requests."""
     theirs = peers.without_ends(peers.AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=dtype).eval())
-    mine = peers.same_weights(theirs, dtype)
+    mine, library = peers.same_weights(theirs, dtype), peers.use_fastest(dtype)
     works = peers.works(theirs.config.vocab_size, places=PLACES, **sizes)
     job = {"model": str(SMOLLM2), "dtype": precision_of(dtype), "places": PLACES, "cache": str(folder)}
     job |= {"longest": peers.PROMPT + FULL["limit"], "cores": sorted(os.sched_getaffinity(0))[:THREADS]}
     worker = Worker([str(PEER), "-m", "bench.against_vllm.vllm_worker", json.dumps(job)], folder / "vllm.log")
     try:
         load_s = worker.answer()["load_s"]
-        return list(rows_of(works, mine, worker, repeats, load_s))
+        return [row | {"products": library} for row in rows_of(works, mine, worker, repeats, load_s)]
     finally:
         worker.end()
 

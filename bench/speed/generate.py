@@ -81,11 +81,15 @@ def on_cpu(
         else:
             theirs = peers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         theirs = peers.without_ends(theirs)
-        mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
+        mine, vocab_size, library = (
+            peers.same_weights(theirs, dtype),
+            theirs.config.vocab_size,
+            peers.use_fastest(dtype),
+        )
         works = peers.works(vocab_size, num=num, places=PLACES, limit=limit)
         for kind, work in ((kind, work) for kind, work in works.items() if only in (None, kind)):
             row = compare(work, theirs, mine, repeats=repeats, options={"transformers": {}})
-            row |= {"model": "SmolLM2-135M" if folder else "Llama 28 M", "promised": LEAST[kind]}
+            row |= {"model": "SmolLM2-135M" if folder else "Llama 28 M", "promised": LEAST[kind], "products": library}
             row["ok"] = row["ratio"] >= row["promised"]
             if kind == "limit":
                 row = look_inside(row, work, mine, ceilings)
@@ -99,6 +103,7 @@ def ours_only() -> None:
     for dtype in DTYPES:
         theirs = peers.without_ends(peers.random_model(peers.SMALL, dtype, torch.device("cpu")))
         mine, vocab_size = peers.same_weights(theirs, dtype), theirs.config.vocab_size
+        peers.use_fastest(dtype)
         for work in peers.works(vocab_size, num=64, places=PLACES, limit=64).values():
             taken_s = _seconds(lambda work=work, mine=mine: peers.by_ours(mine, work))
             print(f"{precision_of(dtype)}, {work.name}: {work.num_tokens / taken_s:,.0f} tokens/s", flush=True)

@@ -6,11 +6,12 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.speed.roofline import alternate
+from rlhf_spmd.kernels import cpu
+from rlhf_spmd.kernels.products import LINEAR, in_use
 from rlhf_spmd.model import kv_attention
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation import engine
@@ -33,6 +34,15 @@ PRODUCTS = (
     "mkl::",
 )
 OTHERS = "small operations"
+NATIVE = {  # kernels of our own, which are no operations of torch
+    "product": "matrix products",
+    "decode_attention": "attention",
+    "kv_write": "attention",
+    "block_masses": "sampling",
+    "rmsnorm": OTHERS,
+    "rotate": OTHERS,
+    "silu_mul": OTHERS,
+}
 PYTHON = "Python and bookkeeping"
 
 
@@ -56,10 +66,13 @@ def floor(model: Transformer, rows: int, context: float, ceilings: dict) -> dict
         size: torch.randn(rows, size, device=device).to(model.dtype) for size in {weight.shape[1] for weight in weights}
     }
 
+    library = LINEAR if weights[0].is_cuda else in_use(model.dtype)
+    packed = [library.pack(weight, rows) for weight in weights]
+
     @torch.inference_mode()
     def multiply() -> None:
-        for weight in weights:
-            F.linear(inputs[weight.shape[1]], weight)
+        for weight, own in zip(weights, packed, strict=True):
+            library.multiply(inputs[weight.shape[1]], own, None)
 
     products_s = alternate({"products": multiply}, device, rounds=7)["products"]
     found = {"bytes": num_bytes, "memory_s": memory_s, "matrix_s": matrix_s, "products_s": products_s}
@@ -73,7 +86,9 @@ def breakdown(call: Callable[[], object], wall_s: float) -> dict[str, float]:
         call()
     seconds: dict[str, float] = defaultdict(float)
     for event in found.events():
-        if event.device_type == DeviceType.CPU and event.name.startswith(("aten::", "mkldnn", "onednn", "mkl::")):
+        if event.device_type == DeviceType.CPU and event.name.startswith(
+            ("aten::", "mkldnn", "onednn", "mkl::", "native::")
+        ):
             seconds[_part_of(event)] += event.self_cpu_time_total / 1e6
     total_s = max(wall_s, sum(seconds.values()))  # on a busy machine a run may take longer than the one before it
     seconds[PYTHON] = total_s - sum(seconds.values())
@@ -81,6 +96,8 @@ def breakdown(call: Callable[[], object], wall_s: float) -> dict[str, float]:
 
 
 def _part_of(event) -> str:
+    if event.name.startswith("native::"):
+        return NATIVE[event.name.removeprefix("native::")]
     above = event
     while above is not None:
         if above.name in PARTS:
@@ -96,6 +113,8 @@ def named_parts() -> Iterator[None]:
         for name, places in PARTS.items():
             for module, function in places:
                 stack.enter_context(patch.object(module, function, _recorded(name, getattr(module, function))))
+        for function in NATIVE:
+            stack.enter_context(patch.object(cpu, function, _recorded(f"native::{function}", getattr(cpu, function))))
         yield
 
 

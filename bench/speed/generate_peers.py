@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from rlhf_spmd.kernels.philox import random_bits
+from rlhf_spmd.kernels.products import use
 from rlhf_spmd.model.config import from_hf
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.runtime.generation.engine import Engine
 from rlhf_spmd.runtime.generation.random_streams import OFFLINE
 from rlhf_spmd.runtime.generation.requests import Sampling
+from rlhf_spmd.runtime.profile.products import of_this_machine
 
 PROMPT = 32
 SMALL = {  # the embedded model's family, 28 M parameters
@@ -108,6 +110,14 @@ def same_weights(theirs: AutoModelForCausalLM, dtype: torch.dtype) -> Transforme
         state.pop("lm_head.weight", None)
     mine.load_state_dict(state, assign=True)
     return mine.eval().requires_grad_(False)
+
+
+def use_fastest(dtype: torch.dtype) -> str:
+    """Chooses the library of products, as a run does -> its name."""
+    name = str(dtype).removeprefix("torch.")
+    table = of_this_machine(name)
+    use({name: table.choice})
+    return table.library
 
 
 def by_ours(model: Transformer, work: Workload) -> int:
