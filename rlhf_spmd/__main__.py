@@ -100,9 +100,9 @@ def _alone(arguments: list[str]) -> int:
     except SystemExit:  # of --help
         streams.flush()
         raise
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError) as error:
         gone = without_folder()
-        text = str(error) if isinstance(error, UserError) else explain(error)
+        text = str(error) if isinstance(error, UserError) else explain(error, alone=True)
         if not gone and text is None:
             raise
         text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text
