@@ -131,6 +131,19 @@ def test_a_thread_that_is_left_keeps_no_rank_alive():
     assert (found.returncode, found.stdout, found.stderr) == (5, "handled\n", "")
 
 
+@pytest.mark.parametrize(("work", "ended"), [("flight.leave(4)", 4), ("pass", 7)])
+def test_the_status_of_the_work_counts(work, ended):
+    """A handler at the exit may end the process with its own."""
+    found = run(f"import atexit\natexit.register(os._exit, 7)\n{work}\nsys.exit(4)")
+    assert (found.returncode, found.stdout, found.stderr) == (ended, "", "")
+
+
+def test_no_handler_at_the_exit_keeps_a_rank_from_its_leave():
+    body = "import atexit\nfrom rlhf_spmd.runtime.guard.supervise import leave\natexit.register(print, 'the next')\n"
+    found = run(body + "atexit.register(lambda: os._exit(7))\nleave(5)")
+    assert (found.returncode, found.stdout) == (5, "the next\n") and "SystemExit: 7" in found.stderr
+
+
 @pytest.mark.parametrize("task", ["int", "time.sleep, 600"], ids=["idle", "busy"])
 def test_a_pool_of_processes_that_is_left_keeps_no_rank_alive(task):
     found = run(
@@ -145,8 +158,7 @@ def test_a_rank_that_is_done_has_to_end():
     program = PROGRAM.replace(
         "flight =", "from rlhf_spmd.runtime.guard import supervise\nsupervise.LEAVE_S = 0.3\nflight ="
     )
-    body = "from rlhf_spmd.runtime.guard.supervise import _mark_exit\nflight.describe(host='a-host')\n"
-    body += "flight.leave(4)\n_mark_exit(flight)\ntime.sleep(600)"  # as at the exit, before a handler of a library
+    body = "flight.describe(host='a-host')\nflight.leave(4)\nflight.leave_undone()\ntime.sleep(600)"  # as at the exit, before a handler of a library
     command = [sys.executable, "-c", program + body]
     found = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LIMIT_S, env=environment_alone())
     assert found.returncode == 4 and found.stderr.count("\n") == 1, found.stderr

@@ -81,7 +81,7 @@ def supervised() -> Flight:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
     flight = Flight(memory)
-    atexit.register(_mark_exit, flight)
+    atexit.register(flight.leave_undone)
     return flight
 
 
@@ -92,20 +92,29 @@ def _end_with(parent: int, number: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
-def _mark_exit(flight: Flight) -> None:
-    if not flight.memory[flight_recorder.LEFT_AT]:  # otherwise the status of its work stands there
-        flight.leave(1)  # if something keeps the rank; its own status counts if it ends
-
-
 def leave(status: int) -> NoReturn:
     """Ends the rank after its work, whatever threads and processes of multiprocessing it has left. What must happen at
     an exit happens."""
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         for child in processes.active_children():
             child._config["daemon"] = True  # these are ended at an exit; for others Python waits for ever
+    _refuse_exits()
     atexit._run_exitfuncs()  # threads that are no daemons are not waited for: Python would wait for ever
     streams.flush()
     ctypes.PyDLL(None).exit(status)  # and not _exit: MPICH takes leave of its launcher in a handler of libc's exit
+
+
+def _refuse_exits() -> None:
+    """From now on os._exit raises SystemExit in this process, which Python reports and goes on: MPI has not taken leave
+    of its launcher yet, and the launcher would kill the other ranks."""
+    rank, end = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != rank:  # a child of multiprocessing
+            end(status)
+        raise SystemExit(status)
+
+    os._exit = refuse
 
 
 class Supervisor:
@@ -175,6 +184,8 @@ class Supervisor:
 
     def _end(self, status: int, most_bytes: int) -> NoReturn:
         number = -status if status < 0 else 0
+        if not number and self.memory[flight_recorder.LEFT_AT] == flight_recorder.DONE:
+            status = parse(self.memory).status  # whatever a handler at the exit made of it
         END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
         self._keep()
         self.asked |= signal.sigpending() & SIGNALS  # a batch system sends them to all processes at once
