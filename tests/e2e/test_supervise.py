@@ -235,10 +235,8 @@ def test_a_stop_is_no_signal():
     """Ctrl-Z and `fg`, a debugger, a frozen control group: for longer than the wait for a signal takes."""
     body = "from rlhf_spmd.runtime.guard.front import next_signal\nimport signal\n"
     body += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})\n"
-    body += (
-        "print(flush=True)\nfor _ in range(2):\n"
+    body += "print(flush=True)\nfor _ in range(2):\n"
     body += "    print(next_signal({signal.SIGTERM, signal.SIGUSR1}, 0.3), flush=True)"
-    )
     process = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, encoding="utf-8")
     process.stdout.readline()
     process.send_signal(signal.SIGSTOP)
