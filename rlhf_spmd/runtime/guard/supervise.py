@@ -96,7 +96,7 @@ def _end_with(parent: int, number: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the rank after its work, whatever threads and processes of multiprocessing it has left. What must happen at
+    """Ends a process after its work, whatever threads and processes of multiprocessing it has left. What must happen at
     an exit happens."""
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         for child in processes.active_children():
