@@ -255,13 +255,16 @@ def test_without_a_manifest_it_is_no_checkpoint(root):
     assert verified(root).iteration == 5 and checkpoint_files.without_manifest(root) == [checkpoint_folder(root, 10)]
 
 
-@pytest.mark.parametrize(("kind", "says"), [("folder", "Is a directory"), ("pipe", "is a pipe"), ("link", "No such")])
+@pytest.mark.parametrize(("kind", "says"), [("folder", "is a folder"), ("pipe", "is a pipe"), ("link", "does not")])
+    ("kind", "says"), [("folder", "is a folder"), ("pipe", "is a pipe"), ("link", "does not exist")]
+)
 def test_a_manifest_that_is_no_file_is_refused(kind, says, root):
     path = checkpoint_folder(root, 10) / MANIFEST
     path.unlink()
     {"folder": Path.mkdir, "pipe": os.mkfifo, "link": lambda path: path.symlink_to("nothing")}[kind](path)
     message = refused(root)
-    assert str(path) in message and says in message and checkpoint_files.without_manifest(root) == []
+    assert f"{path} {says}" in message and "to resume from iteration-000005" in message
+    assert checkpoint_files.without_manifest(root) == []
 
 
 def test_the_only_checkpoint_has_another_mend(root):

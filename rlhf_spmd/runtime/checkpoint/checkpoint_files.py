@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import NO_RIGHT, json_value, paths_in, read_bytes
+from rlhf_spmd.files import NO_RIGHT, json_value, paths_in, read_bytes, why_no_file
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
 from rlhf_spmd.runtime.guard.failures import NO_ROOM, advice
 from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, has_manifest, number_of
@@ -210,6 +210,8 @@ class Checkpoint:
     def read(cls, folder: Path) -> "Checkpoint":
         """Raises UserError, naming the file and the fix, if the manifest can't be used."""
         path = folder / MANIFEST
+        if (why := why_no_file(path)) and why != NO_RIGHT:
+            raise unusable(folder, f"{path} {why}")
         try:
             values = json_value(read_bytes(path))
             if values["format"] != FORMAT:
