@@ -256,8 +256,6 @@ def test_without_a_manifest_it_is_no_checkpoint(root):
 
 
 @pytest.mark.parametrize(("kind", "says"), [("folder", "is a folder"), ("pipe", "is a pipe"), ("link", "does not")])
-    ("kind", "says"), [("folder", "is a folder"), ("pipe", "is a pipe"), ("link", "does not exist")]
-)
 def test_a_manifest_that_is_no_file_is_refused(kind, says, root):
     path = checkpoint_folder(root, 10) / MANIFEST
     path.unlink()
