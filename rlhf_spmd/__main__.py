@@ -24,6 +24,7 @@ import signal
 import stat
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from rlhf_spmd.errors import UserError
 
@@ -53,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         launcher.forget_leftovers(os.environ)
         signals.remember_interrupts()
         streams.prepare(is_work=not on_ranks, speaks=launcher.launched(os.environ).rank == 0)
-    return _on_ranks(arguments) if on_ranks else _alone(arguments)
+    if on_ranks:
+        return _on_ranks(arguments)
+    return _to_the_end(arguments) if is_process else _alone(arguments)
 
 
 def _in_utf8() -> None:
@@ -64,6 +67,20 @@ def _in_utf8() -> None:
     may_change = not sys.flags.ignore_environment and os.environ.get("PYTHONUTF8") != "1"
     if codecs.lookup(sys.getfilesystemencoding()).name == "ascii" and sys.executable and has_script and may_change:
         os.execve(sys.executable, sys.orig_argv, again)
+
+
+def _to_the_end(arguments: list[str]) -> NoReturn:
+    """Runs a verb in one process, and ends the process, whatever threads own functions have left in it."""
+    from rlhf_spmd.runtime.guard.supervise import leave
+
+    try:
+        status = _alone(arguments)
+    except SystemExit as end:  # of --help
+        status = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    leave(status)
 
 
 def _alone(arguments: list[str]) -> int:
@@ -100,9 +117,9 @@ def _alone(arguments: list[str]) -> int:
     except SystemExit:  # of --help
         streams.flush()
         raise
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError) as error:
         gone = without_folder()
-        text = str(error) if isinstance(error, UserError) else explain(error)
+        text = str(error) if isinstance(error, UserError) else explain(error, alone=True)
         if not gone and text is None:
             raise
         text = f"{text}; {gone}" if gone and isinstance(error, UserError) else gone or text

@@ -65,7 +65,7 @@ def why_no_file(path: str | Path) -> str:
 
 def read_bytes(path: str | Path) -> bytes:
     """The content of a file. Raises OSError, which names the file, and UserError for a pipe or the like, which would be
-    waited for, and for what is too large."""
+    waited for, and for what is too large or does not fit in memory."""
     found = os.stat(path)
     mode = found.st_mode
     is_open = stat.S_ISFIFO(mode) and str(path).startswith(OPEN_FILES)
@@ -78,6 +78,16 @@ def read_bytes(path: str | Path) -> bytes:
     except OSError as error:
         error.filename = error.filename or str(path)  # that of a failed read names none
         raise
+    except MemoryError:
+        raise no_memory(path) from None
+
+
+def no_memory(path: str | Path) -> UserError:
+    """The error for a file that does not fit in the memory of this process."""
+    return UserError(
+        f"{path} does not fit in memory ({os.stat(path).st_size / 2**30:,.1f} GiB): name a smaller file, or raise the "
+        "limit (`ulimit -v`, the job's control group)"
+    )
 
 
 def refuse_pipes(folder: Path) -> None:

@@ -12,6 +12,7 @@ from rlhf_spmd.errors import UserError
 
 Given = str | Sequence[str] | None  # text; of a file also a list, or null
 ITERATIONS, EPOCHS = "iterations", "data.epochs"  # the two ways to say how long a run is
+LONGEST = 300  # characters of a value that a message shows
 TEMPLATE_KWARGS = "data.chat_template_kwargs"  # the option that is an object of JSON
 # what transformers' apply_chat_template takes for itself, or defines for templates
 RESERVED = ("conversation", "conversations", "messages", "self", "tools", "chat_template", "add_generation_prompt")
@@ -67,7 +68,9 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
                 candidates.pop()
         candidates.append([part.strip() for part in text.split(",")] if text else [])
         candidates += [{}] if text.lower() in ("", "none") else []
-    problem = None
+    problem, shown = None, f"{key}={text}"
+    if len(shown) > LONGEST:
+        shown = f"{shown[:LONGEST]}... ({len(shown):,} characters)"
     for candidate in candidates:
         try:
             value = adapter.validate_python(candidate)
@@ -76,9 +79,9 @@ def parse_value(annotation: Any, text: Any, key: str) -> Any:
                 problem = error  # what is wrong with a list says more than that a text is none
             continue
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}={text}: Input should be a finite number")
+            raise UserError(f"{shown}: Input should be a finite number")
         return value
     if all(item["type"] in ("dict_type", "mapping_type") for item in problem.errors()):
-        raise UserError(f'{key}={text}: write an object of JSON, such as {{"enable_thinking": false}}')
+        raise UserError(f'{shown}: write an object of JSON, such as {{"enable_thinking": false}}')
     detail = "; ".join(dict.fromkeys(item["msg"] for item in problem.errors()))
-    raise UserError(f"{key}={text}: {detail}")
+    raise UserError(f"{shown}: {detail}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.plan.text.program_listing import table
-from rlhf_spmd.runtime.guard.last_checkpoint import newest_checkpoint
+from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, newest_checkpoint
 from rlhf_spmd.runtime.guard.postmortem import records_of, run_status, slowest_rank, to_json
 from rlhf_spmd.runtime.observe.flight_recorder import Record
 from rlhf_spmd.runtime.run.run_files import read_config, read_rows, reported
@@ -41,7 +41,7 @@ def run(parsed: argparse.Namespace) -> int:
         shown = {name: metrics[-1].get(name) for name in names}
         numbers = {name: value for name, value in shown.items() if isinstance(value, int | float)}
         print("  last        " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
-    age_s = now - (newest / "manifest.json").stat().st_mtime if newest else 0.0
+    age_s = now - (newest / MANIFEST).lstat().st_mtime if newest else 0.0
     print(f"  checkpoint  {newest.name}, {age_s:,.0f} s ago" if newest else "  checkpoint  none yet")
     if slowest is not None:
         rank, share = slowest

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["config.json has the option novelty, which this version does not know"],
     ),
     "half a config": (lambda run: cut(run, "config.json"), ["config.json", "JSON"]),
-    "no strategy": (lambda run: (run / "strategy.py").unlink(), ["is not a run folder", "no strategy.py"]),
+    "no strategy": (lambda run: (run / "strategy.py").unlink(), ["is not a run folder", "strategy.py does not exist"]),
     "half a strategy": (
         lambda run: (run / "strategy.py").write_text("def place(workload, cluster:\n", encoding="utf-8"),
         ["strategy", "SyntaxError"],

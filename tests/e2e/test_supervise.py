@@ -131,6 +131,19 @@ def test_a_thread_that_is_left_keeps_no_rank_alive():
     assert (found.returncode, found.stdout, found.stderr) == (5, "handled\n", "")
 
 
+@pytest.mark.parametrize(("work", "ended"), [("flight.leave(4)", 4), ("pass", 7)])
+def test_the_status_of_the_work_counts(work, ended):
+    """A handler at the exit may end the process with its own."""
+    found = run(f"import atexit\natexit.register(os._exit, 7)\n{work}\nsys.exit(4)")
+    assert (found.returncode, found.stdout, found.stderr) == (ended, "", "")
+
+
+def test_no_handler_at_the_exit_keeps_a_rank_from_its_leave():
+    body = "import atexit\nfrom rlhf_spmd.runtime.guard.supervise import leave\natexit.register(print, 'the next')\n"
+    found = run(body + "atexit.register(lambda: os._exit(7))\nleave(5)")
+    assert (found.returncode, found.stdout) == (5, "the next\n") and "SystemExit: 7" in found.stderr
+
+
 @pytest.mark.parametrize("task", ["int", "time.sleep, 600"], ids=["idle", "busy"])
 def test_a_pool_of_processes_that_is_left_keeps_no_rank_alive(task):
     found = run(
@@ -145,8 +158,8 @@ def test_a_rank_that_is_done_has_to_end():
     program = PROGRAM.replace(
         "flight =", "from rlhf_spmd.runtime.guard import supervise\nsupervise.LEAVE_S = 0.3\nflight ="
     )
-    body = "from rlhf_spmd.runtime.guard.supervise import _mark_exit\nflight.describe(host='a-host')\n"
-    body += "flight.leave(4)\n_mark_exit(flight)\ntime.sleep(600)"  # as at the exit, before a handler of a library
+    body = "flight.describe(host='a-host')\nflight.leave(4)\nflight.leave_undone()\n"  # as at the exit
+    body += "time.sleep(600)"  # a handler of a library
     command = [sys.executable, "-c", program + body]
     found = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=LIMIT_S, env=environment_alone())
     assert found.returncode == 4 and found.stderr.count("\n") == 1, found.stderr
@@ -187,7 +200,7 @@ def test_a_signal_from_somebody_is_not_the_code():
     """As `kill -TERM` with the process id that `status` shows."""
     found = run("os.kill(os.getpid(), signal.SIGTERM)")
     assert found.returncode == 128 + signal.SIGTERM and "SIGTERM before it had joined the other ranks" in found.stderr
-    assert "another process sent it" in found.stderr and "code failed" not in found.stderr
+    assert "another process, or its own code, sent it" in found.stderr and "code failed" not in found.stderr
 
 
 @pytest.mark.parametrize(("launched", "name"), [({}, "rank 0 of 1"), (LAUNCHED, "rank 2 of 4")])
@@ -218,10 +231,41 @@ def test_signals_are_passed_on(number):
     assert process.communicate(timeout=LIMIT_S) == ("got it\n", "") and process.returncode == 5
 
 
+def test_a_stop_is_no_signal():
+    """Ctrl-Z and `fg`, a debugger, a frozen control group: for longer than the wait for a signal takes."""
+    body = "from rlhf_spmd.runtime.guard.front import next_signal\nimport signal\n"
+    body += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})\n"
+    body += "print(flush=True)\nfor _ in range(2):\n"
+    body += "    print(next_signal({signal.SIGTERM, signal.SIGUSR1}, 0.3), flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, encoding="utf-8")
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGCONT)
+    assert process.stdout.readline() == "None\n"
+    process.send_signal(signal.SIGUSR1)
+    told = process.communicate(timeout=LIMIT_S)[0]
+    assert told == f"Received(number={signal.SIGUSR1:d}, code=0, process={os.getpid()})\n"
+
+
 def test_a_signal_that_was_asked_for_is_no_news():
     process, _ = start("time.sleep(60)")
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=LIMIT_S) == ("", "") and process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_signal_of_one_rank_alone_is_told():
+    """mpiexec forwards SIGTERM and SIGINT to all ranks, which answer; it would end the others without a word."""
+    process, _ = start("time.sleep(60)", **LAUNCHED)
+    process.send_signal(signal.SIGQUIT)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGQUIT and stderr.count(PREFIX) == 1 and "by SIGQUIT" in stderr, stderr
+
+
+def test_a_signal_of_its_own_to_the_group_is_told():
+    process, _ = start("os.killpg(0, signal.SIGTERM)\ntime.sleep(60)", **LAUNCHED)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + signal.SIGTERM and stderr.count(PREFIX) == 1 and "its own code" in stderr, stderr
 
 
 def test_a_rank_ends_with_its_supervisor():

@@ -138,6 +138,15 @@ def test_head_sees_the_first_lines():
     assert done.stdout.startswith("flattening on 1x4, preset llama-7b\n") and done.stderr == ""
 
 
+def test_a_thread_that_place_leaves_keeps_no_verb_alive(tmp_path):
+    own = tmp_path / "own.py"
+    text = "import threading, time\nfrom rlhf_spmd.strategies.flattening import place as flat\n\n\n"
+    text += "def place(workload, cluster):\n    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+    own.write_text(text + "    return flat(workload, cluster)\n", encoding="utf-8")
+    found = run("check", str(own), "--layout", "1x2", "--preset", "tiny")
+    assert found.returncode == 0 and found.stdout.endswith('"ok": true}\n') and not found.stderr
+
+
 def test_a_mistake_ends_with_status_2_and_one_line():
     done = run("check", "flattening", "--layout", "8by8", "--preset", "llama-7b")
     assert done.returncode == 2 and done.stdout == ""

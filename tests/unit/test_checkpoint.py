@@ -147,14 +147,22 @@ def test_the_next_run_removes_what_a_killed_one_left(root, monkeypatch):
     assert {path.name for path in root.iterdir()} == {"iteration-000005", "iteration-000010"}
 
 
-def test_a_full_disk_is_told_and_changes_nothing(root, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "make room there, or lower checkpoint.keep. Earlier"),
+        (errno.EFBIG, "(`ulimit -f`). Earlier"),
+        (errno.EIO, "check the disk and the rights. Earlier"),
+    ],
+)
+def test_a_full_or_broken_disk_is_told_and_changes_nothing(number, fix, root, monkeypatch):
     def write_nothing(descriptor, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch, pytest.raises(UserError) as error:
         patch.setattr(os, "write", write_nothing)
         write(root, 15)
-    for words in ("rank-0001.safetensors", "No space left on device", "checkpoint.keep"):
+    for words in ("rank-0001.safetensors", os.strerror(number), fix):
         assert words in str(error.value)
     assert verified(root).iteration == 10
 
@@ -245,6 +253,16 @@ def test_half_a_manifest_is_refused(root):
 def test_without_a_manifest_it_is_no_checkpoint(root):
     (checkpoint_folder(root, 10) / MANIFEST).unlink()
     assert verified(root).iteration == 5 and checkpoint_files.without_manifest(root) == [checkpoint_folder(root, 10)]
+
+
+@pytest.mark.parametrize(("kind", "says"), [("folder", "is a folder"), ("pipe", "is a pipe"), ("link", "does not")])
+def test_a_manifest_that_is_no_file_is_refused(kind, says, root):
+    path = checkpoint_folder(root, 10) / MANIFEST
+    path.unlink()
+    {"folder": Path.mkdir, "pipe": os.mkfifo, "link": lambda path: path.symlink_to("nothing")}[kind](path)
+    message = refused(root)
+    assert f"{path} {says}" in message and "to resume from iteration-000005" in message
+    assert checkpoint_files.without_manifest(root) == []
 
 
 def test_the_only_checkpoint_has_another_mend(root):

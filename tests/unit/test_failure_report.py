@@ -1,5 +1,8 @@
 """The message about one rank's failure: where it was, in words."""
 
+import errno
+import os
+
 import pytest
 
 from rlhf_spmd.errors import UserError
@@ -16,3 +19,18 @@ from rlhf_spmd.runtime.guard import failures
 )
 def test_the_position_reads_as_a_sentence(where, says):
     assert failures.report(UserError("no"), "rank 1", where, "") == failures.PREFIX + says
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "says"),
+    [
+        (MemoryError(), True, "this process ran out of memory (MemoryError); end others, or raise the limit"),
+        (MemoryError(), False, "this rank ran out of memory (MemoryError); lower micro_batch"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), True, "this process has too many open files"),
+        (OSError(errno.EIO, "broken", "f"), False, "broken when reading or writing f: check the disk and the rights"),
+        (OSError(errno.EROFS, "no", "f"), True, "when writing f: check the disk and the rights, or write elsewhere"),
+    ],
+)
+def test_the_advice_fits_the_cause(error, alone, says):
+    told = failures.explain(error, alone=alone)
+    assert says in told and ("elsewhere" in told) == ("elsewhere" in says)

@@ -300,6 +300,16 @@ def test_a_file_that_fails_while_it_is_read_is_named(run, capsys, monkeypatch):
     assert "Input/output error when reading or writing" in said and str(run / "flight" / "rank-0000.bin") in said
 
 
+@pytest.mark.parametrize("name", ["rollouts/iteration-000000/part-0000.jsonl", "flight/rank-0000.bin"])
+def test_what_does_not_fit_in_memory_is_named(name, run, capsys, monkeypatch):
+    def fail(path):
+        raise MemoryError
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert main(words("rollouts" if "rollouts" in name else "status", run)) == 2
+    assert f"{run / name} does not fit in memory" in capsys.readouterr().err
+
+
 def test_a_pipe_for_the_inputs_of_a_run_is_refused(tmp_path, capsys):
     pipe, model = tmp_path / "prompts.jsonl", write_model(tmp_path / "model")
     os.mkfifo(pipe)

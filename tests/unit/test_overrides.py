@@ -59,3 +59,8 @@ def test_an_iteration_has_a_largest_size(sizes):
     """`check` would go through each optimizer step, and every rank holds the order of all rows."""
     text = refused(*sizes)
     assert "too many for one iteration, of at most 1,048,576 and 10,000; lower rollout_batch" in text, text
+
+
+def test_a_value_of_any_length_makes_a_short_message():
+    message = refused("seed=" + "9" * 100_000)
+    assert len(message) < 600 and message.startswith("seed=999") and "(100,005 characters)" in message

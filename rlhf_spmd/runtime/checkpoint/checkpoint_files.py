@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import NO_RIGHT, json_value, paths_in, read_bytes
+from rlhf_spmd.files import NO_RIGHT, json_value, paths_in, read_bytes, why_no_file
 from rlhf_spmd.runtime.generation.random_streams import RANDOM_LAYOUT
-from rlhf_spmd.runtime.guard.failures import advice
-from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, number_of
+from rlhf_spmd.runtime.guard.failures import NO_ROOM, advice
+from rlhf_spmd.runtime.guard.last_checkpoint import MANIFEST, complete_checkpoints, has_manifest, number_of
 
 FORMAT = 1
 DIRECTORY_MODE = 0o750
@@ -86,9 +86,10 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
+    fix = advice(error) + ", or lower checkpoint.keep" * (error.errno in NO_ROOM)
     return UserError(
-        f"the checkpoint file {path} can't be written: {error.strerror or error}; {advice(error)}, or lower "
-        "checkpoint.keep. Earlier checkpoints are unchanged"
+        f"the checkpoint file {path} can't be written: {error.strerror or error}; {fix}. Earlier checkpoints are "
+        "unchanged"
     )
 
 
@@ -147,7 +148,7 @@ def commit(root: Path, iteration: int, files: Mapping[str, FileRecord]) -> Path:
     _sync(draft)
     try:
         if folder.exists():
-            if (folder / MANIFEST).exists():  # this run began before it, so another one wrote it: the disk has no locks
+            if has_manifest(folder):  # this run began before it, so another one wrote it: the disk has no locks
                 raise UserError(f"{folder} exists already: another run writes to this folder, too; end one of them")
             _remove(folder)
         draft.rename(folder)
@@ -193,7 +194,7 @@ def _sync(folder: Path) -> None:
 
 def without_manifest(root: Path) -> list[Path]:
     """Folders that are named like a checkpoint but are incomplete."""
-    return [path for path in paths_in(root, "iteration-*") if path.is_dir() and not (path / MANIFEST).is_file()]
+    return [path for path in paths_in(root, "iteration-*") if path.is_dir() and not has_manifest(path)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,8 @@ class Checkpoint:
     def read(cls, folder: Path) -> "Checkpoint":
         """Raises UserError, naming the file and the fix, if the manifest can't be used."""
         path = folder / MANIFEST
+        if (why := why_no_file(path)) and why != NO_RIGHT:
+            raise unusable(folder, f"{path} {why}")
         try:
             values = json_value(read_bytes(path))
             if values["format"] != FORMAT:

@@ -14,7 +14,7 @@ from rlhf_spmd import config as configs
 from rlhf_spmd.algorithm import WRONG_VALUES, load_algorithm
 from rlhf_spmd.config import Config
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import NO_RIGHT, is_file, json_value, why_no_file
+from rlhf_spmd.files import is_file, json_value, why_no_file
 from rlhf_spmd.model.config import read_json
 from rlhf_spmd.model.template_time import checked_time
 from rlhf_spmd.option_checks import check_options, foreign_functions
@@ -79,11 +79,11 @@ def read_run(folder: str, overrides: Iterable[str], *, other_strategy: bool) -> 
     """The run that `train --resume FOLDER` continues. other_strategy: --strategy is given, so options of the previous
     strategy are dropped. Raises UserError."""
     path = Path(folder)
-    lacks = [why_no_file(path / name) for name in (CONFIG, STRATEGY)]
-    if NO_RIGHT in lacks:
-        raise UserError(f"{folder}, or a file in it, {NO_RIGHT}")
-    if any(lacks):
-        raise UserError(f"{folder} is not a run folder (it has no {CONFIG} or no {STRATEGY}); give the folder of a run")
+    for file in (path / CONFIG, path / STRATEGY):
+        if why := why_no_file(file):
+            raise UserError(
+                f"{folder} is not a run folder: {file} {why}; give the folder of a run, or restore that file"
+            )
     checkpoints = path / "checkpoints"
     checkpoint = newest(checkpoints)
     if checkpoint is not None and checkpoint.random_layout != RANDOM_LAYOUT:  # would differ from an uninterrupted run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.files import is_folder, why_no_file
+from rlhf_spmd.files import is_folder, no_memory, why_no_file
 
 CONVERSATIONS = ("messages", "conversations", "conversation")  # columns of whole conversations
 CONVERSATION, TEXT = CONVERSATIONS[0], "text"  # that hold a prompt and a response
@@ -56,6 +56,8 @@ def read_records(path: Path, key: str, others: Sequence[str] | None = None) -> l
         return list(reader(path, key, others_of(key, ()) if others is None else others))
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}") from error
+    except MemoryError:
+        raise no_memory(path) from None
 
 
 def text_of(where: str, record: Record, key: str) -> str:

@@ -12,8 +12,9 @@ from rlhf_spmd.errors import UserError
 
 SHORT_TEXT = 60  # texts up to this length are quoted when ranks differ
 PREFIX = "rlhf_spmd: error: "  # of every message for a user
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DISK = (*NO_ROOM, errno.EIO, errno.EROFS, errno.ESTALE)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+WRITING = (*NO_ROOM, errno.EFBIG, errno.EROFS)  # nothing that is read fails with these
+DISK = (*WRITING, errno.EIO, errno.ESTALE)
 NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")
 NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # Python's RuntimeError; C++'s and gloo's
@@ -65,32 +66,39 @@ def is_lost(error: BaseException) -> bool:
     return not any(word in str(error).lower() for word in LATE_ERRORS)
 
 
-def explain(error: BaseException) -> str | None:
-    """A message for foreign errors that a user can fix: memory, limits, disk, network; None for all others."""
+def explain(error: BaseException, *, alone: bool = False) -> str | None:
+    """A message for foreign errors that a user can fix: memory, limits, disk, network; None for all others. alone: of a
+    verb in one process, which holds no model."""
     first = str(error).partition("\n")[0][:200]
     kind = type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in first for word in NO_MEMORY):
         what = f": {first}" if first else ""
+        if alone:
+            return (
+                f"this process ran out of memory ({kind}{what}); end others, or raise the limit (`ulimit -v`, the "
+                "job's control group)"
+            )
         return (
             f"this rank ran out of memory ({kind}{what}); lower micro_batch or generation.max_sequences, raise the "
             "ZeRO stage or tp, or start more ranks"
         )
     if any(word in str(error) for word in NO_DESCRIPTOR):
         return (
-            f"this rank has too many open files ({first}); raise the limit (`ulimit -n`, now "
+            f"this process has too many open files ({first}); raise the limit (`ulimit -n`, now "
             f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}), or close the files that own functions open"
         )
     if any(word in first for word in NO_THREAD):
         return (
-            f"this rank ran out of memory, or may not start another thread ({kind}: {first}); compare the limits "
+            f"this process ran out of memory, or may not start another thread ({kind}: {first}); compare the limits "
             "`ulimit -u` and pids.max of the job's control group with the threads that run, or lower micro_batch"
         )
     if isinstance(error, RuntimeError) and any(word in first for word in NO_DEVICE):
         return f"gloo can't open a network device ({first}); check GLOO_DEVICE_TRANSPORT and GLOO_SOCKET_IFNAME"
     if isinstance(error, OSError) and error.errno in DISK:
         where = f" {error.filename}" if error.filename else ""
-        when = "when writing" if error.errno in (*NO_ROOM, errno.EROFS) else "when reading or writing"
-        return f"{error.strerror} {when}{where}: {advice(error)}, or put the run elsewhere (--runs FOLDER)"
+        if error.errno in WRITING:
+            return f"{error.strerror} when writing{where}: {advice(error)}, or write elsewhere (--runs or --out)"
+        return f"{error.strerror} when reading or writing{where}: {advice(error)}"
     if isinstance(error, OSError) and error.errno in NO_FILE and error.filename:
         return f"{error.filename} can't be opened: {error.strerror}; put a file there, or name another one"
     if isinstance(error, PermissionError) and error.filename:

@@ -6,13 +6,15 @@ own, and a parent, the front, that passes on signals and the status. If one of t
 says so.
 """
 
+import ctypes
 import mmap
 import os
 import signal
 import socket
 import time
+from collections.abc import Set
 from contextlib import suppress
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from rlhf_spmd.runtime.guard import descendants, launcher, streams
 from rlhf_spmd.runtime.guard.last_checkpoint import resume_hint
@@ -27,6 +29,27 @@ SIGNALS = frozenset(
     {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
 LOST_STATUS = 128 + signal.SIGKILL
+LIBC = ctypes.CDLL(None)
+
+
+class Received(NamedTuple):
+    """A signal. code: si_code; process: that sent it."""
+
+    number: int
+    code: int
+    process: int
+
+
+def next_signal(numbers: Set[int], timeout_s: float) -> Received | None:
+    """Waits for one of these signals, which are blocked; None if none came, or if the wait was interrupted.
+
+    Python's signal.sigtimedwait returns numbers of chance where the process was stopped until the time was over (3.11
+    reads a siginfo that nobody has written), and a rank would get such a signal.
+    """
+    mask = (ctypes.c_uint64 * 16)(sum(1 << number - 1 for number in numbers))
+    seconds, info = (ctypes.c_long * 2)(int(timeout_s), int(timeout_s % 1 * 1e9)), (ctypes.c_int * 32)()
+    number = LIBC.sigtimedwait(mask, info, seconds)
+    return Received(number, info[2], info[4]) if number > 0 else None
 
 
 class Reporter:
@@ -68,7 +91,7 @@ class Reporter:
 
 def pause(seconds: float) -> None:
     """Waits, but no longer than the parent of this process lives."""
-    signal.sigtimedwait({PARENT_ENDED}, seconds)
+    next_signal({PARENT_ENDED}, seconds)
 
 
 def name_of(record: Record) -> str:
@@ -104,9 +127,9 @@ class Front:
     def run(self) -> NoReturn:
         """Passes signals on, and ends with the supervisor's status, or with the launcher."""
         while True:
-            info = signal.sigtimedwait(SIGNALS, TICK_S)
-            if info is not None and info.si_signo != signal.SIGCHLD:
-                os.kill(self.supervisor, info.si_signo)
+            received = next_signal(SIGNALS, TICK_S)
+            if received is not None and received.number != signal.SIGCHLD:
+                os.kill(self.supervisor, received.number)
             process, status = os.waitpid(self.supervisor, os.WNOHANG)
             if process:
                 self._end(os.waitstatus_to_exitcode(status))

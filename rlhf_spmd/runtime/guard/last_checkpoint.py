@@ -16,10 +16,18 @@ NAME = re.compile(r"iteration-(\d{6,})")
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """All complete checkpoints, oldest first. Raises OSError if the folder can't be read."""
-    folders = [
-        path for path in paths_in(root, "iteration-*") if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
-    ]
+    folders = [path for path in paths_in(root, "iteration-*") if NAME.fullmatch(path.name) and has_manifest(path)]
     return sorted(folders, key=number_of)
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest, also one that can't be read, e.g. a folder or a broken link: who reads it says
+    so. Raises OSError."""
+    try:
+        (folder / MANIFEST).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def number_of(folder: Path) -> int:

@@ -26,15 +26,18 @@ from typing import NoReturn
 
 from rlhf_spmd.runtime.guard import descendants, launcher, streams
 from rlhf_spmd.runtime.guard.front import (
+    LIBC,
     LOST_STATUS,
     PARENT_ENDED,
     SIGNALS,
     TICK_S,
     Front,
+    Received,
     Reporter,
     is_alone,
     lost_message,
     name_of,
+    next_signal,
     pause,
     place_of,
 )
@@ -47,6 +50,7 @@ from rlhf_spmd.runtime.observe.flight_recorder import BEAT, BEAT_AT, END, END_AT
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 LEAVE_S = 20.0  # for a rank that has no more to do
 ASKED_BY = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})  # intended ends
+FORWARDED = frozenset({signal.SIGTERM, signal.SIGINT})  # by launchers to all ranks; others only one rank gets
 FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS})
 FROM_KERNEL = 0x80  # si_code of a signal from the terminal, which the rank also receives
 STACK_LINES = 6
@@ -62,50 +66,58 @@ def supervised() -> Flight:
     # before the forks: the rank may start, and the launcher end, before the parent gets here
     starter = os.getppid() if launcher.is_launched(os.environ) else None
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {PARENT_ENDED})
-    libc, front = ctypes.CDLL(None), None
+    mask, front = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS | {PARENT_ENDED}), None
     descendants.adopt()
     if starter is not None:
         front = os.getpid()
         if supervisor := os.fork():
-            libc.prctl(PR_SET_NAME, b"front")  # what `top` shows
+            LIBC.prctl(PR_SET_NAME, b"front")  # what `top` shows
             Front(memory, supervisor, starter).run()
         os.setpgid(0, 0)
-        _end_with(front, PARENT_ENDED, libc)
+        _end_with(front, PARENT_ENDED)
         descendants.adopt()
     supervisor = os.getpid()
     if child := os.fork():
-        libc.prctl(PR_SET_NAME, b"supervisor")
+        LIBC.prctl(PR_SET_NAME, b"supervisor")
         Supervisor(memory, stack, child, front, starter).run()
-    _end_with(supervisor, signal.SIGKILL, libc)
+    _end_with(supervisor, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.enable(file=stack)
     flight = Flight(memory)
-    atexit.register(_mark_exit, flight)
+    atexit.register(flight.leave_undone)
     return flight
 
 
-def _end_with(parent: int, number: int, libc: ctypes.CDLL) -> None:
+def _end_with(parent: int, number: int) -> None:
     """From now on this process gets a signal when its parent ends."""
-    libc.prctl(PR_SET_PDEATHSIG, number)
+    LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before that
         os._exit(1)
 
 
-def _mark_exit(flight: Flight) -> None:
-    if not flight.memory[flight_recorder.LEFT_AT]:  # otherwise the status of its work stands there
-        flight.leave(1)  # if something keeps the rank; its own status counts if it ends
-
-
 def leave(status: int) -> NoReturn:
-    """Ends the rank after its work, whatever threads and processes of multiprocessing it has left. What must happen at
+    """Ends a process after its work, whatever threads and processes of multiprocessing it has left. What must happen at
     an exit happens."""
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         for child in processes.active_children():
             child._config["daemon"] = True  # these are ended at an exit; for others Python waits for ever
+    _refuse_exits()
     atexit._run_exitfuncs()  # threads that are no daemons are not waited for: Python would wait for ever
     streams.flush()
     ctypes.PyDLL(None).exit(status)  # and not _exit: MPICH takes leave of its launcher in a handler of libc's exit
+
+
+def _refuse_exits() -> None:
+    """From now on os._exit raises SystemExit in this process, which Python reports and goes on: MPI has not taken leave
+    of its launcher yet, and the launcher would kill the other ranks."""
+    rank, end = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != rank:  # a child of multiprocessing
+            end(status)
+        raise SystemExit(status)
+
+    os._exit = refuse
 
 
 class Supervisor:
@@ -125,9 +137,9 @@ class Supervisor:
         """Waits for the rank and ends with its status (128 + n if signal n ended it)."""
         ticked_s = 0.0
         while True:
-            info = signal.sigtimedwait(SIGNALS | {PARENT_ENDED}, TICK_S)
-            if info is not None and info.si_signo not in (signal.SIGCHLD, PARENT_ENDED):
-                self._pass_on(info)
+            received = next_signal(SIGNALS | {PARENT_ENDED}, TICK_S)
+            if received is not None and received.number not in (signal.SIGCHLD, PARENT_ENDED):
+                self._pass_on(received)
             if self.front is not None and os.getppid() != self.front:
                 self._end_without_front()
             process, status, usage = os.wait4(self.child, os.WNOHANG)
@@ -137,10 +149,14 @@ class Supervisor:
                 self._look()
                 ticked_s = time.monotonic()
 
-    def _pass_on(self, info: signal.struct_siginfo) -> None:
-        self.asked.add(info.si_signo)
-        if info.si_code != FROM_KERNEL or self.front is not None:
-            os.kill(self.child, info.si_signo)
+    def _pass_on(self, received: Received) -> None:
+        self._note(received)
+        if received.code != FROM_KERNEL or self.front is not None:
+            os.kill(self.child, received.number)
+
+    def _note(self, received: Received) -> None:
+        if received.process != self.child:  # a function may signal the whole process group, which nobody asked for
+            self.asked.add(received.number)
 
     def _look(self) -> None:
         fields = process_fields(self.child)
@@ -175,10 +191,14 @@ class Supervisor:
 
     def _end(self, status: int, most_bytes: int) -> NoReturn:
         number = -status if status < 0 else 0
+        if not number and self.memory[flight_recorder.LEFT_AT] == flight_recorder.DONE:
+            status = parse(self.memory).status  # whatever a handler at the exit made of it
         END.pack_into(self.memory, END_AT, time.time(), max(status, 0), number)
         self._keep()
-        self.asked |= signal.sigpending() & SIGNALS  # a batch system sends them to all processes at once
-        asked = number in self.asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
+        while (received := next_signal(SIGNALS, 0)) is not None:  # a batch system sends them to all at once
+            self._note(received)
+        asked = number in self.asked and (self.front is None or number in FORWARDED)
+        asked = asked or (number == signal.SIGKILL and self.asked & ASKED_BY)
         record = parse(self.memory)
         lost = not asked if number else bool(record.host) and not record.has_left
         status = 128 + number if number else status or int(lost)
@@ -252,7 +272,7 @@ def exit_message(record: Record, most_bytes: int, *, by_kernel: bool, shared_mem
     elif record.signal in FAULTS:
         why = f"its own code failed, most likely compiled code (memory {used} at most)"
     elif record.signal:
-        why = "another process sent it"
+        why = "another process, or its own code, sent it"
     else:
         why = "its code called exit (os._exit, or exit in compiled code)"
     ended = f"was ended by {signal_name(record.signal)}" if record.signal else f"exited with {record.status}"

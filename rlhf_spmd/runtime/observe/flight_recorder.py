@@ -29,6 +29,7 @@ BEAT, END = struct.Struct("<d d q q q c"), struct.Struct("<d i i")
 HEADER = struct.Struct(f"{WHO.format}{NOW.format[1:]}{BEAT.format[1:]}{END.format[1:]}?")
 NOW_AT, BEAT_AT = WHO.size, WHO.size + NOW.size
 END_AT, LEFT_AT = BEAT_AT + BEAT.size, HEADER.size - 1
+DONE, UNDONE = 1, 2  # in the byte at LEFT_AT: whether the status of the rank's work is known; 0: it has not left
 DEVICE_AT = BEAT_AT + struct.calcsize("<d d q q")
 ENTRY = struct.Struct("<i i d d 40s")  # the fields of Entry
 END_OF_ENTRY_AT = struct.calcsize("<i i d")
@@ -127,9 +128,16 @@ class Flight:
         return parse(self.memory).where
 
     def leave(self, status: int = 0) -> None:
-        """Marks the following exit, with this status, as intended: any error has been reported, or will be."""
+        """Marks the following exit as intended: any error has been reported, or will be. The rank's work has this
+        status, whatever that of its process."""
         END.pack_into(self.memory, END_AT, 0.0, status, 0)
-        self.memory[LEFT_AT] = 1
+        self.memory[LEFT_AT] = DONE
+
+    def leave_undone(self) -> None:
+        """Marks the following exit as intended, unless the status of the work is known; that of the process counts."""
+        if self.memory[LEFT_AT] != DONE:
+            END.pack_into(self.memory, END_AT, 0.0, 1, 0)  # if something keeps the rank
+            self.memory[LEFT_AT] = UNDONE
 
     def set_device_bytes(self, num_bytes: int) -> None:
         """Records the memory in use on this rank's device."""

@@ -306,10 +306,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
             raise gone(path.parent) from None
-        raise UserError(
-            f"{path} can't be written: {error.strerror or error}; {advice(error)}, and resume from the newest "
-            "checkpoint (--resume)"
-        ) from error
+        raise UserError(f"{path} can't be written: {error.strerror or error}; {advice(error)}") from error
 
 
 def finite(value: object) -> object:
