@@ -110,6 +110,13 @@ def test_a_machine_is_measured_once(cache, measured):
     assert of_this_machine("float32") == tables[0] and len(measured) == 3
 
 
+def test_a_new_library_is_measured(measured, monkeypatch):
+    of_this_machine("float32")
+    monkeypatch.setattr(OneDNN, "exists", lambda self, dtype: False)
+    of_this_machine("float32")
+    assert len(measured) == 2
+
+
 def test_the_first_of_several_starts_counts(cache, monkeypatch):
     """All measure at the same time and find something else; all use what one of them found."""
     together, numbers, found = threading.Barrier(4), iter(range(1, 5)), []

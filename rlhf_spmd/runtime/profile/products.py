@@ -121,9 +121,11 @@ def _fixed(library: str, dtype: str) -> Table:
 
 
 def of_this_machine(dtype: str) -> Table:
-    """The fastest library here: as it was measured before, else measured now, and kept for the next time."""
+    """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
+    new, such as kernels that were compiled meanwhile, is another case."""
     kind = kind_of_machine(), torch.__version__, torch.get_num_threads()
-    name = hashlib.sha256(repr([RULES, dtype, *kind]).encode()).hexdigest()
+    present = [name for name, library in LIBRARIES.items() if library.exists(DTYPES[dtype])]
+    name = hashlib.sha256(repr([RULES, dtype, *kind, present]).encode()).hexdigest()
     folder = user_cache("products")
     path = folder / name if folder else None
     if path and (known := _read(path)):
