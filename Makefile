@@ -55,7 +55,7 @@ peers-vllm: .venv-peers-vllm/.installed  ## vLLM's CPU backend, for `python -m b
 clean:
 	rm -rf .venv .venv-peers .venv-peers-vllm .cache runs
 
-.venv/.installed: setup.cfg pyproject.toml constraints.txt
+.venv/.installed: setup.cfg setup.py pyproject.toml constraints.txt $(wildcard kernels/native/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) -e ".[mpi]"
 	touch $@

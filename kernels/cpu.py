@@ -9,6 +9,7 @@ n blocks of s slots, M blocks of a row's table, V vocabulary, D size of a normal
 
 import importlib
 import importlib.util
+import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -34,13 +35,17 @@ def _load():
 _native, COLUMNS, INSTRUCTIONS = _load()
 
 
+def is_missing() -> bool:
+    """Whether they were not compiled when this program was installed, on a processor of their kind."""
+    compiled = importlib.util.find_spec("rlhf_spmd.kernels._native") is not None
+    return not compiled and platform.machine() in ("x86_64", "AMD64")
+
+
 def problem() -> str:
     """Why this machine cannot use them; empty if it can."""
     if _native is not None:
         return ""
-    if importlib.util.find_spec("rlhf_spmd.kernels._native") is None:
-        return "kernels/native was not compiled (`make native` does, with g++)"
-    return "this processor has no AVX2"
+    return "they were not compiled, which takes g++" if is_missing() else "this processor has no AVX2"
 
 
 def use(dtypes: Collection[torch.dtype]) -> None:

@@ -132,22 +132,25 @@ void attend(const Attention<T>& p, long row, long head, float* q, float* out, fl
 }
 
 template <class T>
-void attention(const Attention<T>& p) {
-    long longest = 1, group = p.num_heads / p.num_kv_heads, tokens = 0;
+bool attention(const Attention<T>& p) {
+    long longest = 1, group = p.num_heads / p.num_kv_heads, tokens = 0, num_threads = omp_get_max_threads();
     for (long row = 0; row < p.num_rows; row++) {
         if (p.lengths[row] > longest) longest = p.lengths[row];
         tokens += p.lengths[row];
     }
-    long width = (longest + 15) / 16 * 16;
-#pragma omp parallel if (tokens * p.num_heads * p.head_dim > 65536)
+    if (tokens * p.num_heads * p.head_dim <= 65536) num_threads = 1;
+    long width = (longest + 15) / 16 * 16, own = whole_lines(group * (width + 2 * p.head_dim) * 4);
+    Scratch scratch(num_threads * own);
+    if (!scratch.at) return false;
+#pragma omp parallel num_threads(num_threads)
     {
-        float* scores = (float*)scratch(group * (width + 2 * p.head_dim) * 4);
+        float* scores = (float*)(scratch.at + omp_get_thread_num() * own);
         float *q = scores + group * width, *out = q + group * p.head_dim;
 #pragma omp for schedule(dynamic, 1)
         for (long task = 0; task < p.num_rows * p.num_kv_heads; task++)
             attend(p, task / p.num_kv_heads, task % p.num_kv_heads, q, out, scores, width);
-        free(scores);
     }
+    return true;
 }
 
 }  // namespace

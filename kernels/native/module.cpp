@@ -21,9 +21,11 @@ static PyObject* call(Operation Operations::*which, PyObject* const* args, Py_ss
     double scale = has_scale ? PyFloat_AsDouble(args[1 + num_numbers]) : 0.0;
     if (PyErr_Occurred()) return 0;
     Operation operation = set->of[bytes == 2].*which;
+    bool done;
     Py_BEGIN_ALLOW_THREADS
-    operation(numbers, scale);
+    done = operation(numbers, scale);
     Py_END_ALLOW_THREADS
+    if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

@@ -14,29 +14,34 @@ struct Calls {
     static const T* at(int64_t address) { return (const T*)address; }
     static T* to(int64_t address) { return (T*)address; }
 
-    static void pack(const int64_t* a, double) { ::pack(at(a[0]), a[1], a[2], to(a[3])); }
-    static void product(const int64_t* a, double) {
-        ::product(Product<T>{at(a[0]), at(a[1]), at(a[2]), to(a[3]), a[4], a[5], a[6], a[7], a[8], a[9] != 0});
+    static bool pack(const int64_t* a, double) { ::pack(at(a[0]), a[1], a[2], to(a[3])); return true; }
+    static bool product(const int64_t* a, double) {
+        return ::product(Product<T>{at(a[0]), at(a[1]), at(a[2]), to(a[3]), a[4], a[5], a[6], a[7], a[8], a[9] != 0});
     }
-    static void attention(const int64_t* a, double scale) {
-        ::attention(Attention<T>{at(a[0]), at(a[1]), at(a[2]), (const int32_t*)a[3], (const int64_t*)a[4], to(a[5]), a[6],
+    static bool attention(const int64_t* a, double scale) {
+        return ::attention(Attention<T>{at(a[0]), at(a[1]), at(a[2]), (const int32_t*)a[3], (const int64_t*)a[4], to(a[5]), a[6],
                                  a[7], a[8], a[9], a[10], a[11], a[12], a[13], (float)scale});
     }
-    static void norm(const int64_t* a, double eps) {
+    static bool norm(const int64_t* a, double eps) {
         ::norm(Norm<T>{at(a[0]), at(a[1]), at(a[2]), to(a[3]), to(a[4]), a[5], a[6], a[7], a[8], a[9], a[10], (float)eps});
+        return true;
     }
-    static void turn(const int64_t* a, double) {
+    static bool turn(const int64_t* a, double) {
         ::turn(Turn<T>{at(a[0]), at(a[1]), at(a[2]), to(a[3]), a[4], a[5], a[6], a[7], a[8]});
+        return true;
     }
-    static void write(const int64_t* a, double) {
+    static bool write(const int64_t* a, double) {
         ::write(Write<T>{at(a[0]), to(a[1]), (const int64_t*)a[2], a[3], a[4], a[5], a[6], a[7], a[8]});
+        return true;
     }
-    static void gated(const int64_t* a, double) {
+    static bool gated(const int64_t* a, double) {
         ::gated(Gate<T>{at(a[0]), at(a[1]), to(a[2]), a[3], a[4], a[5], a[6]});
+        return true;
     }
-    static void masses(const int64_t* a, double) {
+    static bool masses(const int64_t* a, double) {
         ::masses(Masses<T>{at(a[0]), (const float*)a[1], (const float*)a[2], (float*)a[3], (double*)a[4], a[5], a[6], a[7],
                            a[8], a[9], a[10]});
+        return true;
     }
     static constexpr Operations table = {pack, product, attention, norm, turn, write, gated, masses};
 };

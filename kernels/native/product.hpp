@@ -20,7 +20,14 @@ constexpr int COLUMNS = 3 * LANES, ROWS = LANES == 16 ? 8 : 4, DEPTH = 96;
 constexpr long HELD = 1 << 18;  // bytes of the rows that pass through all panels: half of a second-level cache
 constexpr long FEW_ROWS = 64;   // with more of them plain weights are packed first
 
-inline void* scratch(long bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+inline long whole_lines(long bytes) { return (bytes + 63) / 64 * 64; }
+
+struct Scratch {  // memory of one call; at: 0 if there is none left
+    char* at;
+    explicit Scratch(long bytes) : at((char*)aligned_alloc(64, whole_lines(bytes))) {}
+    ~Scratch() { free(at); }
+};
+
 inline long panels_of(long num_out) { return (num_out + COLUMNS - 1) / COLUMNS; }
 
 // sums[R][COLUMNS] (0 if first) += x[R][depth] chunk[depth][COLUMNS]. ahead, next: the weights and rows read after that.
@@ -161,41 +168,41 @@ void panel_of(const Product<T>& p, long panel, long row, long rows, const float*
 }
 
 template <class T>
-void product(Product<T> p) {
+bool product(Product<T> p) {
     long num_panels = panels_of(p.num_out), size = HELD / 4 / p.num_in / ROWS * ROWS;
     size = size < 4 * ROWS ? 4 * ROWS : size;
     size = size < p.num_rows ? size : p.num_rows;
-    long num_blocks = (p.num_rows + size - 1) / size;
-    const float* x = (const float*)p.x;
-    float* rows = 0;
-    if (sizeof(T) != 4 || p.stride_x != p.num_in) x = rows = (float*)scratch(p.num_rows * p.num_in * 4);
-    long grain = num_panels * num_blocks / (8 * omp_get_max_threads());  // small: a thread that has to wait does less
+    long num_blocks = (p.num_rows + size - 1) / size, num_threads = omp_get_max_threads();
+    long grain = num_panels * num_blocks / (8 * num_threads);  // small: a thread that has to wait does less
     grain = grain > 0 ? grain : 1;
-    T* packed = 0;
-    if (!p.is_packed && p.num_rows > FEW_ROWS) {
-        packed = (T*)scratch(num_panels * COLUMNS * p.num_in * sizeof(T));
+    bool widens = sizeof(T) != 4 || p.stride_x != p.num_in, packs = !p.is_packed && p.num_rows > FEW_ROWS;
+    long own = whole_lines((DEPTH + size) * COLUMNS * 4);  // of a thread: a chunk and the sums
+    Scratch scratch(num_threads * own + (widens ? whole_lines(p.num_rows * p.num_in * 4) : 0) +
+                    (packs ? num_panels * COLUMNS * p.num_in * sizeof(T) : 0));
+    if (!scratch.at) return false;
+    const float* x = (const float*)p.x;
+    float* rows = (float*)(scratch.at + num_threads * own);
+    if (widens) x = rows;
+    if (packs) {
+        T* packed = (T*)(scratch.at + num_threads * own + (widens ? whole_lines(p.num_rows * p.num_in * 4) : 0));
         pack(p.weight, p.num_out, p.num_in, packed);
         p.weight = packed, p.is_packed = true;
     }
-#pragma omp parallel
+#pragma omp parallel num_threads(num_threads)
     {
-        if (rows) {
+        if (widens) {
 #pragma omp for schedule(static)
             for (long r = 0; r < p.num_rows; r++)
                 for (long k = 0; k < p.num_in; k++) rows[r * p.num_in + k] = wide(p.x[r * p.stride_x + k]);
         }
-        float* chunk = (float*)scratch(DEPTH * COLUMNS * 4);
-        float* sums = (float*)scratch(size * COLUMNS * 4);
+        float *chunk = (float*)(scratch.at + omp_get_thread_num() * own), *sums = chunk + DEPTH * COLUMNS;
 #pragma omp for schedule(dynamic, grain)
         for (long task = 0; task < num_panels * num_blocks; task++) {
             long row = task / num_panels * size, count = p.num_rows - row < size ? p.num_rows - row : size;
             panel_of(p, task % num_panels, row, count, x + row * p.num_in, chunk, sums);
         }
-        free(chunk);
-        free(sums);
     }
-    free(rows);
-    free(packed);
+    return true;
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-typedef void (*Operation)(const int64_t* numbers, double number);
+typedef bool (*Operation)(const int64_t* numbers, double number);  // whether there was memory enough
 
 struct Operations {
     Operation pack, product, attention, norm, turn, write, gated, masses;

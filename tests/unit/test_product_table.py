@@ -10,6 +10,7 @@ import torch
 
 from rlhf_spmd.config import Products
 from rlhf_spmd.errors import UserError
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, OneDNN, in_use, use
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.profile import products
@@ -24,6 +25,7 @@ HERE = Table("float32", "onednn", 3e-10, 2e-10, 1e-9, products.kind_of_machine()
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "is_missing", lambda: False)
     yield tmp_path / "rlhf_spmd" / "products"
     use({})
 
@@ -75,6 +77,12 @@ def test_what_is_fastest():
     both = {"linear": linear, "onednn": of(0.5, 0.5, depends=True), "other": of(0.54, 0.54)}
     assert fastest(both) == "other"  # as fast, and rows do not depend on each other
     assert fastest(both | {"other": of(0.56, 0.56)}) == "onednn"
+
+
+def test_kernels_that_were_not_compiled_are_told_of(measured, monkeypatch):
+    monkeypatch.setattr(cpu, "is_missing", lambda: True)
+    assert "products are computed by onednn" in choose(OneRank(), "auto", "float32", [BIG])[1]
+    assert not choose(OneRank(), "linear", "float32", [BIG])[1] and not choose(OneRank(), "auto", "float32", [SMALL])[1]
 
 
 def test_measuring(monkeypatch):

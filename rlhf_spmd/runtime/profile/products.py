@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import json_text, json_value, user_cache
+from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, LINEAR, Choice, Library, use
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.guard.failures import name_ranks
@@ -94,6 +95,11 @@ def choose(
     lacking = [rank for rank, (has, *_) in enumerate(every) if not has]
     others = [rank for rank, (_, *where) in enumerate(every) if resumed and tuple(where) != resumed.where]
     note, where = "", name_ranks(lacking or others, world.hosts)
+    if wanted == "auto" and not resumed and cpu.is_missing():
+        note = (
+            f"products are computed by {table.library}, because the faster kernels of this program were not compiled: "
+        )
+        note += "install it again where there is g++"
     if lacking:
         if not resumed and wanted != "auto":
             raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
@@ -124,8 +130,8 @@ def of_this_machine(dtype: str) -> Table:
     """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
     new, such as kernels that were compiled meanwhile, is another case."""
     kind = kind_of_machine(), torch.__version__, torch.get_num_threads()
-    present = [name for name, library in LIBRARIES.items() if library.exists(DTYPES[dtype])]
-    name = hashlib.sha256(repr([RULES, dtype, *kind, present]).encode()).hexdigest()
+    here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
+    name = hashlib.sha256(repr([RULES, dtype, *kind, here]).encode()).hexdigest()
     folder = user_cache("products")
     path = folder / name if folder else None
     if path and (known := _read(path)):
