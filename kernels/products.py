@@ -10,8 +10,7 @@ in its own order, and for several matrices joined (tests/unit/test_products.py).
 - linear: F.linear. It has no packed weights.
 - onednn: private operators of torch without a derivative, called inside `_Product` and where no gradient is needed. A
   row has the same bits beside any other rows, at any place, on any number of threads; alone it would not, so a single
-  row is computed twice.
-
+  row is computed twice. The first product with a number of rows takes up to 90 ms, so rows are padded to few numbers.
 - native: kernels of our own (cpu.py), which then compute the other operations of a decode step, too. A row has the same
   bits beside any other rows, and alone. In bfloat16 backward products are theirs, too.
 
@@ -39,6 +38,7 @@ class Library(Protocol):
 
     name: str
     packs: bool  # whether it has an order of its own for weights
+    prepares: bool  # whether the first product with a number of rows takes long
 
     def exists(self, dtype: torch.dtype) -> bool:
         """Whether this machine has it: its operators run, and agree with F.linear on a small product."""
@@ -53,7 +53,7 @@ class Library(Protocol):
 class Linear:
     """F.linear."""
 
-    name, packs = "linear", False
+    name, packs, prepares = "linear", False, False
 
     def exists(self, dtype: torch.dtype) -> bool:
         return True
@@ -68,14 +68,17 @@ class Linear:
 class OneDNN:
     """oneDNN's inner product."""
 
-    name, packs = "onednn", True
+    name, packs, prepares = "onednn", True, True
 
     def exists(self, dtype: torch.dtype) -> bool:
         return _agrees(self, dtype)
 
     def multiply(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if len(x_NI) == 1:
+        num_rows = len(x_NI)
+        if num_rows == 1:
             return self.multiply(torch.cat((x_NI, x_NI)), weight_OI, bias_O)[:1]
+        if (more := _few_sizes(num_rows)) > num_rows:
+            return self.multiply(F.pad(x_NI, (0, 0, 0, more - num_rows)), weight_OI, bias_O)[:num_rows]
         return torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
 
     def pack(self, weight_OI: Tensor, num_rows: int) -> Tensor:
@@ -85,7 +88,7 @@ class OneDNN:
 class Native:
     """Kernels of our own."""
 
-    name, packs = "native", True
+    name, packs, prepares = "native", True, False
 
     def exists(self, dtype: torch.dtype) -> bool:
         return dtype in cpu.DTYPES and not cpu.problem() and _agrees(self, dtype)
@@ -95,6 +98,12 @@ class Native:
 
     def pack(self, weight_OI: Tensor, num_rows: int) -> cpu.Panels:
         return cpu.pack(weight_OI)
+
+
+def _few_sizes(num_rows: int) -> int:
+    """A number at least as large, of 16 for each power of two; up to 64 the number itself."""
+    step = 1 << max((num_rows - 1).bit_length() - 5, 0) if num_rows > 64 else 1
+    return -(-num_rows // step) * step
 
 
 LINEAR, NATIVE = Linear(), Native()
@@ -149,6 +158,12 @@ def use(table: Mapping[str, Choice]) -> None:
 def in_use(dtype: torch.dtype) -> Library:
     """The library for products of CPU tensors of this dtype."""
     return _chosen[dtype][0] if dtype in _chosen else LINEAR
+
+
+def rows_for(num_rows: int, dtype: torch.dtype) -> int:
+    """The number of rows to which a pass over so many tokens is padded, so that each product is soon not the first with
+    its number of rows."""
+    return _few_sizes(num_rows) if in_use(dtype).prepares else num_rows
 
 
 @dataclass(frozen=True, slots=True)

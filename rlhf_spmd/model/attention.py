@@ -57,9 +57,9 @@ class Packed:
     cached: ClassVar[bool] = False
     joined: ClassVar[None] = None
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", multiple: int = 1):
-        """lengths: at least 1 each. multiple: a last sequence of padding fills N up to a multiple of this."""
-        filling = -sum(lengths) % multiple
+    def __init__(self, lengths: Sequence[int], *, device: torch.device | str = "cpu", num_tokens: int = 0):
+        """lengths: at least 1 each. num_tokens: a last sequence of padding fills N up to this number."""
+        filling = max(num_tokens - sum(lengths), 0)
         self.lengths = [*lengths, filling] if filling else list(lengths)
         self.num_tokens = sum(self.lengths)
         lengths_B = torch.tensor(self.lengths)

@@ -68,9 +68,9 @@ class Sequences:
         """Whole sequences to score, padded with -1 on the right: prompts without responses."""
         return cls.join(tokens_BT, tokens_BT.new_empty(len(tokens_BT), 0))
 
-    def context(self, tp: int = 1) -> Packed:
-        """The attention context of these sequences, padded to a multiple of the tp ranks."""
-        return Packed(self.lengths, device=self.tokens_N.device, multiple=tp)
+    def context(self, model: Transformer) -> Packed:
+        """The attention context of these sequences, padded as the model wants it."""
+        return Packed(self.lengths, device=self.tokens_N.device, num_tokens=model.padded(len(self.tokens_N)))
 
     def last_B(self) -> Tensor:
         """Index into N of each row's last token."""
@@ -86,7 +86,7 @@ def forward(model: Transformer, batch: Sequences, hidden_nD: Tensor | None = Non
     """Runs this rank's stage -> output_nD, for the next stage (see `model.output_shape`) or, on the last stage, for the
     heads below. hidden_nD: the output of the previous stage; None on the first.
     """
-    return model(batch.tokens_N, context=batch.context(model.parallel.shard.tp), hidden=hidden_nD)
+    return model(batch.tokens_N, context=batch.context(model), hidden=hidden_nD)
 
 
 def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered: Gathered) -> Iterator[Tensor]:
@@ -94,9 +94,8 @@ def forward_by_layer(model: Transformer, batches: Sequence[Sequences], gathered:
     next one. `gathered(modules)` is a context in which these modules have their weights, so a rank holds those of
     one layer and of the modules besides the layers at a time, however many batches there are; inside, the heads below
     may be called. For inference."""
-    tp = model.parallel.shard.tp
     with gathered(model.besides_layers()):
-        contexts = [batch.context(tp) for batch in batches]
+        contexts = [batch.context(model) for batch in batches]
         states = [model.embedded(batch.tokens_N, context) for batch, context in zip(batches, contexts, strict=True)]
         turned = [model.rotations(context, x.dtype) for context, x in zip(contexts, states, strict=True)]
         for layer in model.layers.values():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_spmd.errors import UserError
-from rlhf_spmd.kernels.products import Packed, product
+from rlhf_spmd.kernels.products import Packed, product, rows_for
 from rlhf_spmd.kernels.rmsnorm import rmsnorm
 from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
@@ -293,9 +293,13 @@ class Transformer(nn.Module):
         """The modules with weights that are no layers: embedding, final norm, head."""
         return [module for name, module in self.named_children() if name != "layers"]
 
+    def padded(self, num_tokens: int) -> int:
+        """The number N of tokens of a packed pass, including padding: a multiple of the tp ranks."""
+        return -(-rows_for(num_tokens, self.dtype) // self.parallel.shard.tp) * self.parallel.shard.tp
+
     def output_shape(self, num_tokens: int) -> tuple[int, int]:
         """The shape [n, D] of a stage's output for packed tokens: its share of them, including padding."""
-        return -(-num_tokens // self.parallel.shard.tp), self.config.hidden_size
+        return self.padded(num_tokens) // self.parallel.shard.tp, self.config.hidden_size
 
     def through_stages(self, tokens: Tensor, context: AttentionContext) -> Tensor:
         """Receives from the previous stage, runs this one, sends to the next -> this stage's output. Collective over

@@ -9,6 +9,8 @@ from rlhf_spmd.model.config import ModelConfig
 from rlhf_spmd.model.sequences import Sequences, forward, lengths_of
 from rlhf_spmd.model.transformer import Transformer
 from rlhf_spmd.plan.layout import Layout, cut
+from rlhf_spmd.plan.shard import Shard
+from tests.unit.test_packed import place
 
 LARGEST_WASTE = 1.05  # tokens computed / real tokens
 
@@ -68,5 +70,7 @@ def test_tensor_parallel_ranks_add_hardly_any(tp, options):
     prompts_BP, responses_BG = skewed_rows()
     lengths = lengths_of(prompts_BP, responses_BG)
     parts = cut(lengths, Layout.data_parallel((0,), **options), options.get("micro_batch", 0))
-    computed = sum(Sequences.join(prompts_BP[p], responses_BG[p]).context(tp).num_tokens for p in parts)
+    config = ModelConfig("llama", 10, 8 * tp, tp, 1, tp, tp, 8)
+    model = Transformer(config, head="lm", device="meta", parallel=place(Shard(tp=tp)))
+    computed = sum(Sequences.join(prompts_BP[p], responses_BG[p]).context(model).num_tokens for p in parts)
     assert sum(lengths) <= computed <= LARGEST_WASTE * sum(lengths)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from dataclasses import asdict, replace
 from typing import get_args
 
@@ -37,7 +38,7 @@ def measured(monkeypatch) -> list[torch.dtype]:
 
     def found(dtype):
         asked.append(dtype)
-        return {"linear": Seconds(4e-10, 4e-10, 0.0, 8e-9, True), "onednn": Seconds(3e-10, 2e-10, 1e-9, 4e-9, False)}
+        return {"linear": Seconds(4e-10, 4e-10, 8e-9), "onednn": Seconds(3e-10, 2e-10, 4e-9, 1e-9, depends=False)}
 
     monkeypatch.setattr(products, "measure", found)
     return asked
@@ -61,7 +62,7 @@ def stored(**changed) -> products.Recorded:
 
 
 def of(step_s: float, pass_s: float, *, depends: bool = False) -> Seconds:
-    return Seconds(2 * step_s, step_s, 0.0, pass_s, depends)
+    return Seconds(2 * step_s, step_s, pass_s, 0.0, depends)
 
 
 def test_the_option_names_all_libraries():
@@ -85,22 +86,25 @@ def test_kernels_that_were_not_compiled_are_told_of(measured, monkeypatch):
     assert not choose(OneRank(), "linear", "float32", [BIG])[1] and not choose(OneRank(), "auto", "float32", [SMALL])[1]
 
 
-def test_measuring(monkeypatch):
+@pytest.mark.parametrize("times", [2, 4])
+def test_measuring(monkeypatch, times):
     """By a clock that counts the bytes of the weights that each call reads, on few of them."""
     monkeypatch.setattr(products, "TIMED_BYTES", 1)
     monkeypatch.setattr(products, "LAYER", ((64, 96), (96, 64)))
     monkeypatch.setattr(products, "LIBRARIES", {"linear": LINEAR, "onednn": OneDNN()})
-    counted = [0]
+    counted, asked = [0], Counter()
 
     def multiply(self, x_NI, weight, bias):
-        counted[0] += x_NI.shape[1] * 64 * (1 if isinstance(self, OneDNN) else 2) * len(x_NI)
+        counted[0] += x_NI.shape[1] * 64 * (1 if isinstance(self, OneDNN) else times) * len(x_NI)
+        asked[self.name] += 1
         return torch.ones(len(x_NI), 64)
 
     for kind in (OneDNN, type(LINEAR)):
         monkeypatch.setattr(kind, "multiply", multiply)
         monkeypatch.setattr(kind, "exists", lambda self, dtype: True)
     found = measure(torch.float32, clock=lambda: counted[0])
-    assert found["linear"].token_s == 2 * found["onednn"].token_s > 0
+    assert found["linear"].token_s == times * found["onednn"].token_s > 0
+    assert (asked["linear"] > 7 * 3) == (times == 2)  # what takes so much longer is measured once
     assert not found["onednn"].depends and fastest(found) == "onednn"
     monkeypatch.setattr(OneDNN, "exists", lambda self, dtype: False)
     before = counted[0]
@@ -116,6 +120,13 @@ def test_a_machine_is_measured_once(cache, measured):
         path.write_text('{"library": "onednn"}', encoding="utf-8")
     assert of_this_machine("float32") == tables[0] and len(measured) == 3  # it could not be read
     assert of_this_machine("float32") == tables[0] and len(measured) == 3
+
+
+def test_a_new_library_is_measured(measured, monkeypatch):
+    of_this_machine("float32")
+    monkeypatch.setattr(OneDNN, "exists", lambda self, dtype: False)
+    of_this_machine("float32")
+    assert len(measured) == 2
 
 
 def test_the_first_of_several_starts_counts(cache, monkeypatch):

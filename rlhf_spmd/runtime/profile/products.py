@@ -7,11 +7,12 @@ command give the same bits. The library of rank 0 holds for the job, and a resum
 
 import hashlib
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.profile.machine import kind_of_machine
 from rlhf_spmd.runtime.world.world import World
 
-RULES = 1  # to be raised when something else is measured or chosen than before
+RULES = 2  # to be raised when something else is measured or chosen than before
 MARGIN = 1.1  # a library this many times faster is another choice; within it, speed does not count
 REPETITIONS = 7  # of which the fewest seconds count
+HOPELESS = 3.0  # a library that takes this many times the fewest seconds in the first repetition has no others
 LAYER = ((960, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))  # matrices [O, I] of a layer that is timed
 TIMED_BYTES = 2**27  # of all of them, more than caches hold
 STEP_ROWS, PASS_ROWS = 32, 256  # of a decode step and of a pass over given tokens
 Recorded = tuple[Any, str]  # the table of a run as its file has it, and the file
-PASSES = 2  # over each token that is drawn: to score and to train
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,8 @@ def _fixed(library: str, dtype: str) -> Table:
 
 
 def of_this_machine(dtype: str) -> Table:
-    """The fastest library here: as it was measured before, else measured now, and kept for the next time."""
+    """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
+    new, such as kernels that were compiled meanwhile, is another case."""
     kind = kind_of_machine(), torch.__version__, torch.get_num_threads()
     here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
     name = hashlib.sha256(repr([RULES, dtype, *kind, here]).encode()).hexdigest()
@@ -175,14 +177,14 @@ class Seconds:
 
     plain_s: float  # a decode step with plain weights
     packed_s: float  # and with packed ones
-    pack_s: float  # packing
     pass_s: float  # a pass over given tokens
-    depends: bool
+    pack_s: float = 0.0  # packing
+    depends: bool = True
 
     @property
     def token_s(self) -> float:
-        """Of a token: it is drawn, and read by passes."""
-        return min(self.plain_s, self.packed_s) / STEP_ROWS + PASSES * self.pass_s / PASS_ROWS
+        """Of a token: it is drawn, and read by a pass (by more for several models, by none if it is only generated)."""
+        return min(self.plain_s, self.packed_s) / STEP_ROWS + self.pass_s / PASS_ROWS
 
 
 def fastest(measured: Mapping[str, Seconds]) -> str:
@@ -201,38 +203,50 @@ def measure(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) 
     Nothing is timed if F.linear is the only one."""
     libraries = [one for one in LIBRARIES.values() if one.exists(dtype)]
     if libraries == [LINEAR]:
-        return {LINEAR.name: Seconds(0.0, 0.0, 0.0, 0.0, depends=True)}
+        return {LINEAR.name: Seconds(0.0, 0.0, 0.0)}
     weights = _weights(dtype)
-    copies = {one.name: [one.pack(weight, STEP_ROWS) for weight in weights] for one in libraries if one.packs}
-    few, many = ({num: torch.ones(rows, num, dtype=dtype) for _, num in LAYER} for rows in (STEP_ROWS, PASS_ROWS))
-    some = weights[: max(len(weights) // 8, 1)]
-    fewest: dict[tuple[str, str], float] = {}
+    trials = [_Trial(one, weights, clock) for one in libraries]
+    for trial in trials:
+        trial.repeat()
+    least = min(trial.seconds.token_s for trial in trials)
+    lasting = [trial for trial in trials if trial.seconds.token_s <= HOPELESS * least]
+    for _ in range(REPETITIONS - 1):
+        for trial in lasting:
+            trial.repeat()
+    return {trial.library.name: trial.seconds for trial in trials}
 
-    def timed(library: Library, what: str, rows: Mapping[int, Tensor], own: Iterable[Tensor]) -> None:
-        began = clock()
-        for weight, plain in zip(own, weights, strict=False):
-            library.multiply(rows[plain.shape[1]], weight, None)
-        key = library.name, what
-        fewest[key] = min(fewest.get(key, float("inf")), clock() - began)
 
-    for _ in range(REPETITIONS):
-        for library in libraries:
-            timed(library, "plain", few, weights)
-            timed(library, "packed", few, copies.get(library.name, weights))
-            timed(library, "pass", many, some)
-    num_bytes, of_some = (sum(weight.nbytes for weight in part) for part in (weights, some))
-    found = {}
-    for library in libraries:
-        plain_s, packed_s, pass_s = (fewest[library.name, what] for what in ("plain", "packed", "pass"))
+class _Trial:
+    """A library, and the fewest seconds that it has taken so far."""
+
+    def __init__(self, library: Library, weights: Sequence[Tensor], clock: Callable[[], float]):
+        self.library, self.weights, self._clock = library, weights, clock
         began = clock()
-        for weight in some if library.packs else ():
-            library.pack(weight, STEP_ROWS)
-        pack_s = clock() - began
-        depends = _depends(library, weights[0])
-        found[library.name] = Seconds(
-            plain_s / num_bytes, packed_s / num_bytes, pack_s / of_some, pass_s / of_some, depends
+        self._copies = [library.pack(weight, STEP_ROWS) for weight in weights] if library.packs else []
+        pack_s = (clock() - began) / sum(weight.nbytes for weight in weights)
+        self.seconds = Seconds(math.inf, math.inf, math.inf, pack_s, _depends(library, weights[0]))
+
+    def repeat(self) -> None:
+        """Measures once more."""
+        plain_s = self._per_byte(STEP_ROWS, self.weights)
+        packed_s = self._per_byte(STEP_ROWS, self._copies) if self._copies else plain_s
+        pass_s = self._per_byte(PASS_ROWS, self.weights[: max(len(self.weights) // 8, 1)])
+        before = self.seconds
+        self.seconds = replace(
+            before,
+            plain_s=min(before.plain_s, plain_s),
+            packed_s=min(before.packed_s, packed_s),
+            pass_s=min(before.pass_s, pass_s),
         )
-    return found
+
+    def _per_byte(self, num_rows: int, own: Sequence) -> float:
+        """own: the first weights, plain or packed."""
+        part = self.weights[: len(own)]
+        x = {num_in: torch.ones(num_rows, num_in, dtype=part[0].dtype) for _, num_in in LAYER}
+        began = self._clock()
+        for weight, plain in zip(own, part, strict=True):
+            self.library.multiply(x[plain.shape[1]], weight, None)
+        return (self._clock() - began) / sum(weight.nbytes for weight in part)
 
 
 def _weights(dtype: torch.dtype) -> list[Tensor]:

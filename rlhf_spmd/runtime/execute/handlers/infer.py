@@ -202,7 +202,7 @@ def _scores_of_model(context: CallContext, call: Call, batches: Sequence[Sequenc
         return (found[0] if found else None), True
     with context.models.weights(call) as model:  # ZeRO 3 has no stages
         for batch in batches:
-            output = model.through_stages(batch.tokens_N, batch.context(model.parallel.shard.tp))
+            output = model.through_stages(batch.tokens_N, batch.context(model))
             if model.parallel.is_last:
                 return sequence_scores(model, batch, output), True
         return None, model.parallel.is_last
