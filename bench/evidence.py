@@ -69,9 +69,6 @@ def _generation() -> dict[str, str]:
 
 
 def _against_vllm() -> list[dict[str, str]]:
-    """Nothing before `bench against-vllm` has run."""
-    if not (RESULTS / "against_vllm.jsonl").exists():
-        return []
     rows = _of("against_vllm")
     found = {
         dtype: " and ".join(f"{row['ratio']:.2f}" for row in rows if row["dtype"] == dtype)
