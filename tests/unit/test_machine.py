@@ -3,12 +3,13 @@
 import os
 from dataclasses import dataclass, replace
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.runtime.profile import machine as machine_module
-from rlhf_spmd.runtime.profile.machine import cpu_info, cpu_quota, details, machines, processor
+from rlhf_spmd.runtime.profile.machine import cpu_info, cpu_quota, details, free_memory, machines, processor
 from rlhf_spmd.runtime.world.devices import RankDevice
 from tests.unit.test_calibration import calibration
 
@@ -79,6 +80,23 @@ def test_quotas_are_read_up_to_the_root(files, own, groups, cores):
     for name, text in groups.items():
         write(files / "cgroup" / name, text)
     assert cpu_quota() == cores
+
+
+def test_memory_is_that_of_the_tightest_group(files, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert free_memory() == 1000
+    write(files / "own", "0::/a/b\n")
+    for name, text in {"a/b/memory.max": "max\n", "a/b/memory.current": "5\n", "a/memory.max": "700\n"}.items():
+        write(files / "cgroup" / name, text)
+    assert free_memory() == 1000  # nobody says what is taken of 700
+    write(files / "cgroup" / "a/memory.current", "300\n")
+    write(files / "cgroup" / "a/memory.stat", "anon 200\ninactive_file 50\n")
+    assert free_memory() == 450
+    write(files / "own", "7:memory:/c\n")
+    limits = {"limit_in_bytes": "90", "usage_in_bytes": "50", "stat": "inactive_file 1"}
+    for name, text in limits.items():
+        write(files / "cgroup" / f"memory/c/memory.{name}", text)
+    assert free_memory() == 41
 
 
 def test_a_node_has_the_cores_of_its_ranks_up_to_the_quota(files):

@@ -12,15 +12,27 @@ import torch
 from rlhf_spmd.config import Products
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, OneDNN, in_use, use
+from rlhf_spmd.kernels.products import LIBRARIES, LINEAR, OneDNN, earns_packing, in_use, use
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.profile import products
-from rlhf_spmd.runtime.profile.products import Seconds, Table, choose, fastest, measure, of_this_machine, table_of
+from rlhf_spmd.runtime.profile.products import (
+    Seconds,
+    Table,
+    choose,
+    fastest,
+    limit_packing,
+    measure,
+    of_this_machine,
+    table_of,
+)
 from tests.runs import OneRank
 
 BIG = ModelShape(2, 256, 512, 4, 2, 64, 100)
 SMALL = replace(BIG, hidden_size=64, head_dim=16, vocab_size=10**6)
 HERE = Table("float32", "onednn", 3e-10, 2e-10, 1e-9, products.kind_of_machine(), torch.__version__, 1)
+
+
+LINEAR_TABLE = replace(HERE, library="linear")
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +191,22 @@ def test_a_resumed_run_keeps_its_library(measured):
     assert table.library == "onednn" and note.startswith("the run was started on model 9 with torch ")
     assert choose(TwoRanks(True, "model 9", HERE.torch), "auto", "float32", [BIG], stored())[1].count("(host there)")
     assert not measured and table_of(*stored()) == HERE
+
+
+def test_packing_needs_memory(monkeypatch):
+    monkeypatch.setattr(products, "free_memory", lambda: 1000)
+    weight, asked = torch.ones(2, 2), {}
+    for other, copies in (([0, 1000], 500), ([0, 1000], 501), ([600, 1000], 500)):
+        use({"float32": HERE.choice})
+        note = limit_packing(TwoRanks(*other), HERE, copies)
+        asked[other[0], copies] = note, earns_packing(weight, 1e6)
+    too_little = "too little memory is free for packed weights on {}: generation is slower there"
+    assert asked == {
+        (0, 500): ("", True),
+        (0, 501): (too_little.format("rank 0 (host here)"), False),
+        (600, 500): (too_little.format("rank 1 (host there)"), True),
+    }
+    assert limit_packing(TwoRanks(0, 0), None, 10**9) == limit_packing(TwoRanks(0, 0), LINEAR_TABLE, 10**9) == ""
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from rlhf_spmd.runtime.generation.kv_cache import free_bytes, release_unused
 from rlhf_spmd.runtime.offline.best_of import Judge, best_lines
 from rlhf_spmd.runtime.offline.options import GenerateOptions
 from rlhf_spmd.runtime.offline.prompts import Prompt, read_offline_prompts
-from rlhf_spmd.runtime.profile.products import choose
+from rlhf_spmd.runtime.profile.products import choose, limit_packing
 from rlhf_spmd.runtime.weights.rank_models import DTYPES
 from rlhf_spmd.runtime.world.devices import describe_device
 from rlhf_spmd.runtime.world.world import World
@@ -263,8 +263,9 @@ def generate_file(
     world.agree("the start", {"prompts": repr(asked), "columns of the prompts": columns})
     with world.together("reading the model's sizes"):
         shapes = [shape_of_folder(folder) for folder in (model, *([options.best_of] if has_judge else []))]
-    _, note = choose(world, options.products, options.dtype, shapes)
-    notes += filter(None, [note])
+    table, note = choose(world, options.products, options.dtype, shapes)
+    copied = shapes[0].num_params // layout.tp * DTYPES[options.dtype].itemsize  # at most
+    notes += filter(None, [note, limit_packing(world, table, copied)])
     replica = make_replica(model, asked, tokenizer, layout, world, options, started)
     if has_judge and not same_tokenizer(options.best_of, model):
         notes.append(f"{options.best_of} has another tokenizer than {model}, so it is given text")

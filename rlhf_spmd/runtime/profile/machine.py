@@ -3,9 +3,12 @@
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from rlhf_spmd.plan.cost.calibration import Machine
 
@@ -73,22 +76,31 @@ def cpu_info() -> dict[str, str]:
 
 def cpu_quota() -> float:
     """The CPU quota of this process's control groups, in cores; inf without a quota."""
+    return min(map(_quota, _groups("cpu")), default=inf)
+
+
+def free_memory() -> float:
+    """Bytes that this process may still take: of the machine, and of its control groups."""
+    return min([psutil.virtual_memory().available, *map(_room, _groups("memory"))])
+
+
+def _groups(controller: str) -> list[Path]:
+    """The folders of the control groups that limit this process, up to their roots."""
     try:
         lines = OWN_CGROUPS.read_text(encoding="utf-8", errors="replace").split("\n")
         groups = [line.split(":", 2) for line in lines if line]
     except OSError:
-        return inf
-    quota = inf
+        return []
+    found = []
     for _, controllers, path in groups:
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         root = CGROUPS / controllers if controllers else CGROUPS
-        inner = root / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            quota = min(quota, _quota(folder))
+        for folder in (inner := root / path.lstrip("/"), *inner.parents):
+            found.append(folder)
             if folder == root:
                 break
-    return quota
+    return found
 
 
 def _quota(folder: Path) -> float:
@@ -103,3 +115,17 @@ def _quota(folder: Path) -> float:
         return inf if quota.strip() in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError):
         return inf
+
+
+def _room(folder: Path) -> float:
+    """The bytes that one control group may still take, files in memory that nobody uses included: version 2 has
+    `memory.max`, version 1 another name."""
+    for most, taken in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        with suppress(OSError, ValueError):
+            limit, used = ((folder / name).read_text(encoding="utf-8").strip() for name in (most, taken))
+            if limit == "max":
+                return inf
+            lines = (folder / "memory.stat").read_text(encoding="utf-8").split("\n")
+            unused = dict(line.split() for line in lines if line).get("inactive_file", 0)
+            return int(limit) - int(used) + int(unused)
+    return inf

@@ -25,11 +25,12 @@ from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, LINEAR, Choice, Library, use
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.guard.failures import name_ranks
-from rlhf_spmd.runtime.profile.machine import kind_of_machine
+from rlhf_spmd.runtime.profile.machine import free_memory, kind_of_machine
 from rlhf_spmd.runtime.world.world import World
 
 RULES = 2  # to be raised when something else is measured or chosen than before
 MARGIN = 1.1  # a library this many times faster is another choice; within it, speed does not count
+PACKED_SHARE = 0.5  # of the free memory that packed weights may take; the rest is for keys, values and activations
 REPETITIONS = 7  # of which the fewest seconds count
 HOPELESS = 3.0  # a library that takes this many times the fewest seconds in the first repetition has no others
 LAYER = ((960, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))  # matrices [O, I] of a layer that is timed
@@ -115,6 +116,23 @@ def choose(
     use({dtype: table.choice})
     world.agree("the start", {"the library of products": json.dumps(asdict(table))})
     return table, note
+
+
+def limit_packing(world: World, table: Table | None, num_bytes: int) -> str:
+    """Uses plain weights on all ranks of a node where packed copies would take more than a part of the free memory -> a
+    note for the user (empty: none). num_bytes: of this rank's copies. Collective."""
+    if table is None or not LIBRARIES[table.library].packs:
+        return ""
+    every = world.allgather([num_bytes, free_memory()], "the memory for packed weights")
+    full = []
+    for node in sorted(set(world.nodes)):
+        mine = [one for one, its_node in zip(every, world.nodes, strict=True) if its_node == node]
+        if sum(copies for copies, _ in mine) > PACKED_SHARE * min(free for _, free in mine):
+            full.append(node)
+    if world.node in full:
+        use({table.dtype: replace(table.choice, pack_s=math.inf)})
+    where = name_ranks([rank for rank, node in enumerate(world.nodes) if node in full], world.hosts)
+    return f"too little memory is free for packed weights on {where}: generation is slower there" if full else ""
 
 
 def _fixed(library: str, dtype: str) -> Table:

@@ -16,6 +16,7 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
+from rlhf_spmd.plan.cost.memory import copied_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.input_checks import (
@@ -35,7 +36,7 @@ from rlhf_spmd.runtime.execute.handlers.dispatch import Calls
 from rlhf_spmd.runtime.execute.iteration import ALL, Iteration, Store
 from rlhf_spmd.runtime.generation import random_streams
 from rlhf_spmd.runtime.guard.failures import name_ranks
-from rlhf_spmd.runtime.profile.products import Recorded, Table, choose
+from rlhf_spmd.runtime.profile.products import Recorded, Table, choose, limit_packing
 from rlhf_spmd.runtime.weights.rank_models import RankModels, shared_vocabulary
 from rlhf_spmd.runtime.world.world import World
 
@@ -124,6 +125,7 @@ def prepare(
     world.agree("the start", read)
     _agree_on_functions(config, world)
     models.start()
+    notes += filter(None, [limit_packing(world, table, copied_bytes(program, world.rank, packs=True))])
     context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
     own = started, table, steps, notes
