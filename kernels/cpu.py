@@ -7,7 +7,6 @@ Legend: N rows or tokens, I inputs, O outputs, B sequences, H heads, K key-value
 n blocks of s slots, M blocks of a row's table, V vocabulary, D size of a normalised row.
 """
 
-import importlib
 import importlib.util
 import platform
 from collections.abc import Collection
@@ -23,7 +22,7 @@ _used: set[torch.dtype] = set()
 
 def _load():
     try:
-        native = importlib.import_module("rlhf_spmd.kernels._native")
+        from rlhf_spmd.kernels import _native as native
     except ImportError:
         return None, 0, ""
     for name in ("avx512", "avx2"):

@@ -96,9 +96,14 @@ CASES = {
         ("rank 1 (host ", "did not reach iteration 1: Run actor_train", "ranks 0, 2 wait for it", WHERE[0]),
         limit_s=DEADLINE_S + 40,
     ),
-    "disk full": Case(
+    "file too large": Case(
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
-        ("can't be written: File too large", "make room there", "reported by rank 0 (host ", "iteration 1"),
+        (
+            "can't be written: File too large",
+            "raise the limit of the size of a file",
+            "reported by rank 0 (host ",
+            "iteration 1",
+        ),
         rank=0,
     ),
     "crash": Case(
@@ -113,7 +118,7 @@ CASES = {
         "pass", ("the gradient norm is nan", "iteration 0: Run actor_train"), options=("optimizer.actor_lr=1e30",)
     ),
 }
-FAST = ("kill", "stop", "another collective", "disk full")
+FAST = ("kill", "stop", "another collective", "file too large")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,7 @@ def test_one_message_and_nothing_left(name, overrides, tmp_path):
         assert ended_s - float(stdout.partition("hurt at ")[2].split()[0]) < case.limit_s, stderr
     wait_for(lambda: not remaining(tmp_path / "run"), 10)
     kept = status_of("postmortem", tmp_path / "run")["message"]
-    assert kept == (None if name == "disk full" else stderr.removeprefix(PREFIX).rstrip())
+    assert kept == (None if name == "file too large" else stderr.removeprefix(PREFIX).rstrip())
 
 
 @pytest.mark.parametrize("away", ["deleted", "moved"])
