@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from rlhf_spmd import presets
+from rlhf_spmd.algorithm import algorithm_names
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.config import make_workload
 from rlhf_spmd.plan.cluster import Cluster
@@ -145,6 +146,18 @@ def test_what_an_engine_captures_is_not_timed():
     assert caches[0]() is None and caches[0] == caches[1] == caches[2] and caches[3]() is not None
     subject.engine()
     assert caches[3]() is None
+
+
+@pytest.mark.parametrize("algorithm", algorithm_names())
+def test_a_training_step_of_every_page_is_timed(algorithm):
+    """Also of one whose loss is divided by the sum of a column."""
+    config = presets.load("tiny", algorithm=algorithm)
+    workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
+    model = next(iter(workload.workflow.trained_models))
+    subject = TimedModel(world, config, workload, TOY, workload.models[model], 1, 1)
+    engine, rows = subject.engine(), subject.rows([(4, 4), (4, 2)])
+    subject.train(engine, rows)  # it raises if no row counts
+    subject.train(engine, rows, update=True)
 
 
 def test_a_profile_becomes_forecasts(world, tmp_path, capfd):

@@ -103,7 +103,8 @@ class TimedModel:
                 kept_BGK = (responses_BG[..., None] + others_K) % self.shape.vocab_size
                 rows[key] = torch.where(responses_BG[..., None] < 0, -1, kept_BGK).int()
             elif key not in rows:
-                rows[key] = torch.full(shapes[kind], float(key == self.call.only), device=device)
+                counts = key in (self.call.only, self.call.divisor)  # without them a step has nothing to do
+                rows[key] = torch.full(shapes[kind], float(counts), device=device)
         return rows
 
     def _masks(self, words: dict[str, tuple[str, str]], rows: dict[str, Tensor]) -> dict[str, Tensor]:
