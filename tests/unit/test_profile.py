@@ -10,7 +10,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from rlhf_spmd import presets
+from rlhf_spmd import embedded, presets
 from rlhf_spmd.algorithm import algorithm_names
 from rlhf_spmd.calibration_file import read_calibration, write_calibration
 from rlhf_spmd.config import make_workload
@@ -151,7 +151,8 @@ def test_what_an_engine_captures_is_not_timed():
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_a_training_step_of_every_page_is_timed(algorithm):
     """Also of one whose loss is divided by the sum of a column."""
-    config = presets.load("tiny", algorithm=algorithm)
+    words = [f"models.teacher={embedded.path_of('tiny/actor')}"] if algorithm == "distill" else []
+    config = presets.load("tiny", words, algorithm=algorithm)
     workload, world = make_workload(config), SimpleNamespace(rank=0, device=torch.device("cpu"))
     model = next(iter(workload.workflow.trained_models))
     subject = TimedModel(world, config, workload, TOY, workload.models[model], 1, 1)
