@@ -173,6 +173,16 @@ SCANS["long_context"] = SCANS["four_70b"] = SCANS["scan"]
 SCANS |= trl_table.COLUMNS | baseline_tables.COLUMNS | planner_tables.COLUMNS | stage_tables.COLUMNS
 JOINED |= trl_table.JOINED | baseline_tables.JOINED | stage_tables.JOINED
 SCANS["scan_measured"] = PLACE | SPEED | {"why not": lambda row: row["why_not"]}
+GENERATED = {
+    "model": lambda row: row["model"],
+    "precision": lambda row: row["dtype"],
+    "responses": lambda row: f"{row['requests']}, {row['work']}",
+    "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
+}
+AHEAD = {
+    "times faster": lambda row: f"{row['ratio']:.2f}",
+    "promised": lambda row: f"{row['promised']:g}",
+}
 COLUMNS: dict[str, Columns] = SCANS | {
     "invariance": {
         "algorithm": lambda row: f"`{row['algorithm']}`",
@@ -222,23 +232,15 @@ COLUMNS: dict[str, Columns] = SCANS | {
         "extra memory, MiB": lambda row: f"{row['extra_bytes'] / 2**20:.1f}",
     },
     "generate": {
-        "model": lambda row: row["model"],
-        "precision": lambda row: row["dtype"],
-        "responses": lambda row: f"{row['requests']}, {row['work']}",
-        "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
+        **GENERATED,
         "transformers": lambda row: f"{max(row['peers_tokens_per_s'].values()):,.0f}",
-        "times faster": lambda row: f"{row['ratio']:.2f}",
-        "promised": lambda row: f"{row['promised']:g}",
+        **AHEAD,
         "share of the floor": lambda row: percent(row.get("share_of_floor")),
     },
     "against_vllm": {
-        "model": lambda row: row["model"],
-        "precision": lambda row: row["dtype"],
-        "responses": lambda row: f"{row['requests']}, {row['work']}",
-        "tokens/s": lambda row: f"{row['ours_tokens_per_s']:,.0f}",
+        **GENERATED,
         "vLLM": lambda row: f"{row['peers_tokens_per_s']['vllm']:,.0f}",
-        "times faster": lambda row: f"{row['ratio']:.2f}",
-        "promised": lambda row: f"{row['promised']:g}",
+        **AHEAD,
         "not counted, s: first pass; vLLM loads, first pass": lambda row: (
             f"{row['ours_first_s']:.0f}; {row['peer_load_s']:.0f}, {row['peer_first_s']:.0f}"
         ),

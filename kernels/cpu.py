@@ -17,34 +17,34 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 LANES = 16  # head dims must be multiples of it
+COMPILED = "rlhf_spmd.kernels._native"
+NOT_COMPILED = "they were not compiled, which takes g++"
 _used: set[torch.dtype] = set()
 
 
 def _load():
+    """-> the compiled module (None: it can't be used), the columns of a panel, the instruction set, why not."""
     try:
         from rlhf_spmd.kernels import _native as native
-    except ImportError:
-        return None, 0, ""
+    except ImportError as error:
+        return None, 0, "", NOT_COMPILED if importlib.util.find_spec(COMPILED) is None else str(error)
     for name in ("avx512", "avx2"):
         if columns := native.use(name):
-            return native, columns, name
-    return None, 0, ""
+            return native, columns, name, ""
+    return None, 0, "", "this processor has no AVX2"
 
 
-_native, COLUMNS, INSTRUCTIONS = _load()
-
-
-def is_missing() -> bool:
-    """Whether they were not compiled when this program was installed, on a processor of their kind."""
-    compiled = importlib.util.find_spec("rlhf_spmd.kernels._native") is not None
-    return not compiled and platform.machine() in ("x86_64", "AMD64")
+_native, COLUMNS, INSTRUCTIONS, _problem = _load()
 
 
 def problem() -> str:
     """Why this machine cannot use them; empty if it can."""
-    if _native is not None:
-        return ""
-    return "they were not compiled, which takes g++" if is_missing() else "this processor has no AVX2"
+    return _problem
+
+
+def is_missing() -> bool:
+    """Whether an installation with a compiler would have them."""
+    return problem() == NOT_COMPILED and platform.machine() in ("x86_64", "AMD64")
 
 
 def use(dtypes: Collection[torch.dtype]) -> None:
@@ -55,6 +55,7 @@ def use(dtypes: Collection[torch.dtype]) -> None:
 
 
 def used_for(x: Tensor) -> bool:
+    """Whether this process uses them for a tensor like x."""
     return x.dtype in _used and x.device.type == "cpu"
 
 
@@ -67,6 +68,7 @@ class Panels:
 
 
 def pack(weight_OI: Tensor) -> Panels:
+    """A copy of the weights in that order."""
     weight_OI = weight_OI.contiguous()
     num_out, num_in = weight_OI.shape
     packed = weight_OI.new_empty(-(-num_out // COLUMNS) * COLUMNS, num_in)
@@ -75,7 +77,7 @@ def pack(weight_OI: Tensor) -> Panels:
 
 
 def product(x_NI: Tensor, weight_OI: Tensor | Panels, bias_O: Tensor | None = None) -> Tensor:
-    """x W^T + b -> y_NO, without a backward pass."""
+    """x W^T + b -> y_NO, without a backward pass. Raises MemoryError if there is no room for its scratch."""
     is_packed = isinstance(weight_OI, Panels)
     numbers, num_out = (weight_OI.numbers, weight_OI.num_out) if is_packed else (weight_OI, len(weight_OI))
     num_rows, num_in = x_NI.shape

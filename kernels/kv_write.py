@@ -15,9 +15,12 @@ from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.triton_import import tl, triton
 
 
-def heads_of(slots_T: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """The row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K]. On a CPU, computed
-    once for all layers; no slot may be -1."""
+def heads_of(slots_T: Tensor, cache_nKsd: Tensor) -> Tensor | None:
+    """The row of each token's heads in a contiguous cache viewed as [n * K * s, d]: int64 [T * K], computed once for
+    all layers; no slot may be -1. None if `kv_write` needs no such rows for this cache."""
+    if cache_nKsd.is_cuda or cpu.used_for(cache_nKsd):
+        return None
+    num_heads, block_size = cache_nKsd.shape[1:3]
     blocks_T = slots_T.div(block_size, rounding_mode="floor")
     first_T = blocks_T * (num_heads * block_size) + slots_T.remainder(block_size)
     return (first_T[:, None] + torch.arange(num_heads) * block_size).flatten()
@@ -32,7 +35,7 @@ def kv_write(
     slots_T: Tensor,
     heads_TK: Tensor | None = None,
 ) -> None:
-    """slots_T int64: the slot of each token; -1: not written (padding). heads_TK: `heads_of` the slots (CPU only)."""
+    """slots_T int64: the slot of each token; -1: not written (padding). heads_TK: `heads_of` the slots."""
     if keys_TKd.is_cuda:
         kv_write_triton(keys_TKd, values_TKd, cache_keys_nKsd, cache_values_nKsd, slots_T)
         return

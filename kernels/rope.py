@@ -18,7 +18,7 @@ from rlhf_spmd.kernels.triton_import import tl, triton
 def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
     """-> (q_THd, k_TKd) rotated. q and k may be views of one projection. There is no backward pass on a GPU.
 
-    On a CPU cos and sin may be `doubled`, computed once for all layers."""
+    cos and sin may be `prepared`, once for all layers."""
     if q_THd.is_cuda:
         grads = q_THd.requires_grad or k_TKd.requires_grad
         assert not (torch.is_grad_enabled() and grads), "rope has no backward pass"
@@ -29,6 +29,11 @@ def rope(q_THd: Tensor, k_TKd: Tensor, cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[
     x_THd, pairs, num_heads = _together(q_THd, k_TKd), q_THd.shape[2] // 2, q_THd.shape[1]
     turned_THd = torch.cat((x_THd[..., pairs:], x_THd[..., :pairs]), dim=-1).mul_(sin_T1d).add_(x_THd * cos_T1d)
     return turned_THd[:, :num_heads], turned_THd[:, num_heads:]
+
+
+def prepared(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors as `rope` reads them fastest: `doubled` where torch's operations turn, else as they are."""
+    return (cos_Tf, sin_Tf) if cos_Tf.is_cuda or cpu.used_for(cos_Tf) else doubled(cos_Tf, sin_Tf)
 
 
 def doubled(cos_Tf: Tensor, sin_Tf: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,17 +20,8 @@ struct Attention {
 
 // The sums of 8 vectors of 8, each by the tree of `sum`.
 inline __m256 sums_of(__m256 r[8]) {
-    __m256 s[8];
-    for (int i = 0; i < 8; i += 2) {
-        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
-        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
-    }
+    __m256 s[4];
+    turned(r);
     for (int i = 0; i < 4; i++)  // numbers i and i + 4 of each
         s[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20) + _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
     return (s[0] + s[2]) + (s[1] + s[3]);

@@ -65,18 +65,9 @@ inline __m256 eight(const bf16* p) {
 // to[k][c] = from[c][k] for 8 x 8 numbers.
 template <class W>
 inline void transposed_8x8(const W* from, long num_in, float* to) {
-    __m256 r[8], s[8];
+    __m256 r[8];
     for (int i = 0; i < 8; i++) r[i] = eight(from + i * num_in);
-    for (int i = 0; i < 8; i += 2) {
-        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
-        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
-    }
+    turned(r);
     for (int i = 0; i < 4; i++) {
         _mm256_storeu_ps(to + i * COLUMNS, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
         _mm256_storeu_ps(to + (i + 4) * COLUMNS, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));

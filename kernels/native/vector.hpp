@@ -88,6 +88,22 @@ inline float largest(v16 a) {
     return x[0];
 }
 
+// From 8 rows of 8 numbers: row i holds column i of rows 0 to 3, then column i + 4 of them, for i < 4, and row i + 4 the
+// same of rows 4 to 7.
+inline void turned(__m256 r[8]) {
+    __m256 s[8];
+    for (int i = 0; i < 8; i += 2) {
+        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
+    }
+}
+
 inline float wide(float x) { return x; }
 inline float wide(bf16 x) {
     union { uint32_t bits; float number; } u = {(uint32_t)x << 16};

@@ -8,7 +8,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import cpu
 from rlhf_spmd.kernels.decode_attention import Decode, decode_attention
 from rlhf_spmd.kernels.kv_write import heads_of, kv_write
 from rlhf_spmd.model.attention import Packed
@@ -45,8 +44,8 @@ class DecodeStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         keys_nKsd, values_nKsd = self._cache.layer(layer)
-        if self._heads is None and not k.is_cuda and not cpu.used_for(k):
-            self._heads = heads_of(self.slots_B, *keys_nKsd.shape[1:3])
+        if self._heads is None:
+            self._heads = heads_of(self.slots_B, keys_nKsd)
         kv_write(k, v, keys_nKsd, values_nKsd, self.slots_B, self._heads)
         return decode_attention(q, keys_nKsd, values_nKsd, self._decode, window=window)
 

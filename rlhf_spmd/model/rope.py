@@ -13,8 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.rope import doubled, rope_ref
+from rlhf_spmd.kernels.rope import prepared, rope_ref
 from rlhf_spmd.kernels.rope import rope as kernel
 from rlhf_spmd.model.config import ModelConfig
 
@@ -43,12 +42,10 @@ def cos_sin(
     positions_BT: Tensor, frequencies_f: Tensor, factor: float, dtype: torch.dtype, *, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
     """-> cos_BTf, sin_BTf in `dtype`; the angles are computed in the precision of the frequencies. fast: for
-    rotate_both(fast=True), so `doubled` on a CPU."""
+    rotate_both(fast=True), so `prepared` for it."""
     angles_BTf = positions_BT[..., None].to(frequencies_f.dtype) * frequencies_f
     cos_BTf, sin_BTf = (angles_BTf.cos() * factor).to(dtype), (angles_BTf.sin() * factor).to(dtype)
-    if fast and not cos_BTf.is_cuda and not cpu.used_for(cos_BTf):
-        return doubled(cos_BTf, sin_BTf)
-    return cos_BTf, sin_BTf
+    return prepared(cos_BTf, sin_BTf) if fast else (cos_BTf, sin_BTf)
 
 
 def rotate_both(

@@ -1,6 +1,7 @@
 """The library of products of a job: measured, kept, agreed on, and taken from the run that is resumed."""
 
 import json
+import os
 import threading
 from collections import Counter
 from dataclasses import asdict, replace
@@ -90,6 +91,11 @@ def test_what_is_fastest():
     both = {"linear": linear, "onednn": of(0.5, 0.5, depends=True), "other": of(0.54, 0.54)}
     assert fastest(both) == "other"  # as fast, and rows do not depend on each other
     assert fastest(both | {"other": of(0.56, 0.56)}) == "onednn"
+
+
+def test_a_table_that_can_not_be_kept_is_told_of(measured, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    assert "the next start measures again" in choose(OneRank(), "auto", "float32", [BIG])[1]
 
 
 def test_kernels_that_were_not_compiled_are_told_of(measured, monkeypatch):

@@ -97,7 +97,12 @@ def choose(
     lacking = [rank for rank, (has, *_) in enumerate(every) if not has]
     others = [rank for rank, (_, *where) in enumerate(every) if resumed and tuple(where) != resumed.where]
     note, where = "", name_ranks(lacking or others, world.hosts)
-    if wanted == "auto" and not resumed and cpu.is_missing():
+    if wanted == "auto" and not resumed and world.rank == 0 and not ((path := _path(dtype)) and _read(path)):
+        note = (
+            f"products are computed by {table.library}, but the user's cache folder can't be written: the next start "
+        )
+        note += f"measures again and may choose another library; give products={table.library}"
+    elif wanted == "auto" and not resumed and cpu.is_missing():
         note = (
             f"products are computed by {table.library}, because the faster kernels of this program were not compiled: "
         )
@@ -139,7 +144,7 @@ def _fixed(library: str, dtype: str) -> Table:
     """A library that the user names, as if it took the default seconds."""
     one = Choice(library)
     seconds = one.plain_s, one.packed_s, one.pack_s
-    return Table(dtype, library, *seconds, kind_of_machine(), torch.__version__, torch.get_num_threads())
+    return Table(dtype, library, *seconds, *_kind())
 
 
 # ---- what is known of this kind of machine --------------------------------------------------------------------------
@@ -148,22 +153,29 @@ def _fixed(library: str, dtype: str) -> Table:
 def of_this_machine(dtype: str) -> Table:
     """The fastest library here: as it was measured before, else measured now, and kept for the next time. One that is
     new, such as kernels that were compiled meanwhile, is another case."""
-    kind = kind_of_machine(), torch.__version__, torch.get_num_threads()
-    here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
-    name = hashlib.sha256(repr([RULES, dtype, *kind, here]).encode()).hexdigest()
-    folder = user_cache("products")
-    path = folder / name if folder else None
-    if path and (known := _read(path)):
+    if (path := _path(dtype)) and (known := _read(path)):
         return known
     measured = measure(DTYPES[dtype])
     library = fastest(measured)
     best = measured[library]
-    table = Table(dtype, library, best.plain_s, best.packed_s, best.pack_s, *kind)
+    table = Table(dtype, library, best.plain_s, best.packed_s, best.pack_s, *_kind())
     if path:
         with suppress(OSError):
             _keep(path, table)
             return _read(path) or table
     return table
+
+
+def _kind() -> tuple[str, str, int]:
+    return kind_of_machine(), torch.__version__, torch.get_num_threads()
+
+
+def _path(dtype: str) -> Path | None:
+    """The file of this kind of machine; None without a home."""
+    here = [name for name, one in LIBRARIES.items() if one.exists(DTYPES[dtype])]
+    name = hashlib.sha256(repr([RULES, dtype, *_kind(), here]).encode()).hexdigest()
+    folder = user_cache("products")
+    return folder / name if folder else None
 
 
 def _read(path: Path) -> Table | None:
