@@ -131,7 +131,7 @@ def test_a_child_that_comes_back_is_ended(said, capfd):
     for _ in range(3):
         with guarded("f"):
             child = os.fork()
-        time.sleep(0.05)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     with guarded("f"):
         pass
     assert child and capfd.readouterr().err.count("f came back in a child of os.fork") == 1
