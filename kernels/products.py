@@ -12,9 +12,10 @@ in its own order, and for several matrices joined (tests/unit/test_products.py).
   row has the same bits beside any other rows, at any place, on any number of threads; alone it would not, so a single
   row is computed twice. The first product with a number of rows takes up to 90 ms, so rows are padded to few numbers.
 - native: kernels of our own (cpu.py), which then compute the other operations of a decode step, too. A row has the same
-  bits beside any other rows, and alone. In bfloat16 backward products are theirs, too.
+  bits beside any other rows, and alone.
 
-GPUs, float64, float16 and mixed dtypes use F.linear. Backward products are else torch.mm's.
+Backward products are chosen apart: they are torch.mm's, or kernels of our own. GPUs, float64, float16 and mixed dtypes
+use F.linear.
 
 Legend: N rows, I inputs, O outputs.
 """
@@ -106,8 +107,13 @@ def _few_sizes(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+def _native_mm(a_NM: Tensor, b_MK: Tensor) -> Tensor:
+    return cpu.product(a_NM.contiguous(), b_MK.T.contiguous())
+
+
 LINEAR, NATIVE = Linear(), Native()
 LIBRARIES: dict[str, Library] = {one.name: one for one in (LINEAR, OneDNN(), NATIVE)}
+BACKWARD = {"linear": torch.mm, "native": _native_mm}  # products [N, M] x [M, K] of a backward pass
 
 
 def _agrees(library: Library, dtype: torch.dtype) -> bool:
@@ -132,10 +138,11 @@ _SMALL = ((3, 48), (40, 48), (1, 40))  # the shapes of x, weight and bias
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The library of a dtype, and its seconds per byte of weights: of a decode step with plain and with packed weights,
-    and of packing. By default those of two cores of an AMD EPYC."""
+    """The library of a dtype, that of its backward products (one of BACKWARD), and seconds per byte of weights: of a
+    decode step with plain and with packed weights, and of packing. By default those of two cores of an AMD EPYC."""
 
     library: str = "linear"
+    backward: str = "linear"
     plain_s: float = 2.0e-10
     packed_s: float = 1.6e-10
     pack_s: float = 1.0e-9
@@ -234,7 +241,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, bias_O, library):
         ctx.save_for_backward(x, weight_OI)
-        ctx.mm = _native_mm if library is NATIVE and x.dtype == torch.bfloat16 else torch.mm
+        ctx.mm = BACKWARD[_chosen[x.dtype][1].backward]
         return _multiply(library, x, weight_OI, bias_O, len(weight_OI))
 
     @staticmethod
@@ -245,7 +252,3 @@ class _Product(torch.autograd.Function):
         x_grad = ctx.mm(grad_NO, weight_OI).view_as(x) if wants_x else None
         weight_grad_OI = ctx.mm(grad_NO.T, x_NI) if wants_weight else None
         return x_grad, weight_grad_OI, grad_NO.sum(0) if wants_bias else None, None
-
-
-def _native_mm(a_NM: Tensor, b_MK: Tensor) -> Tensor:
-    return cpu.product(a_NM.contiguous(), b_MK.T.contiguous())

@@ -91,7 +91,7 @@ def load_model(
     for name in missing_head:  # a fresh critic's values are zero
         if name in parts:
             tensors[name] = torch.zeros(1, config.hidden_size, dtype=dtype, device=device)
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, assign=True)
+    model.take({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
     return model
 
 

@@ -2,8 +2,9 @@
 
 # D hidden, I inputs, O outputs, V vocabulary
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +24,23 @@ class Linear(nn.Linear):
 
 
 class Joined:
-    """Stacked copies of each layer's matrices that read the same input: (weight_OI, bias_O) of q, k and v, and of gate
-    and up."""
+    """Each layer's matrices that read the same input as one: (weight_OI, bias_O) of q, k and v, and of gate and up."""
 
     def __init__(self, layers: Iterable[nn.Module], copy: Copy = lambda weight_OI: weight_OI):
         self.qkv: dict[int, tuple[Weight, Tensor | None]] = {}
         self.gate_up: dict[int, tuple[Weight, Tensor | None]] = {}
         for layer in layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            self.qkv[attention.layer] = _stacked(copy, attention.q_proj, attention.k_proj, attention.v_proj)
-            self.gate_up[mlp.layer] = _stacked(copy, mlp.gate_proj, mlp.up_proj)
+            qkv, gate_up = _siblings(layer)
+            self.qkv[layer.self_attn.layer] = _joined(copy, qkv)
+            self.gate_up[layer.mlp.layer] = _joined(copy, gate_up)
 
 
 class Copies:
     """Copies of a transformer's weights for decode steps on a CPU. Drop them before the weights change.
 
     Packed, if the library in use has an order of its own and num_steps steps earn it; those of matrices that read the
-    same input are joined. In half precision these are joined at any rate, because a product takes little longer than
-    its launch (5% of a step; nothing in float32)."""
+    same input are joined. In half precision plain ones are also joined, where they lie, because a product takes little
+    longer than its launch (5% of a step; nothing in float32)."""
 
     def __init__(self, model: nn.Module, *, num_rows: int = 1, num_steps: float = 0.0, num_logits: int = 0):
         """num_rows: of a step. num_logits: rows of the output layer that are read; 0: none."""
@@ -50,7 +50,8 @@ class Copies:
         like, layers = next(model.parameters()), model.layers.values()
         pack = partial(packed, num_rows=num_rows)
         if not earns_packing(like, num_steps):
-            self.joined = Joined(layers) if like.is_cpu and like.dtype.itemsize == 2 else None
+            are_adjacent = all(_is_adjacent(parts) for layer in layers for parts in _siblings(layer))
+            self.joined = Joined(layers) if like.is_cpu and like.dtype.itemsize == 2 and are_adjacent else None
             return
         self.joined = Joined(layers, pack)
         rest = [module for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
@@ -60,6 +61,37 @@ class Copies:
 
 
 @torch.no_grad()
-def _stacked(copy: Copy, *parts: nn.Linear) -> tuple[Weight, Tensor | None]:
-    bias_O = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    return copy(torch.cat([part.weight for part in parts])), bias_O
+def lay_adjacent(layers: Iterable[nn.Module]) -> None:
+    """Moves the weights of each layer's matrices that read the same input to adjacent memory."""
+    for layer in layers:
+        for parts in _siblings(layer):
+            whole_OI = torch.cat([part.weight for part in parts])
+            for part, weight_OI in zip(parts, whole_OI.split([len(part.weight) for part in parts]), strict=True):
+                part.weight.data = weight_OI
+
+
+def _siblings(layer: nn.Module) -> tuple[list[nn.Linear], list[nn.Linear]]:
+    """The matrices of a layer that read the same input: q, k and v, and gate and up."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+
+
+@torch.no_grad()
+def _joined(copy: Copy, parts: Sequence[nn.Linear]) -> tuple[Weight, Tensor | None]:
+    weights = [part.weight for part in parts]
+    if _is_adjacent(parts):
+        weight_OI = weights[0].as_strided((sum(map(len, weights)), weights[0].shape[1]), weights[0].stride())
+    else:
+        weight_OI = torch.cat(weights)
+    return copy(weight_OI), None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+
+
+def _is_adjacent(parts: Sequence[nn.Linear]) -> bool:
+    """Whether weights lie one behind the other, so that they can be read as one."""
+    weights = [part.weight for part in parts]
+    return all(
+        one.is_contiguous()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+        for one, other in pairwise(weights)
+    )

@@ -27,7 +27,7 @@ from rlhf_spmd.kernels.silu_mul import silu_mul
 from rlhf_spmd.model import rope
 from rlhf_spmd.model.attention import AttentionContext, Padded
 from rlhf_spmd.model.config import ModelConfig
-from rlhf_spmd.model.linear import Linear
+from rlhf_spmd.model.linear import Linear, lay_adjacent
 from rlhf_spmd.model.parallel import (
     WHOLE,
     Group,
@@ -182,9 +182,9 @@ class Transformer(nn.Module):
     """A causal language model (head "lm") or a critic / reward model (head "scalar", one number per token), or one
     shard of it: a stage's layers, with embed_tokens on the first stage, norm and head on the last.
 
-    With device="meta" it holds no memory until weights are loaded (`load_state_dict(..., assign=True)`); otherwise it
-    starts from `init_weights(seed)`. It never reads torch's global random state. recompute: training saves only each
-    layer's input and recomputes the layer in the backward pass (arXiv 1604.06174), with the same bits.
+    With device="meta" it holds no memory until it takes weights (`take`); otherwise it starts from
+    `init_weights(seed)`. It never reads torch's global random state. recompute: training saves only each layer's input
+    and recomputes the layer in the backward pass (arXiv 1604.06174), with the same bits.
     """
 
     def __init__(
@@ -222,12 +222,17 @@ class Transformer(nn.Module):
         if torch.device(device).type != "meta":
             # not to_empty(): it makes torch import sympy, half a second
             empty = {name: torch.empty(one.shape, dtype=dtype, device=device) for name, one in self.named_parameters()}
-            self.load_state_dict(empty, assign=True)
+            self.take(empty)
             self.init_weights(seed)
 
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Makes these tensors its weights, by name; those that are multiplied with the same input become adjacent."""
+        self.load_state_dict(weights, assign=True)
+        lay_adjacent(self.layers.values())
 
     @torch.no_grad()
     def init_weights(self, seed: int, *, std: float = 0.02, score_std: float = 0.0) -> None:

@@ -22,7 +22,7 @@ from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.proof.check import check
 from rlhf_spmd.plan.proof.memory_check import Finding
 from rlhf_spmd.plan.runtime_words import PROMPTS
-from rlhf_spmd.plan.text.program_listing import show_copies, show_evaluation, show_findings, show_program
+from rlhf_spmd.plan.text.program_listing import show_evaluation, show_findings, show_packed, show_program
 from rlhf_spmd.strategy import load_strategy
 
 DEFAULT_STRATEGY = "flattening"
@@ -259,8 +259,8 @@ def print_report(
     may_pack: see `packs`. rank: whose instructions are printed. evaluate: makes the program of the run's
     evaluations."""
     print(show_program(program, title=title, rank=rank))
-    if copies := show_copies(program, packs=may_pack):
-        print(copies)
+    if may_pack and (packed := show_packed(program)):
+        print(packed)
     if evaluation := evaluate(program):
         print(show_evaluation(evaluation))
     print(show_findings(findings))

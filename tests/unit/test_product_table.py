@@ -21,8 +21,10 @@ from rlhf_spmd.runtime.profile.products import (
     Table,
     choose,
     fastest,
+    fastest_backward,
     limit_packing,
     measure,
+    measure_backward,
     of_this_machine,
     table_of,
 )
@@ -30,7 +32,7 @@ from tests.runs import OneRank
 
 BIG = ModelShape(2, 256, 512, 4, 2, 64, 100)
 SMALL = replace(BIG, hidden_size=64, head_dim=16, vocab_size=10**6)
-HERE = Table("float32", "onednn", 3e-10, 2e-10, 1e-9, products.kind_of_machine(), torch.__version__, 1)
+HERE = Table("float32", "onednn", "linear", 3e-10, 2e-10, 1e-9, products.kind_of_machine(), torch.__version__, 1)
 
 
 LINEAR_TABLE = replace(HERE, library="linear")
@@ -54,6 +56,7 @@ def measured(monkeypatch) -> list[torch.dtype]:
         return {"linear": Seconds(4e-10, 4e-10, 8e-9), "onednn": Seconds(3e-10, 2e-10, 4e-9, 1e-9, depends=False)}
 
     monkeypatch.setattr(products, "measure", found)
+    monkeypatch.setattr(products, "measure_backward", lambda dtype: {"linear": 2.0, "native": 1.9})
     return asked
 
 
@@ -127,6 +130,27 @@ def test_measuring(monkeypatch, times):
     monkeypatch.setattr(OneDNN, "exists", lambda self, dtype: False)
     before = counted[0]
     assert fastest(measure(torch.float32)) == "linear" and counted[0] == before
+
+
+@pytest.mark.parametrize(("native_s", "chosen"), [(0.95, "linear"), (0.5, "native")])
+def test_backward_products_are_chosen_apart(monkeypatch, native_s, chosen):
+    """By a clock that counts products, in the first of eight matrices."""
+    monkeypatch.setattr(products, "TIMED_BYTES", 1)
+    monkeypatch.setattr(products, "LAYER", ((64, 96),) * 8)
+    counted = [0.0]
+
+    def counting(seconds):
+        def mm(a_NM, b_MK):
+            counted[0] += seconds
+            return a_NM @ b_MK
+
+        return mm
+
+    monkeypatch.setattr(products, "BACKWARD", {"linear": counting(1.0), "native": counting(native_s)})
+    monkeypatch.setattr(type(LIBRARIES["native"]), "exists", lambda self, dtype: True)
+    found = measure_backward(torch.float32, lambda: counted[0])
+    assert found["linear"] == 2 and found["native"] == pytest.approx(2 * native_s)
+    assert fastest_backward(found) == chosen
 
 
 def test_a_machine_is_measured_once(cache, measured):

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from rlhf_spmd.kernels import products
-from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, Choice, packed, product, product_in, rows_for, use
+from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, Choice, packed, product, product_in, rows_for, use
 from rlhf_spmd.kernels.token_logprobs import token_logprobs
 from rlhf_spmd.model.config import ModelConfig
+from rlhf_spmd.model.hf import load_model, save_state
 from rlhf_spmd.model.linear import Copies
 from rlhf_spmd.model.sequences import Sequences, forward, response_logprobs
 from rlhf_spmd.model.transformer import Transformer
-from rlhf_spmd.plan.cost.memory import copied_bytes
+from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import Rollout
@@ -69,9 +70,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name, dtype):
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients(name, dtype, bias):
+@pytest.mark.parametrize("backward", BACKWARD)
+def test_gradients(name, dtype, bias, backward):
     """Against float64, for rows [B, T, I] that are a view, a weight that is used twice, and inputs without gradient."""
-    use({dtype: Choice(name)})
+    if (backward, dtype) not in CASES:
+        pytest.skip(f"no products by {backward} in {dtype} here")
+    use({dtype: Choice(name, backward)})
     for num_out, num_in in SHAPES:
         given = tensors(DTYPES[dtype], (4, num_in, 3), (num_out, num_in), (num_out,))
         wide, own = ([one.to(to).requires_grad_() for one in given] for to in (torch.float64, DTYPES[dtype]))
@@ -130,6 +134,24 @@ def test_generation_packs_and_draws_the_same_bits(dtype):
     batch = Sequences.join(prompts_MBP[0], responses)
     again = of_responses(model, batch)
     assert (again - logprobs).abs().max() < (1e-5 if dtype == "float32" else 0.1)
+
+
+def test_half_precision_joins_where_weights_lie(tmp_path):
+    """Of a model that is initialised, and of one that is loaded."""
+    made = small(torch.bfloat16)
+    save_state(made.state_dict(), made.config, "lm", tmp_path)
+    loaded = load_model(tmp_path, head="lm", dtype=torch.bfloat16)
+    for model in (made, loaded):
+        joined = Copies(model).joined
+        for layer in model.layers.values():
+            qkv, attention = joined.qkv[layer.self_attn.layer][0], layer.self_attn
+            parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+            assert torch.equal(qkv, torch.cat(parts)) and qkv.data_ptr() == parts[0].data_ptr()
+            gate_up, parts = joined.gate_up[layer.mlp.layer][0], [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
+            assert torch.equal(gate_up, torch.cat(parts)) and gate_up.data_ptr() == parts[0].data_ptr()
+    assert Copies(small(torch.float32)).joined is None
+    loaded.layers["1"].mlp.up_proj.weight.data = parts[1].clone()
+    assert Copies(loaded).joined is None  # that would take a copy
 
 
 def test_onednn_gets_few_numbers_of_rows(monkeypatch):
@@ -191,7 +213,7 @@ def test_copies_take_the_bytes_of_the_forecast(name, dtype):
     )
     layouts = {"generate": Layout((0,), dp=1)}
     program = SimpleNamespace(workload=workload, placement=SimpleNamespace(layouts=layouts))
-    wanted, before = copied_bytes(program, 0, packs=LIBRARIES[name].packs), resident_bytes()
+    wanted, before = packed_bytes(program, 0) if LIBRARIES[name].packs else 0, resident_bytes()
     copies = Copies(model, num_rows=8, num_steps=1e6, num_logits=8000)
     stacked = 2 * 1600 * 768 * DTYPES[dtype].itemsize  # gate and up before packing, which malloc may keep
     assert -0.05 * wanted - 2**21 < resident_bytes() - before - wanted < 0.05 * wanted + stacked + 2**21

@@ -24,8 +24,6 @@ STATIC = ("weights", "gradients", "optimizer", "offloaded")
 WORKING = ("gathered", "buckets", "reduced", "activations", "KV cache")
 REDUCE_NUMEL = 50_000_000  # numbers in DeepSpeed's communication buffers, if no weight is larger
 CHUNK_BYTES, MOST_CHUNKS = 32 * 2**20, 24  # as in kernels/token_logprobs.py
-JOINED = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))  # copied side by side
-NOT_JOINED = ("o_proj.weight", "down_proj.weight")
 LIVE_NUMEL = 10**9  # weights that DeepSpeed's stage 3 keeps gathered while it trains (its default)
 
 
@@ -193,21 +191,16 @@ def logits_bytes(num_rows: int, vocab_size: int, hidden_size: int, number_bytes:
     return num_rows * (number_bytes * columns + 4 * hidden_size)
 
 
-def copied_bytes(program: Program, rank: int, *, packs: bool) -> int:
-    """The most bytes of the copies of weights with which a rank generates on a CPU (model/linear.py: Copies). packs: of
-    all matrices, by a library of products; else of those that are joined, in half precision."""
+def packed_bytes(program: Program, rank: int) -> int:
+    """The most bytes of the packed copies of weights with which a rank generates on a CPU (model/linear.py: Copies)."""
     workload, layouts = program.workload, program.placement.layouts
-    calls = [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]
-    if not packs and workload.param_bytes != 2:
-        return 0
     most = 0
-    for call in calls:
+    for call in [call for call in workload.workflow.generate_calls if rank in layouts[call.name].ranks]:
         numbers, shape, shard = 0, workload.models[call.model], layouts[call.name].shard(rank)
         for weight in weights_of(shape):
-            is_joined = weight.name.endswith(JOINED)
             is_head = weight.name == ("embed_tokens.weight" if shape.tied else "lm_head.weight")
-            is_copied = is_joined or (packs and (is_head or weight.name.endswith(NOT_JOINED)))
-            if is_copied and (box := weight.box(shard)) and (not is_head or shard.stage == shard.pp - 1):
+            is_packed = is_head or weight.name.endswith("_proj.weight")
+            if is_packed and (box := weight.box(shard)) and (not is_head or shard.stage == shard.pp - 1):
                 numbers += numbers_in(box)
         most = max(most, workload.param_bytes * numbers)
     return most

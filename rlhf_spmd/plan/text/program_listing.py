@@ -6,8 +6,8 @@ from dataclasses import replace
 from rlhf_spmd.plan.cost.memory import (
     STATIC,
     WORKING,
-    copied_bytes,
     num_params,
+    packed_bytes,
     peak_bytes,
     static_bytes,
     working_bytes,
@@ -148,13 +148,14 @@ def memory_table(program: Program) -> str:
     return table([(row[0], *(cell for cell, shown in zip(row[1:], used, strict=True) if shown)) for row in rows])
 
 
-def show_copies(program: Program, *, packs: bool) -> str:
-    """How many bytes the copies of weights take with which ranks generate on CPUs; empty: there are none."""
-    most = 0
-    if set(program.cluster.device_types) == {"cpu"}:
-        most = max(copied_bytes(program, rank, packs=packs) for rank in program.cluster.ranks)
-    how = "if a library of products packs them" if packs else "of q, k, v and of gate, up"
-    return f"\nWhile a rank generates, copies of weights take up to {format_bytes(most)} more, {how}" if most else ""
+def show_packed(program: Program) -> str:
+    """How many bytes packed copies of weights may take with which ranks generate on CPUs; empty: there are none."""
+    if set(program.cluster.device_types) != {"cpu"}:
+        return ""
+    most = max(packed_bytes(program, rank) for rank in program.cluster.ranks)
+    if not most:
+        return ""
+    return f"\nWhile a rank generates, packed copies of weights may take up to {format_bytes(most)} more"
 
 
 def _instructions(program: Program, rank: int) -> str:

@@ -22,13 +22,13 @@ from torch import Tensor
 from rlhf_spmd.errors import UserError
 from rlhf_spmd.files import json_text, json_value, user_cache
 from rlhf_spmd.kernels import cpu
-from rlhf_spmd.kernels.products import DTYPES, LIBRARIES, LINEAR, Choice, Library, use
+from rlhf_spmd.kernels.products import BACKWARD, DTYPES, LIBRARIES, LINEAR, Choice, Library, use
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.guard.failures import name_ranks
 from rlhf_spmd.runtime.profile.machine import free_memory, kind_of_machine
 from rlhf_spmd.runtime.world.world import World
 
-RULES = 2  # to be raised when something else is measured or chosen than before
+RULES = 3  # to be raised when something else is measured or chosen than before
 MARGIN = 1.1  # a library this many times faster is another choice; within it, speed does not count
 PACKED_SHARE = 0.5  # of the free memory that packed weights may take; the rest is for keys, values and activations
 REPETITIONS = 7  # of which the fewest seconds count
@@ -41,10 +41,12 @@ Recorded = tuple[Any, str]  # the table of a run as its file has it, and the fil
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The library for a dtype and where it was chosen; seconds per byte of weights as in kernels.products.Choice."""
+    """The libraries for a dtype and where they were chosen; seconds per byte of weights as in
+    kernels.products.Choice."""
 
     dtype: str
     library: str
+    backward: str
     plain_s: float
     packed_s: float
     pack_s: float
@@ -54,7 +56,11 @@ class Table:
 
     @property
     def choice(self) -> Choice:
-        return Choice(self.library, self.plain_s, self.packed_s, self.pack_s)
+        return Choice(self.library, self.backward, self.plain_s, self.packed_s, self.pack_s)
+
+    def exists(self) -> bool:
+        """Whether this machine has these libraries."""
+        return all(LIBRARIES[name].exists(DTYPES[self.dtype]) for name in (self.library, self.backward))
 
     @property
     def where(self) -> tuple[str, str]:
@@ -68,7 +74,8 @@ def table_of(values: Any, source: str) -> Table:
     kinds = {float: (int, float), int: int, str: str}
     is_table = isinstance(values, Mapping) and values.keys() == names.keys()
     is_table = is_table and all(isinstance(values[name], kinds[kind]) for name, kind in names.items())
-    if not is_table or values["library"] not in LIBRARIES or values["dtype"] not in DTYPES:
+    is_known = is_table and values["library"] in LIBRARIES and values["backward"] in BACKWARD
+    if not is_known or values["dtype"] not in DTYPES:
         raise UserError(f"{source} names no library of products that this version knows; restore the file")
     return Table(**values)
 
@@ -92,7 +99,7 @@ def choose(
         if world.rank == 0:
             values = asdict(resumed or (of_this_machine(dtype) if wanted == "auto" else _fixed(wanted, dtype)))
     table = Table(**world.bcast(values, what="the library of products"))
-    mine = [LIBRARIES[table.library].exists(DTYPES[dtype]), kind_of_machine(), torch.__version__]
+    mine = [table.exists(), kind_of_machine(), torch.__version__]
     every = world.allgather(mine, "who has the library of products")
     lacking = [rank for rank, (has, *_) in enumerate(every) if not has]
     others = [rank for rank, (_, *where) in enumerate(every) if resumed and tuple(where) != resumed.where]
@@ -112,7 +119,7 @@ def choose(
             raise UserError(f"products={wanted}: {where} cannot compute them in {dtype}; give products=auto")
         note = f"{where} cannot compute products by {table.library}: F.linear is used"
         note += ", and numbers differ in their last digits" if resumed else ""
-        table = Table(dtype, LINEAR.name, 0.0, 0.0, 0.0, *every[0][1:], torch.get_num_threads())
+        table = Table(dtype, LINEAR.name, LINEAR.name, 0.0, 0.0, 0.0, *every[0][1:], torch.get_num_threads())
     elif others:
         note = (
             f"the run was started on {resumed.machine} with torch {resumed.torch}; it keeps its products by "
@@ -141,10 +148,10 @@ def limit_packing(world: World, table: Table | None, num_bytes: int) -> str:
 
 
 def _fixed(library: str, dtype: str) -> Table:
-    """A library that the user names, as if it took the default seconds."""
-    one = Choice(library)
+    """A library that the user names, also for backward products where it can, as if it took the default seconds."""
+    one = Choice(library, backward=library if library in BACKWARD else LINEAR.name)
     seconds = one.plain_s, one.packed_s, one.pack_s
-    return Table(dtype, library, *seconds, *_kind())
+    return Table(dtype, one.library, one.backward, *seconds, *_kind())
 
 
 # ---- what is known of this kind of machine --------------------------------------------------------------------------
@@ -157,8 +164,9 @@ def of_this_machine(dtype: str) -> Table:
         return known
     measured = measure(DTYPES[dtype])
     library = fastest(measured)
+    backward = LINEAR.name if library == LINEAR.name else fastest_backward(measure_backward(DTYPES[dtype]))
     best = measured[library]
-    table = Table(dtype, library, best.plain_s, best.packed_s, best.pack_s, *_kind())
+    table = Table(dtype, library, backward, best.plain_s, best.packed_s, best.pack_s, *_kind())
     if path:
         with suppress(OSError):
             _keep(path, table)
@@ -277,6 +285,29 @@ class _Trial:
         for weight, plain in zip(own, part, strict=True):
             self.library.multiply(x[plain.shape[1]], weight, None)
         return (self._clock() - began) / sum(weight.nbytes for weight in part)
+
+
+def fastest_backward(seconds: Mapping[str, float]) -> str:
+    """torch.mm, unless another library is faster by MARGIN."""
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] * MARGIN < seconds[LINEAR.name] else LINEAR.name
+
+
+@torch.inference_mode()
+def measure_backward(dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+    """The seconds of the backward products of some layers after a pass over given tokens, as `measure` has them."""
+    seconds = {name: math.inf for name in BACKWARD if LIBRARIES[name].exists(dtype)}
+    weights = _weights(dtype)
+    grads = {num: torch.ones(PASS_ROWS, num, dtype=dtype) for layer in LAYER for num in layer}
+    for _ in range(REPETITIONS):
+        for name in [name for name, s in seconds.items() if s == math.inf or s <= HOPELESS * min(seconds.values())]:
+            began = clock()
+            for weight_OI in weights[: len(weights) // 8]:
+                grad_NO, x_NI = (grads[num] for num in weight_OI.shape)
+                BACKWARD[name](grad_NO, weight_OI)
+                BACKWARD[name](grad_NO.T, x_NI)
+            seconds[name] = min(seconds[name], clock() - began)
+    return seconds
 
 
 def _weights(dtype: torch.dtype) -> list[Tensor]:

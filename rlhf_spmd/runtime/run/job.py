@@ -16,7 +16,7 @@ from rlhf_spmd.kernels.known_tokens import KnownTokens
 from rlhf_spmd.model.hf import load_tokenizer, read_config
 from rlhf_spmd.model.template_time import time_of_start
 from rlhf_spmd.model.tokenizer import Tokenizer
-from rlhf_spmd.plan.cost.memory import copied_bytes
+from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.program.instructions import Program
 from rlhf_spmd.plan.workload import Workload
 from rlhf_spmd.runtime.data.input_checks import (
@@ -125,7 +125,7 @@ def prepare(
     world.agree("the start", read)
     _agree_on_functions(config, world)
     models.start()
-    notes += filter(None, [limit_packing(world, table, copied_bytes(program, world.rank, packs=True))])
+    notes += filter(None, [limit_packing(world, table, packed_bytes(program, world.rank))])
     context = CallContext(program, config, world, models, scorer, eos_ids, known, tokenizer.decode)
     calls, columns = Calls(context), program.held(world.rank)
     own = started, table, steps, notes
