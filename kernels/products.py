@@ -102,8 +102,8 @@ class Native:
 
 
 def _few_sizes(num_rows: int) -> int:
-    """A number at least as large, of 16 for each power of two; up to 64 the number itself."""
-    step = 1 << max((num_rows - 1).bit_length() - 5, 0) if num_rows > 64 else 1
+    """A number at least as large, of 8 for each power of two; of 16 from 256 on, where more rows cost more."""
+    step = 1 << max((num_rows - 1).bit_length() - (4 if num_rows <= 256 else 5), 0)
     return -(-num_rows // step) * step
 
 

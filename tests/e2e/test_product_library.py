@@ -1,15 +1,21 @@
-"""The library of products of a run: the first start measures, another one reads what it found."""
+"""The library of products of a run: the first start measures, another one reads what it found; what each computes does
+not depend on the placement, and a resume goes on with it."""
 
 import json
+import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench.faults.faults import outcome
+from bench.faults.faults import Started, outcome
 from rlhf_spmd.files import user_cache
+from rlhf_spmd.kernels.products import LIBRARIES
 from tests.folders import write_all
-from tests.run_mpi import mpi_environment, run_limited
+from tests.run_mpi import mpi_command, mpi_environment, run_limited
 
 SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}  # with matrices that a library is chosen for
 
@@ -40,3 +46,51 @@ def test_two_starts_of_a_command(tmp_path, cache):
     tables = [json.loads((run / "program.json").read_text(encoding="utf-8"))["products"] for run in runs]
     (kept,) = cache.iterdir()
     assert tables[0] == tables[1] == json.loads(kept.read_text(encoding="utf-8"))
+
+
+# ---- each library ----------------------------------------------------------------------------------------------------
+
+PLACEMENTS = (
+    (2, "flattening", "strategy.zero=1"),
+    (4, "separation"),
+    (4, "flattening", "strategy.tp=2"),
+    (5, "interleaving2"),
+    (8, "separation"),
+)
+
+
+def job(*words, num_ranks: int = 1, **environment: str) -> None:
+    launcher = mpi_command(num_ranks) if num_ranks > 1 else []
+    command = [*launcher, sys.executable, "-m", "rlhf_spmd", "train", *map(str, words)]
+    status, _, stderr = run_limited(command, limit_s=300.0, environment=mpi_environment(**environment))
+    assert status == 0, stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", [name for name, one in LIBRARIES.items() if one.exists(torch.float32)])
+def test_the_same_run_anywhere(tmp_path, library):
+    """On 1 to 8 ranks the tokens are those of one rank; with other instructions, too; killed and resumed, all bits."""
+    words = [*write_all(tmp_path, **SIZES), f"products={library}", "iterations=6", "num_samples=0"]
+    words += ["checkpoint.every=2", "generation.max_new_tokens=24", "--runs", tmp_path]
+    job(*words, "--name", "one")
+    for number, (num_ranks, strategy, *options) in enumerate(PLACEMENTS):
+        name = f"placed-{number}"
+        job(*words, "--name", name, "--strategy", strategy, *options, num_ranks=num_ranks)
+        assert hashes(tmp_path / name) == hashes(tmp_path / "one"), (num_ranks, strategy, options)
+    if library != "native":  # its instructions are chosen when it is loaded, and all give the same bits
+        job(*words, "--name", "others", ONEDNN_MAX_CPU_ISA="SSE41", MKL_ENABLE_INSTRUCTIONS="SSE4_2")
+        assert hashes(tmp_path / "others") == hashes(tmp_path / "one")
+    stopped = Started(2, tmp_path / "stopped", *words[:-2])
+    stopped.wait_for(3)
+    for pid in stopped.ranks():
+        with suppress(ProcessLookupError):  # the first kill ends them all
+            os.kill(pid, signal.SIGKILL)
+    stopped.end()
+    job("--resume", tmp_path / "stopped", num_ranks=2)
+    job(*words, "--name", "two", num_ranks=2)
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "two")
+
+
+def hashes(run: Path) -> list[str]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row["tokens_sha256"] for row in rows]

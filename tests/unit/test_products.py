@@ -23,7 +23,9 @@ from rlhf_spmd.plan.cost.memory import packed_bytes
 from rlhf_spmd.plan.layout import Layout
 from rlhf_spmd.plan.workload import ModelShape
 from rlhf_spmd.runtime.generation.rollout import Rollout
+from tests.folders import write_all
 from tests.import_rules import ROOT, modules_of
+from tests.runs import RunOf, load
 
 SHAPES = ((576, 192), (320, 256), (33, 100), (7, 3))  # [O, I], also of uneven slices
 CASES = [(name, dtype) for name, one in LIBRARIES.items() for dtype in DTYPES if one.exists(DTYPES[dtype])]
@@ -173,14 +175,39 @@ def test_onednn_gets_few_numbers_of_rows(monkeypatch):
         logprobs_BG = of_responses(model, batch)
         logprobs_BG.sum().backward()
         found.append([logprobs_BG, *(one.grad for one in model.parameters())])
-    assert set(numbers) == {224, 150, 152}  # 219 tokens are padded by the model, 150 rows of logits by the product
+    assert set(numbers) == {224, 150, 160}  # 219 tokens are padded by the model, 150 rows of logits by the product
     for linear, onednn in zip(*found, strict=True):
         torch.testing.assert_close(onednn, linear, atol=1e-3, rtol=1e-4)
-    assert [rows_for(num, torch.float32) for num in (1, 63, 64, 65, 128, 129, 1000, 4097)] == [
-        *(1, 63, 64, 68, 128, 136, 1024, 4352)
+    assert [rows_for(num, torch.float32) for num in (1, 15, 17, 63, 65, 128, 129, 1000, 4097)] == [
+        *(1, 15, 18, 64, 72, 128, 144, 1024, 4352)
     ]
-    assert len({rows_for(num, torch.float32) for num in range(65, 4097)}) == 6 * 16
+    assert len({rows_for(num, torch.float32) for num in range(1, 257)}) == 16 + 4 * 8
+    assert len({rows_for(num, torch.float32) for num in range(257, 4097)}) == 4 * 16
     assert rows_for(65, torch.float64) == 65
+
+
+def test_onednn_is_soon_prepared(monkeypatch, tmp_path):
+    """Products of a run with a new number of rows, which take long: few after the second iteration, although responses
+    have new lengths in each."""
+    if ("onednn", "float32") not in CASES:
+        pytest.skip("no products by onednn in float32 here")
+    multiply, seen, new = products.OneDNN.multiply, set(), []
+
+    def recorded(self, x_NI, weight, bias):
+        if len(x_NI) > 1 and rows_for(len(x_NI), torch.float32) == len(x_NI):  # else it calls itself with more rows
+            seen.add((len(x_NI), weight.shape, weight.is_mkldnn, bias is None))
+        return multiply(self, x_NI, weight, bias)
+
+    sizes = {"hidden_size": 256, "head_dim": 64, "eos_token_ids": (1, 5, 9, 20, 33)}
+    words = [*write_all(tmp_path, **sizes), "generation.max_new_tokens=24", "rollout_batch=48", "mini_batch=24"]
+    run = RunOf(load(words, "products=onednn", "ppo.epochs=1"))
+    monkeypatch.setattr(products.OneDNN, "multiply", recorded)
+    for _ in range(3):
+        before = len(seen)
+        run.iteration()
+        new.append(len(seen) - before)
+    assert new[0] > 50
+    assert new[2] < new[0] / 4, new
 
 
 def test_what_packing_must_earn():
